@@ -6,10 +6,11 @@ import gc
 import importlib.util
 import logging
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import click
@@ -23,6 +24,7 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 
 Command = Callable[..., click.testing.Result]
 Loader = Callable[[Path], ModuleType]
+Process = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # Two rows of unequal length: padding, and positions past the rotary period of the toy's fastest pair.
 TOY_LENGTHS = "48,33"
@@ -168,6 +170,86 @@ def command() -> Command:
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def environment_of() -> Callable[..., dict[str, str]]:
+    """The variables of a process: none that say which device or rank it is."""
+
+    def variables(**given: str) -> dict[str, str]:
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "WORLD_SIZE")
+        }
+        return {**inherited, "PYTHONPATH": str(_TESTS.parent), "OMP_NUM_THREADS": "1", **given}
+
+    return variables
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[Any]:
+    """`ForkServer` of `fork_server.py`."""
+    server = _load_module(_TESTS / "fork_server.py").ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked(fork_server: Any, tmp_path: Path, environment_of: Callable[..., dict[str, str]]) -> Process:
+    """Runs `mm2-test` in the test's folder, in a fork of a process that has torch imported."""
+
+    def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        given = ["-m", "neuron", *map(str, arguments)]
+        done: subprocess.CompletedProcess[str] = fork_server.run(
+            given, folder=tmp_path, environment=environment_of(**environment), standard_input=""
+        )
+        return done
+
+    return run_there
+
+
+@pytest.fixture(scope="session")
+def forked_python(
+    fork_server: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    environment_of: Callable[..., dict[str, str]],
+) -> Process:
+    """Runs Python code with arguments in a fork of a process that has torch imported: seconds less than a new one.
+
+    What the code imports besides may be named in `modules`: it is imported once for all programs that name the same.
+    `streams` has the path of a terminal or a FIFO that takes the place of a standard stream, by its number.
+    """
+
+    def run_code(
+        code: str,
+        *arguments: object,
+        folder: Path | None = None,
+        standard_input: str = "",
+        modules: Sequence[str] = (),
+        streams: Mapping[int, str] = MappingProxyType({}),
+        **environment: str,
+    ) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp("python") if folder is None else folder
+        done: subprocess.CompletedProcess[str] = fork_server.run(
+            ["-c", code, *map(str, arguments)],
+            folder=folder,
+            environment=environment_of(**environment),
+            standard_input=standard_input,
+            modules=modules,
+            streams=streams,
+        )
+        return done
+
+    return run_code
+
+
+@pytest.fixture(scope="session")
+def golden_modules() -> tuple[str, ...]:
+    """The modules that a program imports which makes goldens or splits models: they take seconds."""
+    return (
+        "transformers.models.minimax_m2.modeling_minimax_m2",
+        "gpu_reference.golden.golden",
+        "minimax_tools.split.factory",
+    )
 
 
 def _load_module(file: Path) -> ModuleType:

@@ -6,10 +6,7 @@ The refused models are folders with config.json alone, or hub models whose shard
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -375,7 +372,7 @@ print(json.dumps(told))
 
 
 def test_no_shard_of_a_refused_hub_model_is_fetched(
-    hub: Any, checkpoint: Path, golden: Path, tmp_path: Path
+    hub: Any, checkpoint: Path, golden: Path, tmp_path: Path, forked_python: Any
 ) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "awq"))
     write_config(folder, {**toy_config(M2), **REFUSED["awq"][0]})
@@ -383,15 +380,9 @@ def test_no_shard_of_a_refused_hub_model_is_fetched(
     for name in names:
         hub.add(f"owner/{name}", folder)
     # huggingface_hub reads its variables when it is imported.
-    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_THE_HUB, str(golden)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+    done = forked_python(ASK_THE_HUB, golden, **environment)
+    assert done.returncode == 0, done.stderr
     for name, (exit_code, error) in zip(names, json.loads(done.stdout), strict=True):
         assert exit_code != 0, name
         assert "quant_method 'awq'" in error, name

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,8 @@ REPOSITORY = Path(__file__).parents[2]
 PROJECT = REPOSITORY / "scripts" / "examples" / "pytest_project"
 Pytest = Callable[..., subprocess.CompletedProcess[str]]
 
-# Runs pytest in a fork of itself for each line that it reads: the libraries are imported once.
-FORKING = """
-import json, os, sys
-import mm2, mm2.comparison, mm2.golden_layer, mm2.recording
-import pytest
-for line in sys.stdin:
-    folder, arguments = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        os.chdir(folder)
-        for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-        exit_code = pytest.main(arguments)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+# What pytest and the plugin import.
+MODULES = ("pytest", "mm2.comparison", "mm2.golden_layer", "mm2.recording")
 
 
 @pytest.fixture(scope="module")
@@ -71,30 +54,19 @@ def run_pytest(project: Path, installed: Path) -> Pytest:
     return run
 
 
-@pytest.fixture(scope="module")
-def forking(installed: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has imported mm2's libraries, and runs pytest in forks of itself."""
-    command = [sys.executable, "-c", FORKING]
-    environment = environment_with((installed, REPOSITORY))
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-
-
 @pytest.fixture
-def fork_pytest(project: Path, forking: subprocess.Popen[str]) -> Pytest:
+def fork_pytest(project: Path, installed: Path, fork_server: Any) -> Pytest:
     """Runs pytest in the project, in a process that need not import mm2's libraries."""
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        words = ["-p", "no:cacheprovider", *map(str, arguments)]
-        assert forking.stdin is not None
-        assert forking.stdout is not None
-        forking.stdin.write(f"{json.dumps([str(project), words])}\n")
-        forking.stdin.flush()
-        exit_code = int(forking.stdout.readline())
-        told = [(project / name).read_text() for name in ("stdout.txt", "stderr.txt")]
-        return subprocess.CompletedProcess(["pytest", *words], exit_code, *told)
+        done: subprocess.CompletedProcess[str] = fork_server.run(
+            ["-m", "pytest", "-p", "no:cacheprovider", *map(str, arguments)],
+            folder=project,
+            environment=environment_with((installed, REPOSITORY)),
+            standard_input="",
+            modules=MODULES,
+        )
+        return done
 
     return run
 

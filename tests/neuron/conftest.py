@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ Run = Callable[..., Result]
 Process = Callable[..., "subprocess.CompletedProcess[str]"]
 WritePort = Callable[..., str]
 
-REPOSITORY = Path(__file__).parents[2]
 SHORT = ("--seq-len", "12,7", "--json")
 # A model smaller than the toy: 4 layers.
 SMALL = SyntheticModel(
@@ -80,64 +78,28 @@ def run(command: Callable[..., Result], tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Process:
+def process(tmp_path: Path, environment_of: Callable[..., dict[str, str]]) -> Process:
     """Runs `mm2-test` in a process of its own, in the test's folder."""
 
     def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "neuron", *map(str, arguments)]
-        return _run_process(command, folder=tmp_path, environment=environment)
+        return _run_process(command, folder=tmp_path, environment=environment_of(**environment))
 
     return run_there
 
 
 @pytest.fixture(scope="session")
-def run_python(tmp_path_factory: pytest.TempPathFactory) -> Process:
+def run_python(
+    tmp_path_factory: pytest.TempPathFactory, environment_of: Callable[..., dict[str, str]]
+) -> Process:
     """Runs Python code in a process of its own; what lies in `folder` can be imported."""
 
     def run_code(
         code: str, *, folder: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("python") if folder is None else folder
-        return _run_process([sys.executable, "-c", code], folder=folder, environment=environment)
-
-    return run_code
-
-
-@pytest.fixture(scope="session")
-def fork_server(load_module: Callable[[Path], Any]) -> Iterator[Any]:
-    """`ForkServer` of `fork_server.py`."""
-    server = load_module(Path(__file__).with_name("fork_server.py")).ForkServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def forked(fork_server: Any, tmp_path: Path) -> Process:
-    """Runs `mm2-test` as `process` does, in a fork that has torch imported: seconds less."""
-
-    def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        given = ["-m", "neuron", *map(str, arguments)]
-        return fork_server.run(
-            given, folder=tmp_path, environment=_environment(**environment), standard_input=""
-        )
-
-    return run_there
-
-
-@pytest.fixture(scope="session")
-def forked_python(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Process:
-    """Runs Python code as `run_python` does, in a fork that has torch imported: seconds less."""
-
-    def run_code(
-        code: str, *, folder: Path | None = None, standard_input: str = "", **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        folder = tmp_path_factory.mktemp("python") if folder is None else folder
-        return fork_server.run(
-            ["-c", code],
-            folder=folder,
-            environment=_environment(**environment),
-            standard_input=standard_input,
-        )
+        command = [sys.executable, "-c", code]
+        return _run_process(command, folder=folder, environment=environment_of(**environment))
 
     return run_code
 
@@ -265,22 +227,8 @@ def float32_golden(copies: dict[torch.dtype, Path], tmp_path_factory: pytest.Tem
 
 
 def _run_process(
-    command: list[str], *, folder: Path, environment: dict[str, str] | None = None, standard_input: str = ""
+    command: list[str], *, folder: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
-        cwd=folder,
-        env=_environment(**(environment or {})),
-        input=standard_input,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=folder, env=environment, input="", capture_output=True, text=True, check=False
     )
-
-
-def _environment(**given: str) -> dict[str, str]:
-    """The variables of a process: none that say which device or rank it is."""
-    inherited = {
-        name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "WORLD_SIZE")
-    }
-    return {**inherited, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **given}

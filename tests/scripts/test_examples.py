@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,10 +78,10 @@ def test_example_without_a_cache_says_what_decoding_needs(
 
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tensor_parallel_example_passes_on_several_ranks(
-    degree: int, toy: Path, golden: Path, tmp_path: Path
+    degree: int, toy: Path, golden: Path, forked: Any
 ) -> None:
     # Of the toy's two kv heads each of 4 ranks holds a copy.
-    done = _run_ranks(EXAMPLES / "tensor_parallel_port.py", degree, toy, golden, tmp_path)
+    done = _run_ranks(EXAMPLES / "tensor_parallel_port.py", degree, toy, golden, forked)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert (record["verdict"], record["compared"], record["of"]) == ("pass", 17, 17)
@@ -98,7 +96,7 @@ def test_tensor_parallel_example_passes_on_several_ranks(
     ],
 )
 def test_mistake_of_a_rank_is_blamed(
-    line: str, wrong: str, sites: list[str], toy: Path, golden: Path, tmp_path: Path
+    line: str, wrong: str, sites: list[str], toy: Path, golden: Path, tmp_path: Path, forked: Any
 ) -> None:
     source = (EXAMPLES / "tensor_parallel_port.py").read_text()
     assert line in source
@@ -106,7 +104,7 @@ def test_mistake_of_a_rank_is_blamed(
     port.write_text(
         f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n" + _without_future(source, line, wrong)
     )
-    done = _run_ranks(port, 2, toy, golden, tmp_path)
+    done = _run_ranks(port, 2, toy, golden, forked)
     assert done.returncode == 1, done.stderr
     assert [blame["sites"] for blame in json.loads(done.stdout)["blame"]] == [[site] for site in sites]
 
@@ -124,14 +122,13 @@ def _without_future(source: str, line: str, wrong: str) -> str:
 
 
 def _run_ranks(
-    port: Path, degree: int, toy: Path, golden: Path, folder: Path
+    port: Path, degree: int, toy: Path, golden: Path, forked: Any
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "neuron", "single-layer", "--layer", "1", "--tp-degree", str(degree)]
-    command += ["--model", str(toy), "--golden", str(golden), "--target", f"{port}:DecoderLayer"]
-    command += ["--backend", "cpu", "--output-dir", str(folder / "run"), "--json", "--quiet"]
-    inherited = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
-    environment = {**inherited, "PYTHONPATH": str(EXAMPLES.parents[1]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done: subprocess.CompletedProcess[str] = forked(
+        *("single-layer", "--layer", 1, "--tp-degree", degree, "--model", toy, "--golden", golden),
+        *("--target", f"{port}:DecoderLayer", "--backend", "cpu", "--output-dir", "run", "--json", "--quiet"),
+    )
+    return done
 
 
 def _sweep(

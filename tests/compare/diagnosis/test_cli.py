@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,28 +166,17 @@ def test_checkpoint_of_another_model_is_refused(
 
 
 def test_of_a_hubs_model_each_layer_that_is_judged_is_fetched(
-    toy: Path, golden: Path, hub: Any, command: Command, tmp_path: Path
+    toy: Path, golden: Path, hub: Any, command: Command, tmp_path: Path, forked_python: Any
 ) -> None:
     # A chained run: each layer is judged on the port's own input, which takes its weights.
     arguments = ("full", "--model", toy, "--golden", golden, "--target", f"{PLANTED}:SwappedGateUp")
     command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
     hub.add("owner/toy", toy)
-    environment = {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0",
-        "PYTHONPATH": str(REPOSITORY),
-    }
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     options = ("--layer-pattern", "layer_[01]", "--mistake", "gate_up_swapped", "--json", "--quiet")
     paths = ("--model", "owner/toy", "--golden", golden, "--run", tmp_path / "run")
-    done = subprocess.run(
-        [sys.executable, "-m", "compare.diagnosis", *map(str, paths), *options],
-        env={**os.environ, **environment},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = "from compare.diagnosis.__main__ import main; main()"
+    done = forked_python(program, *paths, *options, folder=tmp_path, **environment)
     assert done.returncode == 1, done.stderr
     named = [(finding["layer"], finding["mistake"]) for finding in json.loads(done.stdout)["diagnosis"]]
     assert named == [(0, "gate_up_swapped"), (1, "gate_up_swapped")]

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +174,9 @@ def test_interrupted_capture_resumes_to_the_same_bytes(
     assert {name: (directory / name).stat().st_mtime_ns for name in stored} == stored
 
 
-def test_killed_capture_resumes_to_the_same_bytes(ask: Any, toy: Path, tmp_path: Path, command: Any) -> None:
+def test_killed_capture_resumes_to_the_same_bytes(
+    toy: Path, tmp_path: Path, command: Any, forked_python: Any, golden_modules: tuple[str, ...]
+) -> None:
     arguments = [
         "extract-all",
         "--model",
@@ -187,13 +187,7 @@ def test_killed_capture_resumes_to_the_same_bytes(ask: Any, toy: Path, tmp_path:
         "0",
         "--output-dir",
     ]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, *arguments, str(tmp_path / "killed")],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    killed = forked_python(KILLED, *arguments, tmp_path / "killed", modules=golden_modules)
     assert killed.returncode == -9, killed.stderr
     assert Capture.open(tmp_path / "killed").layers == (0, 1)
     resumed = command(main, *arguments, tmp_path / "killed")

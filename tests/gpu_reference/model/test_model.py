@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ from gpu_reference.model.placement import Placement
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.model.run import single_layer_run
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 def test_fp8_and_bfloat16_copies_load_to_the_same_weights(ask: Any, toy_bf16: Path) -> None:
@@ -122,10 +118,11 @@ for options in (["--quiet"], ["--overwrite"]):
 """
 
 
-def test_report_of_the_loaded_weights_follows_quiet(toy: Path, tmp_path: Path) -> None:
+def test_report_of_the_loaded_weights_follows_quiet(
+    toy: Path, tmp_path: Path, forked_python: Any, golden_modules: tuple[str, ...]
+) -> None:
     words = ("--model", toy, "--output-dir", tmp_path / "golden")
-    command = [sys.executable, "-c", QUIET_AND_NOT, *map(str, words)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
+    done = forked_python(QUIET_AND_NOT, *words, modules=golden_modules)
     assert done.returncode == 0, done.stderr
     quiet, told, _ = done.stderr.split("\nNEXT\n")
     assert quiet == ""

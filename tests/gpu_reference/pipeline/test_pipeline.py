@@ -127,13 +127,47 @@ def tied_bf16(toy_bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# Ranks as torchrun starts them, but as forks of this process, which has imported all that they need.
+FORKED_RANKS = """
+import sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from gpu_reference.__main__ import main
+
+def run_rank():
+    sys.argv.insert(1, "extract-all")
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code
+
+config = LaunchConfig(
+    min_nodes=1,
+    max_nodes=1,
+    nproc_per_node=2,
+    run_id="forked",
+    rdzv_backend="c10d",
+    rdzv_endpoint="localhost:0",
+    max_restarts=0,
+    start_method="fork",
+)
+elastic_launch(config, run_rank)()
+"""
+
+
 @pytest.fixture(scope="module")
-def two_ranks(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Path, PartitionPlan]:
+def two_ranks(
+    toy: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    forked_python: Any,
+    golden_modules: tuple[str, ...],
+) -> tuple[Ran, Path, PartitionPlan]:
     """The FP8 toy by two ranks that hold their slices."""
     folder = tmp_path_factory.mktemp("two_ranks")
     plan = write_plan(toy, folder / "plan.json", Span(0, 1), Span(1, 4))
     arguments = ("--plan", folder / "plan.json", "--model", toy, *ROWS, "--output-dir", folder / "capture")
-    return wait(start(2, *arguments, "--json")), folder / "capture", plan
+    done = forked_python(FORKED_RANKS, *arguments, "--json", modules=golden_modules)
+    ran = Ran(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+    return ran, folder / "capture", plan
 
 
 def test_capture_of_two_ranks_has_the_bytes_of_one_process(

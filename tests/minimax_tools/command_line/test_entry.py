@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,8 +184,10 @@ def test_output_that_cannot_be_written_is_an_error_and_no_traceback(
     assert found in line
 
 
-def test_an_error_is_told_although_its_json_cannot_be_written(tmp_path: Path) -> None:
-    done = shell(tmp_path, ("compare", "--golden", "absent", "--run", "absent", "--json"), ">/dev/full")
+def test_an_error_is_told_although_its_json_cannot_be_written(forked_python: Any) -> None:
+    program = "from compare.__main__ import main; main()"
+    words = ("--golden", "absent", "--run", "absent", "--json")
+    done = forked_python(program, *words, streams={1: "/dev/full"})
     assert done.returncode == 3
     (line,) = done.stderr.splitlines()
     assert line.startswith("Error: there is no capture directory absent")

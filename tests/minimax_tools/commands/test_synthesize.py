@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,11 +135,8 @@ def test_help_starts_with_a_verb_and_ends_with_an_example() -> None:
     assert "Example: mm2-split synthesize --output toy" in text
 
 
-def test_the_command_runs_as_a_program(tmp_path: Path) -> None:
+def test_the_command_runs_as_a_program(tmp_path: Path, forked_python: Any) -> None:
     program = "from minimax_tools.__main__ import main; main()"
-    arguments = ["synthesize", "--output", str(tmp_path / "toy"), *SMALL]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
-    )
+    done = forked_python(program, "synthesize", "--output", tmp_path / "toy", *SMALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path / "toy"))

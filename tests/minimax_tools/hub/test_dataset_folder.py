@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,15 +26,14 @@ OLD = ROOT / "tests" / "old_files" / "golden"
 # httpx2 warns of the way in which huggingface_hub uploads.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
-# Runs with the hub's variables: huggingface_hub reads them when it is imported. Each line names a capture and a layer.
+# Runs with the hub's variables: huggingface_hub reads them when it is imported. Given are a capture and a layer.
 READ = """
 import sys
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site
-for line in sys.stdin:
-    address, layer = line.split()
-    capture = Capture.open(address)
-    print(float(capture.read(int(layer), Site.OUTPUT).double().sum()), capture.directory, flush=True)
+address, layer = sys.argv[1:]
+capture = Capture.open(address)
+print(float(capture.read(int(layer), Site.OUTPUT).double().sum()), capture.directory)
 """
 
 
@@ -64,11 +60,10 @@ def golden_files(prefix: str = "") -> dict[str, bytes]:
 
 
 def environment(hub: Any, tmp_path: Path, **more: str) -> dict[str, str]:
-    return os.environ | {
+    return {
         "HF_ENDPOINT": hub.endpoint,
         "HF_HOME": str(tmp_path / "home"),
         "MM2_CACHE": str(tmp_path / "cache"),
-        "PYTHONPATH": str(ROOT),
         **more,
     }
 
@@ -108,16 +103,14 @@ def test_a_revision_that_is_not_there_is_named(hub: Any, access: HubAccess) -> N
         folder(access, "hf://datasets/owner/golden@v9").files()
 
 
-def test_a_golden_of_a_dataset_comes_by_the_layer(hub: Any, tmp_path: Path) -> None:
+def test_a_golden_of_a_dataset_comes_by_the_layer(hub: Any, read: Callable[..., list[str]]) -> None:
     hub.add("datasets/owner/golden", golden_files())
-    with reader(hub, tmp_path) as read:
-        value, directory = read("hf://datasets/owner/golden", 1)
+    value, directory = read("hf://datasets/owner/golden", 1)
     assert float(value) == float(Capture.open(OLD).read(1, Site.OUTPUT).double().sum())
     fetched = {one.file for one in hub.asked("GET") if "/resolve/" in one.path or "/content/" in one.path}
     assert fetched == {"manifest.json", "generation.json", "layer_1.safetensors"}
     # Without the hub, what was read is here still.
-    with reader(hub, tmp_path, HF_HUB_OFFLINE="1") as read:
-        assert read("hf://datasets/owner/golden", 1) == [value, directory]
+    assert read("hf://datasets/owner/golden", 1, HF_HUB_OFFLINE="1") == [value, directory]
 
 
 def test_a_file_that_is_not_here_is_told_where_the_hub_is_not_asked(hub: Any, access: HubAccess) -> None:
@@ -216,14 +209,15 @@ def test_that_the_hub_is_not_asked_is_said(
     assert "HF_HUB_OFFLINE is set: what the cache has of owner/golden is used." in caplog.text
 
 
-def test_a_mirror_heals_where_the_hub_s_cache_was_cleared(hub: Any, tmp_path: Path) -> None:
+def test_a_mirror_heals_where_the_hub_s_cache_was_cleared(
+    hub: Any, tmp_path: Path, read: Callable[..., list[str]]
+) -> None:
     hub.add("datasets/owner/golden", golden_files())
-    with reader(hub, tmp_path) as read:
-        first = read("hf://datasets/owner/golden", 1)
-        shutil.rmtree(tmp_path / "home" / "hub")
-        generation = Path(first[1]) / "generation.json"
-        assert not generation.exists()
-        assert read("hf://datasets/owner/golden", 1) == first
+    first = read("hf://datasets/owner/golden", 1)
+    shutil.rmtree(tmp_path / "home" / "hub")
+    generation = Path(first[1]) / "generation.json"
+    assert not generation.exists()
+    assert read("hf://datasets/owner/golden", 1) == first
     assert generation.read_bytes() == (OLD / "generation.json").read_bytes()
 
 
@@ -232,35 +226,22 @@ def hub_fault(hub: Any, status: int) -> Any:
     return module.Fault(status=status)
 
 
-def test_a_mirror_is_pinned_to_a_commit(hub: Any, tmp_path: Path) -> None:
+def test_a_mirror_is_pinned_to_a_commit(hub: Any, read: Callable[..., list[str]]) -> None:
     hub.add("datasets/owner/golden", golden_files())
-    with reader(hub, tmp_path) as read:
-        first = read("hf://datasets/owner/golden", 0)
-        other = golden_files() | {"layer_1.safetensors": (OLD / "layer_0.safetensors").read_bytes()}
-        hub.add("datasets/owner/golden", other)
-        value, _ = read(first[1], 1)
+    first = read("hf://datasets/owner/golden", 0)
+    other = golden_files() | {"layer_1.safetensors": (OLD / "layer_0.safetensors").read_bytes()}
+    hub.add("datasets/owner/golden", other)
+    value, _ = read(first[1], 1)
     assert float(value) == float(Capture.open(OLD).read(1, Site.OUTPUT).double().sum())
 
 
-@contextmanager
-def reader(hub: Any, tmp_path: Path, **more: str) -> Iterator[Callable[[str, int], list[str]]]:
-    """Give a function that reads a layer's output in a process of its own: its sum, and the capture's folder."""
-    with subprocess.Popen(
-        [sys.executable, "-c", READ],
-        env=environment(hub, tmp_path, **more),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        asked, told = process.stdin, process.stdout
+@pytest.fixture
+def read(hub: Any, tmp_path: Path, forked_python: Any) -> Callable[..., list[str]]:
+    """Reads a layer's output in a process of its own: its sum, and the capture's folder."""
 
-        def read(capture: str, layer: int) -> list[str]:
-            asked.write(f"{capture} {layer}\n")
-            asked.flush()
-            return told.readline().split()
+    def run(capture: str, layer: int, **more: str) -> list[str]:
+        done = forked_python(READ, capture, layer, **environment(hub, tmp_path, **more))
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout).split()
 
-        yield read
-        asked.close()
-        assert process.wait(timeout=60) == 0
+    return run

@@ -74,7 +74,8 @@ def test_only_the_files_that_hold_the_slice_are_fetched(
     plan = make(access, headers=headers)
     hub.forget()
     fetched = fetch_slice(plan, "b", access=access)
-    held = {TensorIndex.from_folder(toy)[name].file.name for name in plan.slice_of("b").names}
+    index = TensorIndex.from_folder(toy)
+    held = {index[name].file.name for name in plan.slice_of("b").names}
     assert asked_files(hub) == held
     assert held < {path.name for path in toy.glob("*.safetensors")}
     assert {name for name in fetched.files if name.endswith(".safetensors")} == held

@@ -10,9 +10,11 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import termios
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -376,8 +378,18 @@ class TestTelling:
         assert "Shards: " in err
 
     @pytest.mark.parametrize("verbose", [True, False])
-    def test_bar_shows_in_a_terminal_while_components_load(self, make: Any, verbose: bool) -> None:
-        shown = run_in_terminal(_SPLIT, make("minimax_m2").folder, verbose=verbose)
+    def test_bar_shows_in_a_terminal_while_components_load(
+        self,
+        make: Any,
+        forked_python: Any,
+        golden_modules: tuple[str, ...],
+        monkeypatch: pytest.MonkeyPatch,
+        verbose: bool,
+    ) -> None:
+        for name in ("COLUMNS", "NO_COLOR"):
+            monkeypatch.delenv(name, raising=False)
+        run = partial(forked_python, _SPLIT, make("minimax_m2").folder, verbose, modules=golden_modules)
+        shown = run_in_terminal(run)
         for role in ("bottom", "trunk", "top"):
             # The last state of each bar: all tensors of the component.
             bars = re.findall(rf"{role}\b[^\n]*? (\d+)/(\d+) · tensor", shown)
@@ -400,28 +412,29 @@ ModelFactory.create_split_models("minimax_m2", folder, 1, 3, low_memory=True, ve
 """
 
 
-def run_in_terminal(program: str, *arguments: object, verbose: bool) -> str:
-    """Run a program, and return what it writes to a real pseudo-terminal as its stderr."""
+def run_in_terminal(run: Callable[..., subprocess.CompletedProcess[str]]) -> str:
+    """Run a program by `forked_python`, and return what it writes to a real pseudo-terminal as its stderr."""
     own, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    environment = {**kept, "TERM": "xterm-256color", "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, "-c", program, *map(str, arguments), str(verbose)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=its, env=environment) as process:
-        os.close(its)
-        written = b""
-        while chunk := read_terminal(own):
-            written += chunk
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_terminal, own)
+        try:
+            done = run(streams={2: os.ttyname(its)}, TERM="xterm-256color")
+        finally:
+            os.close(its)
+        written = reading.result()
     os.close(own)
-    assert process.returncode == 0, written.decode()
-    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", written.decode())
+    assert done.returncode == 0, written
+    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", written)
 
 
-def read_terminal(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 65536)
-    except OSError:
-        return b""
+def read_terminal(terminal: int) -> str:
+    """Read what is written to a terminal until nothing has it open any more."""
+    written = b""
+    with suppress(OSError):
+        while chunk := os.read(terminal, 65536):
+            written += chunk
+    return written.decode()
 
 
 def copy(folder: Path, tmp_path: Path) -> Path:

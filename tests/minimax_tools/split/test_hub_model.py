@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,19 +25,14 @@ torch.save(states, sys.argv[1] + "/logits.pt")
 
 
 def test_shards_are_fetched_component_by_component_each_once(
-    hub: Any, make: Callable[..., Any], input_ids: torch.Tensor, tmp_path: Path
+    hub: Any, make: Callable[..., Any], input_ids: torch.Tensor, tmp_path: Path, forked_python: Any
 ) -> None:
     made = make("minimax_m2")
     hub.add("owner/tiny", made.folder)
     torch.save(input_ids, tmp_path / "ids.pt")
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0",
-    }
-    command = [sys.executable, "-W", "ignore", "-c", _SPLIT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = forked_python(
+        _SPLIT, tmp_path, HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="0"
+    )
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), made.logits(input_ids, None))
     shards = sorted(path.name for path in made.folder.glob("*.safetensors"))

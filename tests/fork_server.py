@@ -6,6 +6,7 @@ Such a program starts in milliseconds. It has its own standard streams, folder, 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -13,9 +14,10 @@ import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TextIO
 
 
 class ForkServer:
@@ -26,19 +28,31 @@ class ForkServer:
         self._variables: dict[str, str] = {}
 
     def run(
-        self, arguments: Sequence[str], *, folder: Path, environment: dict[str, str], standard_input: str
+        self,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        environment: dict[str, str],
+        standard_input: str,
+        modules: Sequence[str] = (),
+        streams: Mapping[int, str] = MappingProxyType({}),
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python ARGUMENTS`, which begin with `-c` or `-m`."""
+        """Run `python ARGUMENTS`, which begin with `-c` or `-m`.
+
+        Programs with the same `modules` are forks of a process that has them imported besides. The path of a terminal
+        or a FIFO may take the place of a standard stream, whose number is its key.
+        """
         process = self._start(environment)
-        with tempfile.TemporaryDirectory() as streams:
-            files = [Path(streams, name) for name in ("stdin", "stdout", "stderr")]
+        with tempfile.TemporaryDirectory() as place:
+            files = [Path(place, name) for name in ("stdin", "stdout", "stderr")]
             for file, text in zip(files, (standard_input, "", ""), strict=True):
                 file.write_text(text)
             program = {
                 "arguments": list(arguments),
                 "folder": str(folder),
                 "environment": environment,
-                "files": [str(file) for file in files],
+                "files": [streams.get(number, str(file)) for number, file in enumerate(files)],
+                "modules": list(modules),
             }
             assert process.stdin is not None
             assert process.stdout is not None
@@ -60,7 +74,7 @@ class ForkServer:
             self._variables = variables
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
-                env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+                env={**environment, "PYTHONPATH": str(Path(__file__).parents[1])},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -80,21 +94,55 @@ def _import_work() -> None:
     for command in main.commands.values():
         for work in work_of(command):
             work.load()
+    _keep_for_good()
+
+
+def _keep_for_good() -> None:
+    """Spare what lives now the collections of garbage, which would copy its memory in each fork."""
     gc.collect()
     gc.freeze()
 
 
-def _next_program() -> dict[str, Any]:
-    """Fork for each program that is asked for. The forks return it; the server returns never."""
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            program: dict[str, Any] = json.loads(line)
-            return program
-        _, status = os.waitpid(child, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.stdout.flush()
+def _next_program(given: TextIO, told: TextIO, held: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fork for each program that is asked for. The forks return it; the server returns never.
+
+    For programs that want other modules than those `held`, a fork that imports them becomes a server of its own.
+    """
+    servers: dict[tuple[str, ...], tuple[TextIO, TextIO]] = {}
+    for line in given:
+        program: dict[str, Any] = json.loads(line)
+        modules = tuple(program["modules"])
+        if modules == held:
+            child = os.fork()
+            if child == 0:
+                return program
+            _, status = os.waitpid(child, 0)
+            answer = f"{os.waitstatus_to_exitcode(status)}\n"
+        else:
+            if modules not in servers:
+                (asked, ask), (answered, reply) = os.pipe(), os.pipe()
+                if os.fork() == 0:
+                    os.close(ask)
+                    _import_besides(modules)
+                    return _next_program(os.fdopen(asked), os.fdopen(reply, "w"), modules)
+                os.close(asked)
+                os.close(reply)
+                servers[modules] = (os.fdopen(ask, "w"), os.fdopen(answered))
+            requests, answers = servers[modules]
+            requests.write(line)
+            requests.flush()
+            answer = answers.readline()
+        told.write(answer)
+        told.flush()
     sys.exit()
+
+
+def _import_besides(modules: Sequence[str]) -> None:
+    # As mm2 imports transformers.
+    os.environ["USE_TORCH_XLA"] = "0"
+    for name in modules:
+        importlib.import_module(name)
+    _keep_for_good()
 
 
 def _take_place(program: dict[str, Any], own_path: str) -> None:
@@ -103,7 +151,7 @@ def _take_place(program: dict[str, Any], own_path: str) -> None:
     os.environ.clear()
     os.environ.update(program["environment"])
     for number, file in enumerate(program["files"]):
-        descriptor = os.open(file, os.O_RDWR)
+        descriptor = os.open(file, os.O_RDWR | os.O_NOCTTY)
         os.dup2(descriptor, number)
         os.close(descriptor)
     # Without what the server has read ahead.
@@ -119,7 +167,7 @@ def _take_place(program: dict[str, Any], own_path: str) -> None:
 def _serve() -> None:
     own_path = os.environ["PYTHONPATH"]
     _import_work()
-    program = _next_program()
+    program = _next_program(sys.stdin, sys.stdout)
     _take_place(program, own_path)
     kind, given, *rest = program["arguments"]
     sys.argv = [kind, *rest]
