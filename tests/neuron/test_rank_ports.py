@@ -88,13 +88,13 @@ class Port(DeviceLayer):
 
 
 @pytest.fixture
-def judge(process: Any, toy: Path, golden: Path, tmp_path: Path) -> Judged:
+def judge(forked: Any, toy: Path, golden: Path, tmp_path: Path) -> Judged:
     """Runs layer 1 of the toy on two ranks; the verdict, and `exit_code` and `stderr` beside it."""
 
     def run_on_two(target: str, *arguments: object) -> dict[str, Any]:
         run = ("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--backend", "cpu")
         place = ("--output-dir", tmp_path / "capture", "--target", target, "--json")
-        done = process(*run, *place, "--tp-degree", 2, *arguments)
+        done = forked(*run, *place, "--tp-degree", 2, *arguments)
         return {**json.loads(done.stdout), "exit_code": done.returncode, "stderr": done.stderr}
 
     return run_on_two
@@ -182,5 +182,5 @@ def test_a_component_is_fed_on_every_rank(
     process: Any, toy: Path, golden: Path, tmp_path: Path, component: str
 ) -> None:
     run = ("component", "--layer", 2, "--component", component, "--model", toy, "--golden", golden)
-    done = process(*run, "--backend", "cpu", "--tp-degree", 2, "--output-dir", tmp_path / "capture")
+    done = forked(*run, "--backend", "cpu", "--tp-degree", 2, "--output-dir", tmp_path / "capture")
     assert done.returncode == 0, done.stderr
