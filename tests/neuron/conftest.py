@@ -68,6 +68,34 @@ for arguments in json.loads(sys.stdin.read()):
 print(json.dumps(results))
 """
 
+# Runs `mm2-test` as several ranks, as torchrun starts them; the exit code is that of rank 0.
+_RANKS = """
+import os, runpy, sys
+from torch.distributed import TCPStore
+num_ranks, writers, ranks = int(sys.argv[1]), [], []
+for rank in range(num_ranks):
+    reader, writer = os.pipe()
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        os.close(writer)
+        variables = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(reader, 8).decode(),
+            "TORCHELASTIC_RUN_ID": "ranks", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        sys.argv = ["mm2-test", *sys.argv[2:]]
+        runpy.run_module("neuron", run_name="__main__", alter_sys=True)
+    os.close(reader)
+    writers.append(writer)
+# Only now: its threads would not be in the forks.
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+for writer in writers:
+    os.write(writer, str(store.port).encode())
+codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+sys.exit(codes[0])
+"""
+
 
 @pytest.fixture
 def run(command: Callable[..., Result], tmp_path: Path) -> Run:
@@ -117,6 +145,21 @@ def forked(fork_server: Any, tmp_path: Path) -> Process:
 
     def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         given = ["-m", "neuron", *map(str, arguments)]
+        return fork_server.run(
+            given, folder=tmp_path, environment=_environment(**environment), standard_input=""
+        )
+
+    return run_there
+
+
+@pytest.fixture
+def forked_ranks(fork_server: Any, tmp_path: Path) -> Process:
+    """Runs `mm2-test` as two ranks that torchrun started, in forks: `--tp-degree 2` would import torch in each rank."""
+
+    def run_there(
+        *arguments: object, num_ranks: int = 2, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        given = ["-c", _RANKS, str(num_ranks), *map(str, arguments)]
         return fork_server.run(
             given, folder=tmp_path, environment=_environment(**environment), standard_input=""
         )
