@@ -153,6 +153,17 @@ def forked(fork_server: Any, tmp_path: Path) -> Process:
 
 
 @pytest.fixture
+def forked_start(fork_server: Any, tmp_path: Path) -> Callable[..., Any]:
+    """Starts `mm2-test` as `forked` runs it, in a context that ends with it: `pid`, `has_ended()`, `wait()`."""
+
+    def start(*arguments: object, **environment: str) -> Any:
+        given = ["-m", "neuron", *map(str, arguments)]
+        return fork_server.started(given, folder=tmp_path, environment=_environment(**environment))
+
+    return start
+
+
+@pytest.fixture
 def forked_ranks(fork_server: Any, tmp_path: Path) -> Process:
     """Runs `mm2-test` as two ranks that torchrun started, in forks: `--tp-degree 2` would import torch in each rank."""
 

@@ -130,8 +130,8 @@ class Port(ReferenceLayer):
     assert (sites["moe_delta"]["num_nan"], sites["moe_delta"]["num_inf"]) == (0, 0)
 
 
-def test_standard_output_is_json_alone(process: Any, toy: Path) -> None:
-    done = process("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json")
+def test_standard_output_is_json_alone(forked: Any, toy: Path) -> None:
+    done = forked("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["complete"] is True
 

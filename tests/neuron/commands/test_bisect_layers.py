@@ -327,7 +327,7 @@ def test_interrupted_bisection_goes_on_where_it_stopped(
 
 
 def test_killed_bisection_goes_on_where_it_stopped(
-    process: Any,
+    forked: Any,
     bisect: Any,
     write_port: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -342,7 +342,7 @@ def test_killed_bisection_goes_on_where_it_stopped(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAN", str(ran))
     sides = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", target)
-    killed = process("bisect", *sides, "--captures", tmp_path / "captures", DIE_AT="8")
+    killed = forked("bisect", *sides, "--captures", tmp_path / "captures", DIE_AT="8")
     assert killed.returncode == 3
     assert "the process was ended by SIGKILL" in killed.stderr
     assert "while converting the weights of layer 8 of port" in killed.stderr
