@@ -33,6 +33,11 @@ _TESTS = Path(__file__).parent
 
 _CHECKPOINT = "MM2_TEST_CHECKPOINT"
 
+# So many new modules make a collection of garbage slower than it need be.
+_MANY_MODULES = 50
+# Number of the modules that are kept for good.
+_kept = {"modules": 0}
+
 
 def pytest_configure() -> None:
     """Divide the cores among the processes that share the tests: threads beyond them wait busily."""
@@ -48,10 +53,18 @@ def pytest_collection_finish() -> None:
     keep_for_good()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Keep the modules that came since: commands import their libraries when they first run."""
+    if len(sys.modules) > _kept["modules"] + _MANY_MODULES:
+        keep_for_good()
+
+
 def keep_for_good() -> None:
     """Spare what lives now (modules, above all) the collections of garbage: each run of a command makes a full one."""
     gc.collect()
     gc.freeze()
+    _kept["modules"] = len(sys.modules)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
