@@ -298,21 +298,22 @@ def on_small(small_fp8: Path, small_golden: Path) -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="session")
-def copies(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
-    """The toy model in FP8, BF16 and float32."""
-    folders = {torch.float8_e4m3fn: toy}
+def copies(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+    """The small model whose experts are not square in FP8, BF16 and float32."""
+    folders = {torch.float8_e4m3fn: small_fp8}
+    model = replace(SMALL, intermediate_size=32)
     for dtype in (torch.bfloat16, torch.float32):
         folders[dtype] = tmp_path_factory.mktemp("copies") / str(dtype)
-        synthesize(folders[dtype], model=SyntheticModel(), dtype=dtype, shard_size_bytes=None, seed=0)
+        synthesize(folders[dtype], model=model, dtype=dtype, shard_size_bytes=None, seed=0)
     return folders
 
 
 @pytest.fixture(scope="session")
 def float32_golden(copies: dict[torch.dtype, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy's golden in float32, which has no BF16 noise and so no floor."""
+    """The small model's golden in float32, which has no BF16 noise and so no floor."""
     directory = tmp_path_factory.mktemp("golden") / "float32"
     model = ("--model", copies[torch.float32], "--dtype", "float32", "--noise-floor", "off")
-    arguments = ("extract-all", *model, "--seq-len", "48,33", "--output-dir", directory, "--quiet")
+    arguments = ("extract-all", *model, "--seq-len", "24,15", "--output-dir", directory, "--quiet")
     result = click.testing.CliRunner().invoke(mm2_gpu, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return directory

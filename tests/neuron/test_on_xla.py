@@ -75,12 +75,19 @@ def on_xla(
 
 @pytest.fixture(scope="module")
 def every_preset(
-    needs_xla: None, serve: Serve, toy: Path, golden: Path, float32_golden: Path, folder: Path
+    needs_xla: None,
+    serve: Serve,
+    toy: Path,
+    golden: Path,
+    small_fp8: Path,
+    float32_golden: Path,
+    folder: Path,
 ) -> Results:
     """The presets and a run in float32, compiled as a user's are."""
     common = ("--model", toy, "--json", "--golden")
     runs = {name: (*preset, *common, golden) for name, preset in PRESETS.items()}
-    runs["float32"] = ("full", *common, float32_golden, "--dtype", "float32")
+    exact = ("--model", small_fp8, "--json", "--golden", float32_golden, "--dtype", "float32")
+    runs["float32"] = ("full", *exact)
     return serve_on_xla(serve, folder / "presets", runs)
 
 
