@@ -51,8 +51,8 @@ class Port(DeviceLayer):
         super().__init__(config, layer_idx, chunk_size_bytes={size_bytes})
         assert len(self.block_sparse_moe.experts) == {num_chunks}
 """
-# An expert of the toy is 3 · 256 · 128 weights of BF16.
-_TOY_EXPERT_BYTES = 3 * 256 * 128 * 2
+# An expert of the small model in FP8 is 3 · 64 · 32 weights, in BF16 when it runs.
+_EXPERT_BYTES = 3 * 64 * 32 * 2
 
 # Runs several commands in one process: torch_xla takes seconds to import, and counts graphs per process.
 _SERVE = """
@@ -198,10 +198,10 @@ def forked_python(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def write_chunked_port(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Writes the device layer with so many of the toy's experts in a chunk, and gives its `--target`."""
+    """Writes the device layer with so many of the small model's experts in a chunk, and gives its `--target`."""
 
     def write(experts_in_chunk: int, *, num_chunks: int) -> str:
-        size_bytes = experts_in_chunk * _TOY_EXPERT_BYTES
+        size_bytes = experts_in_chunk * _EXPERT_BYTES
         path = tmp_path_factory.mktemp("chunked") / "chunked.py"
         path.write_text(_CHUNKED_PORT.format(size_bytes=size_bytes, num_chunks=num_chunks))
         return f"{path}:Port"

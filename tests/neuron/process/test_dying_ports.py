@@ -140,7 +140,7 @@ def ended(
         commands[f"disturbed {place}"] = (
             *("sweep", "--target", f"disturbing_{place}.py:Port", "--model", model, "--golden", of_golden),
             # The port disturbs in layer 2; layer 3 runs after it.
-            *("--layers", "2:4"),
+            *("--layers", "2:4", "--sites", "component"),
             *("--backend", "cpu", "--output-dir", f"run_{place}", *report, "--json"),
         )
     commands["disturbed trace"] = (
