@@ -257,8 +257,8 @@ def test_faint_drift_does_not_end_the_search(bisect: Any, write_port: Any, state
     assert (layers_blamed(record), len(record["drifts"])) == ([9], 1)
 
 
-def test_golden_of_all_sites_tells_what_a_sweep_would_see(run: Any, toy: Path, golden: Path) -> None:
-    result = run("bisect", "--model", toy, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
+def test_golden_of_all_sites_tells_what_a_sweep_would_see(run: Any, on_small: tuple[object, ...]) -> None:
+    result = run("bisect", *on_small, "--backend", "cpu", "--json", "--quiet")
     assert result.exit_code == 0
     visible = json.loads(result.stdout)["smallest_visible"]
     assert visible["in_a_sweep"] < visible["alone"] < visible["in_chains"]
