@@ -145,9 +145,10 @@ def forked(fork_server: Any, tmp_path: Path) -> Process:
 
     def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         given = ["-m", "neuron", *map(str, arguments)]
-        return fork_server.run(
+        done: subprocess.CompletedProcess[str] = fork_server.run(
             given, folder=tmp_path, environment=_environment(**environment), standard_input=""
         )
+        return done
 
     return run_there
 
@@ -171,9 +172,10 @@ def forked_ranks(fork_server: Any, tmp_path: Path) -> Process:
         *arguments: object, num_ranks: int = 2, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         given = ["-c", _RANKS, str(num_ranks), *map(str, arguments)]
-        return fork_server.run(
+        done: subprocess.CompletedProcess[str] = fork_server.run(
             given, folder=tmp_path, environment=_environment(**environment), standard_input=""
         )
+        return done
 
     return run_there
 
@@ -186,12 +188,13 @@ def forked_python(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) ->
         code: str, *, folder: Path | None = None, standard_input: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("python") if folder is None else folder
-        return fork_server.run(
+        done: subprocess.CompletedProcess[str] = fork_server.run(
             ["-c", code],
             folder=folder,
             environment=_environment(**environment),
             standard_input=standard_input,
         )
+        return done
 
     return run_code
 
