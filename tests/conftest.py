@@ -200,7 +200,7 @@ def forked(fork_server: Any, tmp_path: Path, environment_of: Callable[..., dict[
     def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         given = ["-m", "neuron", *map(str, arguments)]
         done: subprocess.CompletedProcess[str] = fork_server.run(
-            given, folder=tmp_path, environment=environment_of(**environment), standard_input=""
+            given, folder=tmp_path, environment=environment_of(**environment)
         )
         return done
 

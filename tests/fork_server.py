@@ -10,11 +10,14 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -27,47 +30,59 @@ class ForkServer:
         self._process: subprocess.Popen[str] | None = None
         self._variables: dict[str, str] = {}
 
-    def run(
+    def run(self, arguments: Sequence[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        """Run `python ARGUMENTS` to its end; `given` is what `started` takes."""
+        with self.started(arguments, **given) as program:
+            return program.wait()
+
+    @contextmanager
+    def started(
         self,
         arguments: Sequence[str],
         *,
         folder: Path,
         environment: dict[str, str],
-        standard_input: str,
+        standard_input: str = "",
         modules: Sequence[str] = (),
         streams: Mapping[int, str] = MappingProxyType({}),
-    ) -> subprocess.CompletedProcess[str]:
-        """Run `python ARGUMENTS`, which begin with `-c` or `-m`.
+    ) -> Iterator[StartedProgram]:
+        """Start `python ARGUMENTS`, which begin with `-c` or `-m`; at the end kill it unless it was waited for.
 
         Programs with the same `modules` are forks of a process that has them imported besides. The path of a terminal
         or a FIFO may take the place of a standard stream, whose number is its key.
         """
-        process = self._start(environment)
+        self._start(environment)
         with tempfile.TemporaryDirectory() as place:
             files = [Path(place, name) for name in ("stdin", "stdout", "stderr")]
             for file, text in zip(files, (standard_input, "", ""), strict=True):
                 file.write_text(text)
-            program = {
-                "arguments": list(arguments),
-                "folder": str(folder),
-                "environment": environment,
-                "files": [streams.get(number, str(file)) for number, file in enumerate(files)],
-                "modules": list(modules),
-            }
-            assert process.stdin is not None
-            assert process.stdout is not None
-            print(json.dumps(program), file=process.stdin, flush=True)
-            exit_code = int(process.stdout.readline())
-            return subprocess.CompletedProcess(
-                list(arguments), exit_code, files[1].read_text(), files[2].read_text()
+            pid = self.ask(
+                modules=list(modules),
+                arguments=list(arguments),
+                folder=str(folder),
+                environment=environment,
+                files=[streams.get(number, str(file)) for number, file in enumerate(files)],
             )
+            program = StartedProgram(self, pid, modules, arguments, *files[1:])
+            try:
+                yield program
+            finally:
+                program.kill()
 
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
             self._process.communicate()
 
-    def _start(self, environment: dict[str, str]) -> subprocess.Popen[str]:
+    def ask(self, **request: object) -> int:
+        """Send a request, as `_next_program` reads it, and return the answer."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def _start(self, environment: dict[str, str]) -> None:
         # torch reads the number of threads once, when it is imported.
         variables = {"OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]}
         if self._process is None:
@@ -80,7 +95,49 @@ class ForkServer:
                 text=True,
             )
         assert variables == self._variables
-        return self._process
+
+
+class StartedProgram:
+    """A program that runs while its test goes on."""
+
+    def __init__(
+        self,
+        server: ForkServer,
+        pid: int,
+        modules: Sequence[str],
+        arguments: Sequence[str],
+        stdout: Path,
+        stderr: Path,
+    ) -> None:
+        self.pid = pid
+        self._server, self._modules, self._arguments = server, list(modules), list(arguments)
+        self._stdout, self._stderr = stdout, stderr
+        self._was_waited_for = False
+
+    def has_ended(self) -> bool:
+        """Decide whether it has ended."""
+        # Its server keeps it as a zombie until it is waited for.
+        state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z"
+
+    def wait(self, *, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
+        """Wait for its end, or fail."""
+        if timeout_s is not None:
+            deadline = time.monotonic() + timeout_s
+            while not self.has_ended():
+                assert time.monotonic() < deadline, f"the program did not end within {timeout_s} s"
+                time.sleep(0.02)
+        exit_code = self._server.ask(modules=self._modules, wait_for=self.pid)
+        self._was_waited_for = True
+        return subprocess.CompletedProcess(
+            self._arguments, exit_code, self._stdout.read_text(), self._stderr.read_text()
+        )
+
+    def kill(self) -> None:
+        """End it unless it was waited for."""
+        if not self._was_waited_for:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
 
 
 def _import_work() -> None:
@@ -106,19 +163,14 @@ def _keep_for_good() -> None:
 def _next_program(given: TextIO, told: TextIO, held: tuple[str, ...] = ()) -> dict[str, Any]:
     """Fork for each program that is asked for. The forks return it; the server returns never.
 
-    For programs that want other modules than those `held`, a fork that imports them becomes a server of its own.
+    It answers with the program's process, and to `wait_for` such a process with its exit code. For programs that want
+    other modules than those `held`, a fork that imports them becomes a server of its own.
     """
     servers: dict[tuple[str, ...], tuple[TextIO, TextIO]] = {}
     for line in given:
-        program: dict[str, Any] = json.loads(line)
-        modules = tuple(program["modules"])
-        if modules == held:
-            child = os.fork()
-            if child == 0:
-                return program
-            _, status = os.waitpid(child, 0)
-            answer = f"{os.waitstatus_to_exitcode(status)}\n"
-        else:
+        request: dict[str, Any] = json.loads(line)
+        modules = tuple(request["modules"])
+        if modules != held:
             if modules not in servers:
                 (asked, ask), (answered, reply) = os.pipe(), os.pipe()
                 if os.fork() == 0:
@@ -131,8 +183,15 @@ def _next_program(given: TextIO, told: TextIO, held: tuple[str, ...] = ()) -> di
             requests, answers = servers[modules]
             requests.write(line)
             requests.flush()
-            answer = answers.readline()
-        told.write(answer)
+            answer = int(answers.readline())
+        elif "wait_for" in request:
+            _, status = os.waitpid(request["wait_for"], 0)
+            answer = os.waitstatus_to_exitcode(status)
+        else:
+            answer = os.fork()
+            if answer == 0:
+                return request
+        told.write(f"{answer}\n")
         told.flush()
     sys.exit()
 
@@ -154,6 +213,9 @@ def _take_place(program: dict[str, Any], own_path: str) -> None:
         descriptor = os.open(file, os.O_RDWR | os.O_NOCTTY)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    # As in a program that nobody started in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Without what the server has read ahead.
     sys.stdin = os.fdopen(0, closefd=False)
     path = os.environ["PYTHONPATH"]

@@ -26,6 +26,7 @@ Result = click.testing.Result
 Run = Callable[..., Result]
 Process = Callable[..., "subprocess.CompletedProcess[str]"]
 WritePort = Callable[..., str]
+Environment = Callable[..., dict[str, str]]
 
 SHORT = ("--seq-len", "12,7", "--json")
 # A model smaller than the toy: 4 layers.
@@ -49,8 +50,8 @@ class Port(DeviceLayer):
         super().__init__(config, layer_idx, chunk_size_bytes={size_bytes})
         assert len(self.block_sparse_moe.experts) == {num_chunks}
 """
-# An expert of the toy is 3 · 256 · 128 weights of BF16.
-_TOY_EXPERT_BYTES = 3 * 256 * 128 * 2
+# An expert of the small model in FP8 is 3 · 64 · 32 weights, in BF16 when it runs.
+_EXPERT_BYTES = 3 * 64 * 32 * 2
 
 # Runs several commands in one process: torch_xla takes seconds to import, and counts graphs per process.
 _SERVE = """
@@ -66,6 +67,34 @@ for arguments in json.loads(sys.stdin.read()):
 print(json.dumps(results))
 """
 
+# Runs `mm2-test` as several ranks, as torchrun starts them; the exit code is that of rank 0.
+_RANKS = """
+import os, runpy, sys
+from torch.distributed import TCPStore
+num_ranks, writers, ranks = int(sys.argv[1]), [], []
+for rank in range(num_ranks):
+    reader, writer = os.pipe()
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        os.close(writer)
+        variables = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(reader, 8).decode(),
+            "TORCHELASTIC_RUN_ID": "ranks", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        sys.argv = ["mm2-test", *sys.argv[2:]]
+        runpy.run_module("neuron", run_name="__main__", alter_sys=True)
+    os.close(reader)
+    writers.append(writer)
+# Only now: its threads would not be in the forks.
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+for writer in writers:
+    os.write(writer, str(store.port).encode())
+codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+sys.exit(codes[0])
+"""
+
 
 @pytest.fixture
 def run(command: Callable[..., Result], tmp_path: Path) -> Run:
@@ -78,7 +107,7 @@ def run(command: Callable[..., Result], tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def process(tmp_path: Path, environment_of: Callable[..., dict[str, str]]) -> Process:
+def process(tmp_path: Path, environment_of: Environment) -> Process:
     """Runs `mm2-test` in a process of its own, in the test's folder."""
 
     def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -89,9 +118,7 @@ def process(tmp_path: Path, environment_of: Callable[..., dict[str, str]]) -> Pr
 
 
 @pytest.fixture(scope="session")
-def run_python(
-    tmp_path_factory: pytest.TempPathFactory, environment_of: Callable[..., dict[str, str]]
-) -> Process:
+def run_python(tmp_path_factory: pytest.TempPathFactory, environment_of: Environment) -> Process:
     """Runs Python code in a process of its own; what lies in `folder` can be imported."""
 
     def run_code(
@@ -104,12 +131,39 @@ def run_python(
     return run_code
 
 
+@pytest.fixture
+def forked_start(fork_server: Any, tmp_path: Path, environment_of: Environment) -> Callable[..., Any]:
+    """Starts `mm2-test` as `forked` runs it, in a context that ends with it: `pid`, `has_ended()`, `wait()`."""
+
+    def start(*arguments: object, **environment: str) -> Any:
+        given = ["-m", "neuron", *map(str, arguments)]
+        return fork_server.started(given, folder=tmp_path, environment=environment_of(**environment))
+
+    return start
+
+
+@pytest.fixture
+def forked_ranks(fork_server: Any, tmp_path: Path, environment_of: Environment) -> Process:
+    """Runs `mm2-test` as two ranks that torchrun started, in forks: `--tp-degree 2` would import torch in each rank."""
+
+    def run_there(
+        *arguments: object, num_ranks: int = 2, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        given = ["-c", _RANKS, str(num_ranks), *map(str, arguments)]
+        done: subprocess.CompletedProcess[str] = fork_server.run(
+            given, folder=tmp_path, environment=environment_of(**environment)
+        )
+        return done
+
+    return run_there
+
+
 @pytest.fixture(scope="session")
 def write_chunked_port(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Writes the device layer with so many of the toy's experts in a chunk, and gives its `--target`."""
+    """Writes the device layer with so many of the small model's experts in a chunk, and gives its `--target`."""
 
     def write(experts_in_chunk: int, *, num_chunks: int) -> str:
-        size_bytes = experts_in_chunk * _TOY_EXPERT_BYTES
+        size_bytes = experts_in_chunk * _EXPERT_BYTES
         path = tmp_path_factory.mktemp("chunked") / "chunked.py"
         path.write_text(_CHUNKED_PORT.format(size_bytes=size_bytes, num_chunks=num_chunks))
         return f"{path}:Port"
@@ -206,21 +260,22 @@ def on_small(small_fp8: Path, small_golden: Path) -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="session")
-def copies(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
-    """The toy model in FP8, BF16 and float32."""
-    folders = {torch.float8_e4m3fn: toy}
+def copies(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+    """The small model whose experts are not square in FP8, BF16 and float32."""
+    folders = {torch.float8_e4m3fn: small_fp8}
+    model = replace(SMALL, intermediate_size=32)
     for dtype in (torch.bfloat16, torch.float32):
         folders[dtype] = tmp_path_factory.mktemp("copies") / str(dtype)
-        synthesize(folders[dtype], model=SyntheticModel(), dtype=dtype, shard_size_bytes=None, seed=0)
+        synthesize(folders[dtype], model=model, dtype=dtype, shard_size_bytes=None, seed=0)
     return folders
 
 
 @pytest.fixture(scope="session")
 def float32_golden(copies: dict[torch.dtype, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy's golden in float32, which has no BF16 noise and so no floor."""
+    """The small model's golden in float32, which has no BF16 noise and so no floor."""
     directory = tmp_path_factory.mktemp("golden") / "float32"
     model = ("--model", copies[torch.float32], "--dtype", "float32", "--noise-floor", "off")
-    arguments = ("extract-all", *model, "--seq-len", "48,33", "--output-dir", directory, "--quiet")
+    arguments = ("extract-all", *model, "--seq-len", "24,15", "--output-dir", directory, "--quiet")
     result = click.testing.CliRunner().invoke(mm2_gpu, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return directory

@@ -55,9 +55,9 @@ FAST_RUNS = {
     [pytest.param(*run, marks=() if run in FAST_RUNS else pytest.mark.slow) for run in EVERY_RUN],
 )
 def test_clean_target_passes_every_preset(
-    run: Any, toy: Path, golden: Path, tmp_path: Path, name: str, target: str
+    run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path, name: str, target: str
 ) -> None:
-    result = run(*PRESETS[name], "--model", toy, "--golden", golden, "--target", target, "--json")
+    result = run(*PRESETS[name], "--model", small_fp8, "--golden", small_golden, "--target", target, "--json")
     record = json.loads(result.stdout)
     assert (result.exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
     assert record["compared"] == record["of"] > 0
@@ -79,10 +79,12 @@ def test_clean_target_passes_every_preset(
     ],
 )
 def test_wrong_attention_of_layer_1_fails_what_runs_it(
-    run: Any, write_port: Any, toy: Path, golden: Path, preset: str, exit_code: int
+    run: Any, write_port: Any, small_fp8: Path, small_golden: Path, preset: str, exit_code: int
 ) -> None:
     target = write_port(WRONG_ATTENTION)
-    result = run(*PRESETS[preset], "--model", toy, "--golden", golden, "--target", target, "--json")
+    result = run(
+        *PRESETS[preset], "--model", small_fp8, "--golden", small_golden, "--target", target, "--json"
+    )
     record = json.loads(result.stdout)
     assert result.exit_code == exit_code
     assert record["verdict"] == ("fail" if exit_code else "pass")
@@ -90,8 +92,10 @@ def test_wrong_attention_of_layer_1_fails_what_runs_it(
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, ["attn_delta"])]
 
 
-def test_statistics_are_those_of_the_stored_tensors(run: Any, toy: Path) -> None:
-    record = json.loads(run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 9, "--json").stdout)
+def test_statistics_are_those_of_the_stored_tensors(run: Any, small_fp8: Path) -> None:
+    record = json.loads(
+        run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 9, "--json").stdout
+    )
     stored = load_file(Path(record["directory"]) / "layer_0.safetensors")
     (layer,) = record["layers"]
     assert {site["site"] for site in layer["sites"]} == set(stored)
@@ -105,16 +109,16 @@ def test_statistics_are_those_of_the_stored_tensors(run: Any, toy: Path) -> None
 
 
 def test_text_names_the_directory_the_statistics_and_the_verdict(
-    run: Any, toy: Path, golden: Path, tmp_path: Path
+    run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
 ) -> None:
-    result = run("single-layer", "--layer", 0, "--model", toy, "--golden", golden, "--verbose")
+    result = run("single-layer", "--layer", 0, "--model", small_fp8, "--golden", small_golden, "--verbose")
     assert str(tmp_path / "captures/neuron/single_layer_0") in result.stdout.replace("\n", "")
-    for word in ("mean", "std", "min", "max", "NaN", "Inf", "moe_delta", "2x48x256", "bfloat16", "PASS"):
+    for word in ("mean", "std", "min", "max", "NaN", "Inf", "moe_delta", "2x24x64", "bfloat16", "PASS"):
         assert word in result.stdout
     assert re.search(r"Layer 0 \(1 of 1\): took \d+:\d\d.*, memory ", result.stderr)
 
 
-def test_nan_is_counted(run: Any, write_port: Any, toy: Path) -> None:
+def test_nan_is_counted(run: Any, write_port: Any, small_fp8: Path) -> None:
     source = """
 class Port(ReferenceLayer):
     def forward(self, hidden_states, attention_mask, position_ids):
@@ -124,26 +128,30 @@ class Port(ReferenceLayer):
         return output
 """
     target = write_port(source)
-    result = run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 9, "--target", target, "--json")
+    result = run(
+        "single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 9, "--target", target, "--json"
+    )
     sites = {site["site"]: site for site in json.loads(result.stdout)["layers"][0]["sites"]}
     assert (sites["output"]["num_nan"], sites["output"]["num_inf"]) == (5, 1)
     assert (sites["moe_delta"]["num_nan"], sites["moe_delta"]["num_inf"]) == (0, 0)
 
 
-def test_standard_output_is_json_alone(process: Any, toy: Path) -> None:
-    done = process("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json")
+def test_standard_output_is_json_alone(forked: Any, small_fp8: Path) -> None:
+    done = forked("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["complete"] is True
 
 
-def test_backend_is_the_cpu_where_nothing_else_is(run: Any, toy: Path) -> None:
-    record = json.loads(run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json").stdout)
+def test_backend_is_the_cpu_where_nothing_else_is(run: Any, small_fp8: Path) -> None:
+    record = json.loads(
+        run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--json").stdout
+    )
     assert record["description"]["provenance"]["backend"] == "cpu"
 
 
 @pytest.mark.parametrize("level", ["layer", "component"])
-def test_fewer_sites_are_kept_and_judged(run: Any, toy: Path, golden: Path, level: str) -> None:
-    result = run("sweep", "--model", toy, "--golden", golden, "--sites", level, "--json")
+def test_fewer_sites_are_kept_and_judged(run: Any, small_fp8: Path, small_golden: Path, level: str) -> None:
+    result = run("sweep", "--model", small_fp8, "--golden", small_golden, "--sites", level, "--json")
     record = json.loads(result.stdout)
     sites = [site["site"] for site in record["layers"][2]["sites"]]
     assert result.exit_code == 0
@@ -164,9 +172,16 @@ class TestReport:
         ],
     )
     def test_judged_run_writes_the_same_report_as_a_comparison(
-        self, run: Any, command: Any, write_port: Any, toy: Path, golden: Path, tmp_path: Path, preset: str
+        self,
+        run: Any,
+        command: Any,
+        write_port: Any,
+        small_fp8: Path,
+        small_golden: Path,
+        tmp_path: Path,
+        preset: str,
     ) -> None:
-        sides = ("--model", toy, "--golden", golden, "--target", write_port(WRONG_ATTENTION))
+        sides = ("--model", small_fp8, "--golden", small_golden, "--target", write_port(WRONG_ATTENTION))
         folder = tmp_path / "report"
         result = run(*PRESETS[preset], *sides, "--report-path", folder)
         assert all(f"written: {folder / name}" in result.stdout for name in self.NAMES)
@@ -176,32 +191,42 @@ class TestReport:
             "--report-path",
             tmp_path / "again",
         )
-        command(mm2_compare, "--gpu-path", golden, "--model", toy, *saved)
+        command(mm2_compare, "--gpu-path", small_golden, "--model", small_fp8, *saved)
         for name in self.NAMES:
             assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
-    def test_report_without_a_golden_is_refused(self, run: Any, toy: Path, tmp_path: Path) -> None:
-        result = run("single-layer", "--layer", 0, "--model", toy, "--report-path", tmp_path / "report")
+    def test_report_without_a_golden_is_refused(self, run: Any, small_fp8: Path, tmp_path: Path) -> None:
+        result = run("single-layer", "--layer", 0, "--model", small_fp8, "--report-path", tmp_path / "report")
         assert result.exit_code == 2
         assert "nothing judges this one" in result.stderr
         assert not (tmp_path / "report").exists()
 
-    def test_proof_has_no_report(self, run: Any, toy: Path, golden: Path, tmp_path: Path) -> None:
+    def test_proof_has_no_report(self, run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> None:
         undone = ("--undo", "gate_up_swapped", "--report-path", tmp_path / "report")
-        result = run("single-layer", "--layer", 1, "--model", toy, "--golden", golden, *undone)
+        result = run("single-layer", "--layer", 1, "--model", small_fp8, "--golden", small_golden, *undone)
         assert result.exit_code == 2
         assert "mm2-diagnose --prove --report-path FOLDER" in result.stderr
 
-    def test_json_says_nothing_of_the_files(self, run: Any, toy: Path, golden: Path, tmp_path: Path) -> None:
-        sides = ("--model", toy, "--golden", golden, "--report-path", tmp_path / "report", "--json")
+    def test_json_says_nothing_of_the_files(
+        self, run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
+    ) -> None:
+        sides = (
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--report-path",
+            tmp_path / "report",
+            "--json",
+        )
         assert json.loads(run("single-layer", "--layer", 0, *sides).stdout)["verdict"] == "pass"
         assert (tmp_path / "report" / "junit.xml").exists()
 
 
 class TestSavedRun:
-    def test_show_prints_what_the_run_printed(self, run: Any, command: Any, toy: Path) -> None:
+    def test_show_prints_what_the_run_printed(self, run: Any, command: Any, small_fp8: Path) -> None:
         record = json.loads(
-            run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json").stdout
+            run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--json").stdout
         )
         shown = json.loads(command(mm2_test, "show", record["directory"], "--json").stdout)
         assert shown.pop("inspection") == {"num_tensors": 21, "faults": []}
@@ -210,10 +235,10 @@ class TestSavedRun:
         assert shown == told
 
     def test_skip_compile_judges_the_saved_run_without_running(
-        self, run: Any, write_port: Any, toy: Path, golden: Path, tmp_path: Path
+        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
     ) -> None:
         target = write_port(WRONG_ATTENTION)
-        arguments = ("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--json")
+        arguments = ("single-layer", "--layer", 1, "--model", small_fp8, "--golden", small_golden, "--json")
         first = run(*arguments, "--target", target)
         (tmp_path / "port.py").write_text("raise RuntimeError('it runs')")
         loaded = run(*arguments, "--skip-compile")
@@ -222,41 +247,49 @@ class TestSavedRun:
         assert json.loads(loaded.stdout)["sites"] == json.loads(first.stdout)["sites"]
         assert json.loads(loaded.stdout)["graphs"] is None
 
-    def test_skip_compile_does_not_pass_another_targets_run_off(self, run: Any, toy: Path) -> None:
-        run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5)
-        result = run("single-layer", "--layer", 0, "--model", toy, "--target", "reference", "--skip-compile")
+    def test_skip_compile_does_not_pass_another_targets_run_off(self, run: Any, small_fp8: Path) -> None:
+        run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5)
+        result = run(
+            "single-layer", "--layer", 0, "--model", small_fp8, "--target", "reference", "--skip-compile"
+        )
         assert result.exit_code == 3
         assert "a run of another port: expected reference, found builtin" in result.stderr
 
-    def test_skip_compile_does_not_pass_another_run_off(self, run: Any, toy: Path, tmp_path: Path) -> None:
+    def test_skip_compile_does_not_pass_another_run_off(
+        self, run: Any, small_fp8: Path, tmp_path: Path
+    ) -> None:
         directory = tmp_path / "saved"
-        run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--output-dir", directory)
+        run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--output-dir", directory)
         result = run(
-            "single-layer", "--layer", 1, "--model", toy, "--output-dir", directory, "--skip-compile"
+            "single-layer", "--layer", 1, "--model", small_fp8, "--output-dir", directory, "--skip-compile"
         )
         assert result.exit_code == 3
         assert "another run than --skip-compile asks for" in result.stderr
 
-    def test_skip_compile_without_a_saved_run_says_so(self, run: Any, toy: Path) -> None:
-        result = run("single-layer", "--layer", 0, "--model", toy, "--skip-compile")
+    def test_skip_compile_without_a_saved_run_says_so(self, run: Any, small_fp8: Path) -> None:
+        result = run("single-layer", "--layer", 0, "--model", small_fp8, "--skip-compile")
         assert result.exit_code == 3
         assert "no capture at" in result.stderr
 
 
 class TestWhereInputsComeFrom:
-    def test_golden_gives_the_first_input_of_a_chained_run(self, run: Any, toy: Path, golden: Path) -> None:
+    def test_golden_gives_the_first_input_of_a_chained_run(
+        self, run: Any, small_fp8: Path, small_golden: Path
+    ) -> None:
         record = json.loads(
-            run(*PRESETS["layers_1_to_3"], "--model", toy, "--golden", golden, "--json").stdout
+            run(*PRESETS["layers_1_to_3"], "--model", small_fp8, "--golden", small_golden, "--json").stdout
         )
         directory = Path(record["directory"])
-        expected = load_file(golden / "layer_0.safetensors")["output"]
+        expected = load_file(small_golden / "layer_0.safetensors")["output"]
         assert record["description"]["input_source"] == "golden full_model"
         assert torch.equal(load_file(directory / "layer_1.safetensors")["input"], expected)
         assert torch.equal(load_file(directory / "inputs.safetensors")["hidden_states"], expected)
         assert "input" not in load_file(directory / "layer_2.safetensors")
 
-    def test_layers_before_make_the_input_without_a_golden(self, run: Any, toy: Path, tmp_path: Path) -> None:
-        tokens = ("--model", toy, "--seq-len", 12, "--json")
+    def test_layers_before_make_the_input_without_a_golden(
+        self, run: Any, small_fp8: Path, tmp_path: Path
+    ) -> None:
+        tokens = ("--model", small_fp8, "--seq-len", 12, "--json")
         alone = json.loads(run("single-layer", "--layer", 2, *tokens).stdout)
         chained = json.loads(run("multi-layer", "--layers", "0:3", *tokens).stdout)
         assert alone["description"]["input_source"] == "tokens through layers 0 to 1: random ids of seed 0"
@@ -264,13 +297,13 @@ class TestWhereInputsComeFrom:
         theirs = load_file(Path(chained["directory"]) / "layer_2.safetensors")
         assert torch.equal(mine["output"], theirs["output"])
 
-    def test_random_input_is_recorded(self, run: Any, toy: Path) -> None:
+    def test_random_input_is_recorded(self, run: Any, small_fp8: Path) -> None:
         arguments = (
             "single-layer",
             "--layer",
             2,
             "--model",
-            toy,
+            small_fp8,
             "--random-input",
             "--seq-len",
             12,
@@ -282,29 +315,41 @@ class TestWhereInputsComeFrom:
         assert records[0]["layers"] != records[2]["layers"]
 
     def test_run_on_random_input_cannot_be_judged(
-        self, run: Any, command: Any, toy: Path, golden: Path
+        self, run: Any, command: Any, small_fp8: Path, small_golden: Path
     ) -> None:
         arguments = (
             "single-layer",
             "--layer",
             2,
             "--model",
-            toy,
+            small_fp8,
             "--random-input",
             "--seq-len",
-            "48,33",
+            "24,15",
             "--json",
         )
         directory = json.loads(run(*arguments).stdout)["directory"]
-        judged = command(mm2_compare, "--golden", golden, "--run", directory)
-        skipped = run(*PRESETS["single_layer_2"], "--model", toy, "--golden", golden, "--skip-compile")
+        judged = command(mm2_compare, "--golden", small_golden, "--run", directory)
+        skipped = run(
+            *PRESETS["single_layer_2"], "--model", small_fp8, "--golden", small_golden, "--skip-compile"
+        )
         assert (judged.exit_code, skipped.exit_code) == (3, 3)
         assert "random numbers of seed 0" in judged.stderr
         assert "random numbers of seed 0" in skipped.stderr
 
     @pytest.mark.parametrize("side", ["left", "right"])
-    def test_prompts_are_padded_on_the_side_asked_for(self, run: Any, toy: Path, side: str) -> None:
-        arguments = ("single-layer", "--layer", 0, "--model", toy, "--input-ids", "1,2,3", "--input-ids", "4")
+    def test_prompts_are_padded_on_the_side_asked_for(self, run: Any, small_fp8: Path, side: str) -> None:
+        arguments = (
+            "single-layer",
+            "--layer",
+            0,
+            "--model",
+            small_fp8,
+            "--input-ids",
+            "1,2,3",
+            "--input-ids",
+            "4",
+        )
         record = json.loads(run(*arguments, "--padding-side", side, "--pad-to", 5, "--json").stdout)
         mask = load_file(Path(record["directory"]) / "inputs.safetensors")["attention_mask"].tolist()
         assert (
@@ -314,12 +359,14 @@ class TestWhereInputsComeFrom:
 
 
 class TestSummary:
-    def test_sweep_prints_a_summary(self, run: Any, write_port: Any, toy: Path, golden: Path) -> None:
+    def test_sweep_prints_a_summary(
+        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path
+    ) -> None:
         sides = (
             "--model",
-            toy,
+            small_fp8,
             "--golden",
-            golden,
+            small_golden,
             "--target",
             write_port(WRONG_ATTENTION),
             "--backend",
@@ -334,7 +381,7 @@ class TestSummary:
         # The next commands leave the form of the output out.
         assert not [line for line in record["next"] if "--json" in line]
 
-    def test_summary_without_a_verdict_is_refused(self, run: Any, toy: Path) -> None:
-        result = run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 8, "--json=summary")
+    def test_summary_without_a_verdict_is_refused(self, run: Any, small_fp8: Path) -> None:
+        result = run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 8, "--json=summary")
         assert result.exit_code == 2
         assert "nothing is judged without a golden" in json.loads(result.stdout)["error"]

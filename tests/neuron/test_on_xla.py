@@ -46,15 +46,15 @@ def on_xla(
     serve: Serve,
     write_chunked_port: Callable[..., str],
     small: Path,
-    toy: Path,
-    golden: Path,
+    small_fp8: Path,
+    small_golden: Path,
     folder: Path,
 ) -> Results:
-    """Runs that are fast, one after the other in one process: on the small model, then on the toy with its golden."""
+    """Runs that are fast, one after the other in one process: on the small model, then on the one with a golden."""
     (folder / "port.py").write_text(FAILS_AT_LAYER_2)
     failing = ("--target", f"{folder / 'port.py'}:Port")
     layers = ("multi-layer", "--model", small, "--layers")
-    judged = ("sweep", "--model", toy, "--golden", golden, "--json")
+    judged = ("sweep", "--model", small_fp8, "--golden", small_golden, "--json")
     return serve_on_xla(
         serve,
         folder,
@@ -66,7 +66,7 @@ def on_xla(
             "plain": (*layers, "0:4", "--seq-len", "12,7", "--debug", "--no-prefetch"),
             "failing": (*layers, "0:4", "--seq-len", "12,7", "--debug", "--prefetch", *failing),
             "sweep": judged,
-            "chunked": (*judged, "--target", write_chunked_port(8, num_chunks=4)),
+            "chunked": (*judged, "--target", write_chunked_port(2, num_chunks=4)),
         },
         # Neither the time of compiling nor that of a graph is judged: the compiler need not try.
         XLA_FLAGS="--xla_backend_optimization_level=0",
@@ -75,12 +75,19 @@ def on_xla(
 
 @pytest.fixture(scope="module")
 def every_preset(
-    needs_xla: None, serve: Serve, toy: Path, golden: Path, float32_golden: Path, folder: Path
+    needs_xla: None,
+    serve: Serve,
+    toy: Path,
+    golden: Path,
+    small_fp8: Path,
+    float32_golden: Path,
+    folder: Path,
 ) -> Results:
     """The presets and a run in float32, compiled as a user's are."""
     common = ("--model", toy, "--json", "--golden")
     runs = {name: (*preset, *common, golden) for name, preset in PRESETS.items()}
-    runs["float32"] = ("full", *common, float32_golden, "--dtype", "float32")
+    exact = ("--model", small_fp8, "--json", "--golden", float32_golden, "--dtype", "float32")
+    runs["float32"] = ("full", *exact)
     return serve_on_xla(serve, folder / "presets", runs)
 
 

@@ -109,11 +109,11 @@ def wait_for(path: Path) -> None:
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_resumes(
-    process: Any, sweep_of: Any, write_port: Any, tmp_path: Path
+    forked: Any, sweep_of: Any, write_port: Any, tmp_path: Path
 ) -> None:
     port = write_port(TROUBLED_PORT.format(trouble="os.kill(os.getpid(), signal.SIGKILL)"))
     directory = tmp_path / "capture"
-    done = process(*sweep_of, "--target", port, "--output-dir", directory, "--json")
+    done = forked(*sweep_of, "--target", port, "--output-dir", directory, "--json")
     assert done.returncode == 3
     error = json.loads(done.stdout)["error"]
     assert error.startswith(
@@ -126,10 +126,10 @@ def test_a_rank_that_is_killed_is_named_and_the_run_resumes(
 
 @pytest.mark.slow
 def test_an_error_on_a_rank_is_told_once_by_it_and_once_by_the_lead(
-    process: Any, sweep_of: Any, write_port: Any
+    forked: Any, sweep_of: Any, write_port: Any
 ) -> None:
     port = write_port(TROUBLED_PORT.format(trouble="raise ValueError('no such head')"))
-    done = process(*sweep_of, "--target", port, "--quiet")
+    done = forked(*sweep_of, "--target", port, "--quiet")
     assert done.returncode == 3
     text = f"port {port}, layer 1 failed while it ran: found ValueError: no such head, at "
     errors = sorted(line for line in done.stderr.splitlines() if "Error" in line)
@@ -138,10 +138,10 @@ def test_an_error_on_a_rank_is_told_once_by_it_and_once_by_the_lead(
 
 @pytest.mark.slow
 def test_a_rank_that_prints_does_not_get_between_the_results(
-    process: Any, sweep_of: Any, write_port: Any
+    forked: Any, sweep_of: Any, write_port: Any
 ) -> None:
     port = write_port(TROUBLED_PORT.format(trouble="print('in between', flush=True)"))
-    done = process(*sweep_of, "--target", port, "--json")
+    done = forked(*sweep_of, "--target", port, "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["layers"]
 

@@ -62,11 +62,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     [(4, 2), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(8, 8, marks=pytest.mark.slow)],
 )
 def test_a_rank_holds_its_part_of_a_layer_and_never_more(
-    run_python: Any, large: tuple[Path, int], degree: int, expert_degree: int
+    forked_python: Any, large: tuple[Path, int], degree: int, expert_degree: int
 ) -> None:
     folder, experts_bytes = large
     code = LOAD.format(folder=str(folder), degree=degree, expert_degree=expert_degree)
-    done = run_python(code)
+    done = forked_python(code)
     assert done.returncode == 0, done.stderr
     weights, growth, _ = json.loads(done.stdout)
     assert experts_bytes / degree < weights < 1.1 * experts_bytes / degree
@@ -75,8 +75,8 @@ def test_a_rank_holds_its_part_of_a_layer_and_never_more(
 
 
 @pytest.mark.slow
-def test_a_rank_reads_of_other_experts_nothing(run_python: Any, large: tuple[Path, int]) -> None:
+def test_a_rank_reads_of_other_experts_nothing(forked_python: Any, large: tuple[Path, int]) -> None:
     folder, experts_bytes = large
-    done = run_python(LOAD.format(folder=str(folder), degree=8, expert_degree=8))
+    done = forked_python(LOAD.format(folder=str(folder), degree=8, expert_degree=8))
     _, _, num_bytes_read = json.loads(done.stdout)
     assert num_bytes_read < 1.2 * experts_bytes / 8

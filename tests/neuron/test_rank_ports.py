@@ -88,13 +88,23 @@ class Port(DeviceLayer):
 
 
 @pytest.fixture
-def judge(process: Any, toy: Path, golden: Path, tmp_path: Path) -> Judged:
-    """Runs layer 1 of the toy on two ranks; the verdict, and `exit_code` and `stderr` beside it."""
+def judge(forked_ranks: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Judged:
+    """Runs layer 1 of the small model on two ranks; the verdict, and `exit_code` and `stderr` beside it."""
 
     def run_on_two(target: str, *arguments: object) -> dict[str, Any]:
-        run = ("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--backend", "cpu")
+        run = (
+            "single-layer",
+            "--layer",
+            1,
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--backend",
+            "cpu",
+        )
         place = ("--output-dir", tmp_path / "capture", "--target", target, "--json")
-        done = process(*run, *place, "--tp-degree", 2, *arguments)
+        done = forked_ranks(*run, *place, *arguments)
         return {**json.loads(done.stdout), "exit_code": done.returncode, "stderr": done.stderr}
 
     return run_on_two
@@ -179,8 +189,18 @@ def test_rows_are_decoded(judge: Judged) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("component", ["attention", "experts"])
 def test_a_component_is_fed_on_every_rank(
-    process: Any, toy: Path, golden: Path, tmp_path: Path, component: str
+    forked_ranks: Any, small_fp8: Path, small_golden: Path, tmp_path: Path, component: str
 ) -> None:
-    run = ("component", "--layer", 2, "--component", component, "--model", toy, "--golden", golden)
-    done = process(*run, "--backend", "cpu", "--tp-degree", 2, "--output-dir", tmp_path / "capture")
+    run = (
+        "component",
+        "--layer",
+        2,
+        "--component",
+        component,
+        "--model",
+        small_fp8,
+        "--golden",
+        small_golden,
+    )
+    done = forked_ranks(*run, "--backend", "cpu", "--output-dir", tmp_path / "capture")
     assert done.returncode == 0, done.stderr

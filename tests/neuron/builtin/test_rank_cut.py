@@ -11,7 +11,17 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import O_PROJ, Q_NORM, Q_PROJ, expert_weight
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.builtin.rank_cut import RankCut
+
+
+@pytest.fixture(scope="module")
+def copies(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+    """The toy model, larger than the others, in FP8 and BF16."""
+    folder = tmp_path_factory.mktemp("copies") / "toy"
+    synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    return {torch.float8_e4m3fn: toy, torch.bfloat16: folder}
 
 
 @pytest.fixture(params=[torch.float8_e4m3fn, torch.bfloat16], ids=str)

@@ -257,8 +257,8 @@ def test_faint_drift_does_not_end_the_search(bisect: Any, write_port: Any, state
     assert (layers_blamed(record), len(record["drifts"])) == ([9], 1)
 
 
-def test_golden_of_all_sites_tells_what_a_sweep_would_see(run: Any, toy: Path, golden: Path) -> None:
-    result = run("bisect", "--model", toy, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
+def test_golden_of_all_sites_tells_what_a_sweep_would_see(run: Any, on_small: tuple[object, ...]) -> None:
+    result = run("bisect", *on_small, "--backend", "cpu", "--json", "--quiet")
     assert result.exit_code == 0
     visible = json.loads(result.stdout)["smallest_visible"]
     assert visible["in_a_sweep"] < visible["alone"] < visible["in_chains"]
@@ -327,7 +327,7 @@ def test_interrupted_bisection_goes_on_where_it_stopped(
 
 
 def test_killed_bisection_goes_on_where_it_stopped(
-    process: Any,
+    forked: Any,
     bisect: Any,
     write_port: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -342,7 +342,7 @@ def test_killed_bisection_goes_on_where_it_stopped(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAN", str(ran))
     sides = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", target)
-    killed = process("bisect", *sides, "--captures", tmp_path / "captures", DIE_AT="8")
+    killed = forked("bisect", *sides, "--captures", tmp_path / "captures", DIE_AT="8")
     assert killed.returncode == 3
     assert "the process was ended by SIGKILL" in killed.stderr
     assert "while converting the weights of layer 8 of port" in killed.stderr

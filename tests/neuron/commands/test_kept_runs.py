@@ -14,12 +14,12 @@ PORT = "class Port(ReferenceLayer):\n    pass\n"
 
 
 @pytest.fixture
-def sweep(run: Any, toy: Path, golden: Path, write_port: Any) -> Any:
+def sweep(run: Any, small_fp8: Path, small_golden: Path, write_port: Any) -> Any:
     """Runs layer 1 of the port as it is, then judges it."""
 
     def run_port(source: str, *options: object) -> Any:
         target = write_port(source)
-        sides = ("--model", toy, "--golden", golden, "--target", target, "--backend", "cpu")
+        sides = ("--model", small_fp8, "--golden", small_golden, "--target", target, "--backend", "cpu")
         return run("single-layer", "--layer", 1, *sides, *options)
 
     return run_port

@@ -149,6 +149,15 @@ class Model(Closed):
 """
 )
 
+# Ports with a report each, and what it tells.
+REPORTED = {
+    SWAPPED: "layer 2, `moe_delta`",
+    ORDERED.format(order="(0, 1, 3)"): "layer 2",
+    RESTARTED: "To blame",
+    WRONG_ROW: "To blame",
+    CLOSED_RIGHT: "Not exposed by the port",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
@@ -161,11 +170,19 @@ class Judged:
 
 
 @pytest.fixture
-def run_model(command: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
-    """Runs a whole port on the toy: the result, and its JSON."""
+def run_model(command: Any, tmp_path: Path, small_fp8: Path, small_golden: Path) -> Any:
+    """Runs a whole port on the small model: the result, and its JSON."""
 
     def run_source(source: str, *options: object) -> tuple[Any, dict[str, Any]]:
-        words = ("model", "--model", toy, "--golden", golden, "--target", write_whole(tmp_path, source))
+        words = (
+            "model",
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--target",
+            write_whole(tmp_path, source),
+        )
         result = command(mm2_test, *words, *COMMON, "--output-dir", tmp_path / "run", "--overwrite", *options)
         return result, json.loads(result.stdout) if result.stdout else {}
 
@@ -173,8 +190,10 @@ def run_model(command: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def judged(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Judged]:
-    """Runs a whole port on the toy with a report; the same port only once for all tests, which change nothing."""
+def judged(
+    small_fp8: Path, small_golden: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Judged]:
+    """Runs a whole port, some with a report; the same port only once for all tests, which change nothing."""
 
     @functools.cache
     def judge(source: str) -> Judged:
@@ -182,14 +201,16 @@ def judged(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) ->
         words = (
             "model",
             "--model",
-            toy,
+            small_fp8,
             "--golden",
-            golden,
+            small_golden,
             "--target",
             write_whole(folder, source),
             *COMMON,
         )
-        places = ("--output-dir", folder / "run", "--report-path", folder / "report")
+        places: tuple[object, ...] = ("--output-dir", folder / "run")
+        # The charts of a report take long.
+        places += ("--report-path", folder / "report") if source in REPORTED else ()
         result = click.testing.CliRunner().invoke(mm2_test, [str(word) for word in (*words, *places)])
         return Judged(
             exit_code=result.exit_code,
@@ -258,16 +279,7 @@ def test_the_suspect_layer_runs_alone_and_its_mistake_is_named(judged: Callable[
     assert record["isolated"]["blame"][0]["layer"] == 2
 
 
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        (SWAPPED, "layer 2, `moe_delta`"),
-        (ORDERED.format(order="(0, 1, 3)"), "layer 2"),
-        (RESTARTED, "To blame"),
-        (WRONG_ROW, "To blame"),
-        (CLOSED_RIGHT, "Not exposed by the port"),
-    ],
-)
+@pytest.mark.parametrize(("source", "told"), REPORTED.items())
 def test_report_can_be_written_of_every_kind_of_run(
     judged: Callable[[str], Judged], source: str, told: str
 ) -> None:

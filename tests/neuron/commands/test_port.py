@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import click.testing
@@ -49,9 +50,16 @@ class DecoderLayer(port.DecoderLayer):
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy with two layers: each wrong layer is proved in a process of its own."""
+    """A small model with one layer: each wrong layer is proved in a process of its own."""
     folder = tmp_path_factory.mktemp("shallow") / "shallow"
-    model = SyntheticModel(num_hidden_layers=2)
+    model = SyntheticModel(
+        num_hidden_layers=1,
+        hidden_size=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=32,
+        vocab_size=512,
+    )
     synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
     return folder
 
@@ -79,10 +87,55 @@ def judge(shallow: Path, shallow_golden: Path, tmp_path: Path) -> Judge:
     return judge_port
 
 
-def test_mistake_is_found_named_and_proved(judge: Judge, tmp_path: Path) -> None:
-    source = tmp_path / "wrong.py"
-    source.write_text(WRONG.format(examples=str(EXAMPLES)))
-    found = judge(f"{source}:DecoderLayer", "--json")
+# A wrong port that damages its golden at the end of the sweep, so that nobody can ask why it is wrong.
+DESTRUCTIVE = (
+    WRONG
+    + """
+import atexit
+from pathlib import Path
+if "sweep" in sys.argv:
+    atexit.register(Path({layer!r}).write_bytes, b"")
+"""
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A wrong port judged twice: its golden is damaged when its diagnosis begins, and then whole again."""
+
+    folder: Path
+    first: click.testing.Result
+    again: click.testing.Result
+
+
+@pytest.fixture(scope="module")
+def judged(shallow: Path, shallow_golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Judged:
+    folder = tmp_path_factory.mktemp("judged")
+    golden = shutil.copytree(shallow_golden, folder / "golden")
+    layer = golden / "layer_0.safetensors"
+    source = folder / "wrong.py"
+    source.write_text(DESTRUCTIVE.format(examples=str(EXAMPLES), layer=str(layer)))
+    words = [
+        "port",
+        "--model",
+        str(shallow),
+        "--golden",
+        str(golden),
+        "--backend",
+        "cpu",
+        "--quiet",
+        "--json",
+    ]
+    words += ["--target", f"{source}:DecoderLayer", "--output-dir", str(folder / "out")]
+    first = click.testing.CliRunner().invoke(mm2_test, words)
+    shutil.copyfile(shallow_golden / layer.name, layer)
+    # The stages that were finished are not run again.
+    again = click.testing.CliRunner().invoke(mm2_test, words)
+    return Judged(folder=folder, first=first, again=again)
+
+
+def test_mistake_is_found_named_and_proved(judged: Judged) -> None:
+    found, output_dir = judged.again, judged.folder / "out"
     assert found.exit_code == 1, found.output
     record = json.loads(found.stdout)
     schema = json.loads((REPOSITORY / "docs" / "schema" / "port.schema.json").read_text())
@@ -95,9 +148,21 @@ def test_mistake_is_found_named_and_proved(judge: Judge, tmp_path: Path) -> None
     *told, again = record["next"]
     assert told == diagnosis["next"]
     assert again.startswith("mm2-test port --model ")
-    assert again.endswith(f" --output-dir {tmp_path / 'out'}")
-    markdown = (tmp_path / "out" / "report" / "report.md").read_text()
-    assert "- layers 0-1: match gate\\_up\\_swapped: leaves ρ" in markdown
+    assert again.endswith(f" --output-dir {output_dir}")
+    markdown = (output_dir / "report" / "report.md").read_text()
+    assert "- layer 0: matches gate\\_up\\_swapped: leaves ρ" in markdown
+
+
+def test_wrong_port_is_wrong_though_its_diagnosis_cannot_be_carried_out(judged: Judged) -> None:
+    result = judged.first
+    assert result.exit_code == 1, result.output
+    record = json.loads(result.stdout)
+    assert record["verdict"] == "fail"
+    assert [(stage["stage"], stage["exit_code"]) for stage in record["stages"]][1:] == [
+        ("sweep", 1),
+        ("diagnosis", 3),
+    ]
+    assert record["next"][0].startswith("mm2-diagnose ")
 
 
 @pytest.mark.slow
@@ -156,43 +221,14 @@ def test_summary_tells_what_each_stage_found_and_how_to_go_on(
     assert prove.startswith("  mm2-test ")
     assert verdict == f"FAIL: {target}"
     assert weights == f"  weights    wrong: the weights of layer 0 in {target}"
-    assert sweep.startswith("  sweep      wrong: layers 0-")
+    assert sweep.startswith("  sweep      wrong: layer 0, ")
     assert sweep.endswith(", moe_delta")
-    assert diagnosis.startswith("  diagnosis  wrong: layers 0-")
+    assert diagnosis.startswith("  diagnosis  wrong: layer 0, ")
     assert diagnosis.endswith(", gate_up_swapped")
     assert title == "Next"
-    options = f"--model {shallow} --golden {shallow_golden} --target {target} --backend cpu"
+    options = f"--model {shallow} --golden {shallow_golden} --backend cpu --target {target}"
     assert command.startswith(f"  mm2-test port {options} ")
     assert command.endswith(f" --output-dir {tmp_path / 'out'}")
-
-
-# A wrong port that damages its golden at the end of the sweep, so that nobody can ask why it is wrong.
-DESTRUCTIVE = (
-    WRONG
-    + """
-import atexit
-if "sweep" in sys.argv:
-    atexit.register(Path({layer!r}).write_bytes, b"")
-"""
-)
-
-
-def test_wrong_port_is_wrong_though_its_diagnosis_cannot_be_carried_out(
-    judge: Judge, shallow_golden: Path, tmp_path: Path
-) -> None:
-    own = shutil.copytree(shallow_golden, tmp_path / "golden")
-    source = tmp_path / "wrong.py"
-    text = DESTRUCTIVE.format(examples=str(EXAMPLES), layer=str(own / "layer_1.safetensors"))
-    source.write_text("from pathlib import Path\n" + text)
-    result = judge(f"{source}:DecoderLayer", "--golden", str(own), "--json")
-    assert result.exit_code == 1, result.output
-    record = json.loads(result.stdout)
-    assert record["verdict"] == "fail"
-    assert [(stage["stage"], stage["exit_code"]) for stage in record["stages"]][1:] == [
-        ("sweep", 1),
-        ("diagnosis", 3),
-    ]
-    assert record["next"][0].startswith("mm2-diagnose ")
 
 
 def test_stage_that_cannot_be_carried_out_ends_the_call(judge: Judge, tmp_path: Path) -> None:

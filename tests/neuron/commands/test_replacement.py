@@ -14,16 +14,16 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import ModelSite, Site
 
 NUM_DECODED = 4
-# The toy's vocabulary.
+# The small model's vocabulary.
 VOCABULARY = 512
 
 
 @pytest.fixture
-def ask(run: Any, toy: Path, golden: Path, tmp_path: Path) -> Any:
+def ask(run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Any:
     """Gives the command on one folder: the result, and its JSON."""
 
-    def give(*options: object, tool: str = "nxdi", golden: Path = golden) -> tuple[Any, dict[str, Any]]:
-        arguments = ("replacement", "--model", toy, "--golden", golden, "--format", tool, "--quiet")
+    def give(*options: object, tool: str = "nxdi", golden: Path = small_golden) -> tuple[Any, dict[str, Any]]:
+        arguments = ("replacement", "--model", small_fp8, "--golden", golden, "--format", tool, "--quiet")
         given = ("--decode", NUM_DECODED) if "--decode" not in options else ()
         result = run(*arguments, *given, "--output-dir", tmp_path / "replaced", "--json", *options)
         return result, json.loads(result.stdout) if result.stdout.startswith("{") else {}
@@ -42,11 +42,11 @@ def golden_logits(golden: Path, *, num_tokens: int = NUM_DECODED + 1) -> torch.T
 
 class TestNxdiFiles:
     def test_values_are_the_goldens_in_the_graphs_shapes(
-        self, ask: Any, golden: Path, tmp_path: Path
+        self, ask: Any, small_golden: Path, tmp_path: Path
     ) -> None:
         result, _ = ask("--bucket", 192)
         assert result.exit_code == 3
-        capture, folder = Capture.open(golden), tmp_path / "replaced"
+        capture, folder = Capture.open(small_golden), tmp_path / "replaced"
         inputs = capture.read_inputs()
         lengths, num_columns = inputs.lengths, inputs.sequence_length - NUM_DECODED
         hidden_size = capture.read(0, Site.INPUT).shape[-1]
@@ -84,7 +84,7 @@ class TestNxdiFiles:
 
 class TestSearch:
     def test_right_logits_are_taken_one_run_after_the_other(
-        self, ask: Any, golden: Path, tmp_path: Path
+        self, ask: Any, small_golden: Path, tmp_path: Path
     ) -> None:
         result, record = ask()
         points = []
@@ -94,49 +94,56 @@ class TestSearch:
             name = "unreplaced" if point is None else f"layer_{point}"
             # The golden's own logits are those of a right port, wherever its stream is replaced. Both forms are read.
             if point == 1:
-                torch.save(golden_logits(golden), tmp_path / "replaced" / "logits" / f"{name}.pt")
+                torch.save(golden_logits(small_golden), tmp_path / "replaced" / "logits" / f"{name}.pt")
             else:
                 save_file(
-                    {"it": golden_logits(golden)}, tmp_path / "replaced" / "logits" / f"{name}.safetensors"
+                    {"it": golden_logits(small_golden)},
+                    tmp_path / "replaced" / "logits" / f"{name}.safetensors",
                 )
             result, record = ask()
         assert points == [2, 1, 0, None]
         assert (result.exit_code, record["verdict"]) == (0, "pass")
 
-    def test_exhaustive_search_begins_at_the_end(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+    def test_exhaustive_search_begins_at_the_end(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
         _, record = ask("--exhaustive")
         assert record["waits_for"] == {"point": 4}
         save_file(
-            {"it": golden_logits(golden).roll(1, -1)}, tmp_path / "replaced/logits/final_norm.safetensors"
+            {"it": golden_logits(small_golden).roll(1, -1)},
+            tmp_path / "replaced/logits/final_norm.safetensors",
         )
         result, record = ask("--exhaustive")
         assert (result.exit_code, record["blame"][0]["part"]) == (1, "the final norm or the head")
         # One run cannot tell it from a port without the lines.
         assert any("see that the lines are in it" in note for note in record["notes"])
 
-    def test_port_that_replaced_nothing_is_no_verdict(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+    def test_port_that_replaced_nothing_is_no_verdict(
+        self, ask: Any, small_golden: Path, tmp_path: Path
+    ) -> None:
         ask()
         for name in ("layer_2", "final_norm"):
             save_file(
-                {"it": golden_logits(golden).roll(1, -1)}, tmp_path / f"replaced/logits/{name}.safetensors"
+                {"it": golden_logits(small_golden).roll(1, -1)},
+                tmp_path / f"replaced/logits/{name}.safetensors",
             )
         result, _ = ask()
         assert result.exit_code == 3
         assert "the same in every bit, whether its stream was replaced at layer 2's input" in result.stderr
 
-    def test_head_without_weights_is_named(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+    def test_head_without_weights_is_named(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
         ask()
         for name in ("layer_2", "final_norm"):
             save_file(
-                {"it": torch.zeros_like(golden_logits(golden))},
+                {"it": torch.zeros_like(golden_logits(small_golden))},
                 tmp_path / f"replaced/logits/{name}.safetensors",
             )
         result, record = ask()
         assert (result.exit_code, record["blame"][0]["part"]) == (1, "the final norm or the head")
 
-    def test_mended_port_is_asked_for_all_runs_anew(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+    def test_mended_port_is_asked_for_all_runs_anew(
+        self, ask: Any, small_golden: Path, tmp_path: Path
+    ) -> None:
         ask()
-        logits = golden_logits(golden)
+        logits = golden_logits(small_golden)
         for name, found in (("layer_2", logits.roll(1, -1)), ("final_norm", logits), ("layer_3", logits)):
             save_file({"it": found}, tmp_path / f"replaced/logits/{name}.safetensors")
         result, record = ask()
@@ -147,9 +154,9 @@ class TestSearch:
         # The next command judges the run that is made now.
         assert "--anew" not in record["next"][0]
 
-    def test_logits_that_are_not_finite_are_wrong(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+    def test_logits_that_are_not_finite_are_wrong(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
         ask()
-        logits = golden_logits(golden)
+        logits = golden_logits(small_golden)
         logits[1, 2] = float("nan")
         save_file({"it": logits}, tmp_path / "replaced/logits/layer_2.safetensors")
         _, record = ask()
@@ -173,18 +180,18 @@ class TestRefusals:
         save_file({"it": torch.zeros(shape)}, tmp_path / "replaced/logits/layer_2.safetensors")
         result, _ = ask()
         assert result.exit_code == 3
-        assert f"expected [2,t,512] of each row's last t tokens, t at most 33, found {found}" in result.stderr
+        assert f"expected [2,t,512] of each row's last t tokens, t at most 15, found {found}" in result.stderr
 
-    def test_several_tensors(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+    def test_several_tensors(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
         ask()
-        logits = golden_logits(golden)
+        logits = golden_logits(small_golden)
         save_file({"it": logits, "more": logits + 1}, tmp_path / "replaced/logits/layer_2.safetensors")
         result, _ = ask()
         assert (result.exit_code, "holds 2 tensors" in result.stderr) == (3, True)
 
-    def test_damaged_inputs(self, ask: Any, golden: Path, tmp_path: Path) -> None:
+    def test_damaged_inputs(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
         ask()
-        save_file({"it": golden_logits(golden)}, tmp_path / "replaced/logits/layer_2.safetensors")
+        save_file({"it": golden_logits(small_golden)}, tmp_path / "replaced/logits/layer_2.safetensors")
         (tmp_path / "replaced/inputs.safetensors").write_text("torn")
         result, _ = ask()
         assert (result.exit_code, "inputs.safetensors cannot be read" in result.stderr) == (3, True)
@@ -209,11 +216,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "tool", "message"),
         [
-            (("--bucket", 32), "nxdi", "48 columns for a bucket of 32"),
+            (("--bucket", 16), "nxdi", "24 columns for a bucket of 16"),
             (("--bucket", 128), "vllm-neuron", "--bucket is an option of --format nxdi"),
             (("--layer", 5), "nxdi", "expected 0 to 4, the last for the final norm"),
-            (("--decode", 40), "nxdi", "of a prompt of 33 tokens 40 cannot be decoded"),
-            (("--decode", 40), "vllm-neuron", "of a prompt of 33 tokens 40 cannot be decoded"),
+            (("--decode", 40), "nxdi", "of a prompt of 15 tokens 40 cannot be decoded"),
+            (("--decode", 40), "vllm-neuron", "of a prompt of 15 tokens 40 cannot be decoded"),
         ],
     )
     def test_options_that_do_not_fit(self, ask: Any, options: Any, tool: str, message: str) -> None:
@@ -223,7 +230,7 @@ class TestRefusals:
         assert ask(tool=tool)[0].exit_code == 3
 
     def test_prompts_that_the_tools_compute_otherwise(
-        self, ask: Any, command: Any, toy: Path, tmp_path: Path
+        self, ask: Any, command: Any, small_fp8: Path, tmp_path: Path
     ) -> None:
         from gpu_reference.cli import main as mm2_gpu
 
@@ -238,7 +245,7 @@ class TestRefusals:
             "--sites",
             "layer",
         )
-        command(mm2_gpu, "extract-all", "--model", toy, *rows, "--output-dir", left, "--quiet")
+        command(mm2_gpu, "extract-all", "--model", small_fp8, *rows, "--output-dir", left, "--quiet")
         result, _ = ask("--decode", 1, golden=left)
         assert (result.exit_code, "found left padding" in result.stderr) == (2, True), result.stderr
         result, _ = ask("--decode", 1, golden=left, tool="vllm-neuron")

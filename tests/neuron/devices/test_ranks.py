@@ -74,12 +74,13 @@ def on_one(run: Any, tmp_path: Path) -> Callable[..., Tensors]:
 
 
 @pytest.fixture
-def on_ranks(forked: Any, tmp_path: Path) -> Callable[..., Tensors]:
-    """Layer 0 on several ranks, which mm2 starts."""
+def on_ranks(forked_ranks: Any, tmp_path: Path) -> Callable[..., Tensors]:
+    """Layer 0 on several ranks."""
 
-    def run_shared(model: Path, *arguments: object) -> Tensors:
+    def run_shared(model: Path, num_ranks: int, *arguments: object) -> Tensors:
         directory = tmp_path / "ranks"
-        done = forked(*LAYER_0, "--model", model, "--backend", "cpu", "--output-dir", directory, *arguments)
+        place = ("--backend", "cpu", "--output-dir", directory)
+        done = forked_ranks(*LAYER_0, "--model", model, *place, *arguments, num_ranks=num_ranks)
         assert done.returncode == 0, done.stderr
         return load_file(directory / "layer_0.safetensors")
 
@@ -123,7 +124,7 @@ def test_every_site_is_that_of_one_rank(
     ep_degree: int,
 ) -> None:
     model = model_of(num_heads, num_kv_heads)
-    shared = on_ranks(model, "--tp-degree", num_ranks, "--ep-degree", ep_degree)
+    shared = on_ranks(model, num_ranks, "--ep-degree", ep_degree)
     errors = errors_of(shared, on_one(model))
     assert len(errors) == 18
     assert max(errors.values()) <= LIMIT, errors

@@ -25,11 +25,11 @@ class Port(ReferenceLayer):
 
 
 @pytest.fixture
-def run_port(run: Any, write_port: Any, toy: Path, golden: Path) -> Any:
-    """Runs layer 1 of the toy on the golden's input through a port; the result and its JSON."""
+def run_port(run: Any, write_port: Any, small_fp8: Path, small_golden: Path) -> Any:
+    """Runs layer 1 of the small model on the golden's input through a port; the result and its JSON."""
 
     def run_source(source: str) -> tuple[Any, dict[str, Any]]:
-        arguments = ("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--json")
+        arguments = ("single-layer", "--layer", 1, "--model", small_fp8, "--golden", small_golden, "--json")
         result = run(*arguments, "--target", write_port(source))
         return result, json.loads(result.stdout)
 
@@ -136,7 +136,7 @@ def test_declared_site_of_another_shape_fails(run_port: Any) -> None:
     result, record = run_port("class Port(ReferenceLayer):\n    sites = {'moe_delta': 'self_attn.k_proj'}\n")
     failed = {site["site"]: site["reason"] for site in record["sites"] if site["status"] == "fail"}
     assert result.exit_code == 1
-    assert failed == {"moe_delta": "shape: expected (2, 48, 256), found (2, 48, 128)"}
+    assert failed == {"moe_delta": "shape: expected (2, 24, 64), found (2, 24, 128)"}
 
 
 def test_flat_tokens_are_the_batch_laid_end_to_end(run_port: Any) -> None:
@@ -156,7 +156,7 @@ class Port(ReferenceLayer):
     result, record = run_port(source)
     shapes = {site["site"]: site["shape"] for site in record["layers"][0]["sites"]}
     assert result.exit_code == 0
-    assert (shapes["moe_delta"], shapes["router_logits"]) == ([2, 48, 256], [2, 48, 32])
+    assert (shapes["moe_delta"], shapes["router_logits"]) == ([2, 24, 64], [2, 24, 8])
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ class Port(ReferenceLayer):
 
 
 def fused_port(stop: int = 768, *, order: str = "qkv") -> str:
-    """A port whose q, k and v come from one projection of the toy, shown by cuts."""
+    """A port whose q, k and v come from one projection of the small model, shown by cuts."""
     cuts = {"q_proj": (0, 512), "k_proj": (512, 640), "v_proj": (640, stop)}
     sites = {site: f"self_attn.qkv:output[0][{start}:{end}]" for site, (start, end) in cuts.items()}
     return FUSED.replace("SITES", repr(sites)).replace("ORDER", order)
@@ -264,4 +264,4 @@ def test_cut_beyond_the_projection_is_refused(run_port: Any) -> None:
     result, record = run_port(fused_port(stop=900))
     assert result.exit_code == 3
     assert "self_attn.qkv:output[0][640:900] cannot be cut" in record["error"]
-    assert "[2, 48, 768]" in record["error"]
+    assert "[2, 24, 768]" in record["error"]

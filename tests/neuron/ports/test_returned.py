@@ -54,7 +54,9 @@ class Odd(DecoderLayer):
 
 
 @pytest.mark.parametrize(("change", "found"), [(".to_sparse()", "sparse"), (".to('meta')", "meta device")])
-def test_command_names_target_and_kind(run: Any, toy: Path, tmp_path: Path, change: str, found: str) -> None:
+def test_command_names_target_and_kind(
+    run: Any, small_fp8: Path, tmp_path: Path, change: str, found: str
+) -> None:
     port = tmp_path / "odd_port.py"
     source = (Path(__file__).parents[3] / "scripts" / "examples" / "port.py").read_text()
     port.write_text(source + ODD_LAYER.format(change=change))
@@ -63,7 +65,7 @@ def test_command_names_target_and_kind(run: Any, toy: Path, tmp_path: Path, chan
         "--layer",
         0,
         "--model",
-        toy,
+        small_fp8,
         "--target",
         f"{port}:Odd",
         "--random-input",

@@ -130,16 +130,22 @@ class Port(ReferenceLayer):
 
     @pytest.mark.slow
     def test_plain_and_in_place_ports_pass_on_xla_with_one_set_of_graphs(
-        self, needs_xla: None, serve: Any, write_port: Any, toy: Path, golden: Path, tmp_path: Path
+        self,
+        needs_xla: None,
+        serve: Any,
+        write_port: Any,
+        small_fp8: Path,
+        small_golden: Path,
+        tmp_path: Path,
     ) -> None:
         common = (
             "multi-layer",
             "--layers",
             "0:3",
             "--model",
-            toy,
+            small_fp8,
             "--golden",
-            golden,
+            small_golden,
             "--backend",
             "xla-cpu",
         )
@@ -180,10 +186,10 @@ class Port(ReferenceLayer):
         ] == f"built: {built}"
 
     def test_reused_port_holds_each_layers_own_weights(
-        self, run: Any, write_port: Any, toy: Path, golden: Path
+        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path
     ) -> None:
         target = write_port(self.COUNTING.format(reuse=True).replace('        print("built:", built)\n', ""))
-        assert run("sweep", "--model", toy, "--golden", golden, "--target", target).exit_code == 0
+        assert run("sweep", "--model", small_fp8, "--golden", small_golden, "--target", target).exit_code == 0
 
 
 class TestState:
@@ -314,7 +320,7 @@ class Port(ReferenceLayer):
         assert record["observed_dtypes"] == {"router_gate": dtype, "correction_bias": dtype}
 
     def test_golden_run_notes_a_rounded_correction_bias(
-        self, run: Any, write_port: Any, toy: Path, golden: Path
+        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path
     ) -> None:
         source = """
 class Port(ReferenceLayer):
@@ -323,7 +329,7 @@ class Port(ReferenceLayer):
         moe = self.block_sparse_moe
         moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.bfloat16())
 """
-        arguments = ("single-layer", "--layer", 0, "--model", toy, "--golden", golden, "--json")
+        arguments = ("single-layer", "--layer", 0, "--model", small_fp8, "--golden", small_golden, "--json")
         record = json.loads(run(*arguments, "--target", write_port(source)).stdout)
         told = "the port holds correction_bias in bfloat16, the golden in float32: "
         assert any(note.startswith(told) for note in record["notes"])

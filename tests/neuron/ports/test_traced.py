@@ -370,12 +370,14 @@ def test_traced_target_is_not_traced_again(trace: Trace, small: Path, traced: Pa
 
 
 def test_capture_is_not_resumed_with_another_program(
-    trace: Trace, run_traced: Any, small: Path, tmp_path: Path
+    trace: Trace, run_traced: Any, small: Path, traced: Path
 ) -> None:
     digests = []
-    for target in ("reference", f"{EXAMPLE}:DecoderLayer"):
-        assert trace(small, "--target", target, *ROWS, layer=1).exit_code == 0
-        directory = json.loads(run_traced(f"traced:{tmp_path}/traced.pt2").stdout)["directory"]
+    for is_another in (False, True):
+        if is_another:
+            # In the place of the example port.
+            assert trace(small, "--target", "reference", *ROWS, layer=1).exit_code == 0
+        directory = json.loads(run_traced(f"traced:{traced}").stdout)["directory"]
         digests.append(Capture.open(Path(directory)).description.provenance.target_digest)
     assert digests[0] != digests[1]
 

@@ -117,12 +117,12 @@ def test_a_model_that_takes_fp8_gets_the_checkpoint_as_it_is(
 
 
 @pytest.fixture
-def run_ranks(forked: Any, on_small: Any) -> Any:
+def run_ranks(forked_ranks: Any, on_small: Any) -> Any:
     """Runs one of the test's models on two ranks of the CPU: the process, and its JSON."""
 
     def run_model(name: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-        given = ("model", *on_small, "--backend", "cpu", "--tp-degree", 2, "--json")
-        done: subprocess.CompletedProcess[str] = forked(
+        given = ("model", *on_small, "--backend", "cpu", "--json")
+        done: subprocess.CompletedProcess[str] = forked_ranks(
             *given,
             "--target",
             f"vllm-neuron:{PORT}:{name}",

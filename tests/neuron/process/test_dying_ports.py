@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ DISTURBING = (
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 )
 PLACES = ("imported", "built", "converted", "run")
-Start = Callable[[str], "tuple[subprocess.Popen[str], psutil.Process]"]
+Start = Callable[[str], "tuple[Any, psutil.Process]"]
 EVERY_COMMAND = ("bisect", "sweep", "component", "full", "trace", "weights")
 
 
@@ -139,7 +140,7 @@ def ended(
         commands[f"disturbed {place}"] = (
             *("sweep", "--target", f"disturbing_{place}.py:Port", "--model", model, "--golden", of_golden),
             # The port disturbs in layer 2; layer 3 runs after it.
-            *("--layers", "2:4"),
+            *("--layers", "2:4", "--sites", "component"),
             *("--backend", "cpu", "--output-dir", f"run_{place}", *report, "--json"),
         )
     commands["disturbed trace"] = (
@@ -230,59 +231,44 @@ DEAF = "Path('reached').touch(); re.match('(a+)+b', 'a' * 60)"
 
 
 @pytest.fixture
-def started(small: Path, tmp_path: Path) -> Iterator[Start]:
+def started(forked_start: Any, small: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts a run that never ends by itself, waits until its port runs, and ends what is left of it."""
-    supervisors: list[subprocess.Popen[str]] = []
     children: list[psutil.Process] = []
+    with contextlib.ExitStack() as supervisors:
 
-    def start(run: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-        command = layers_of(small, write_port(tmp_path / "port.py", {"run": run}), tmp_path / "capture")
-        supervisor = subprocess.Popen(
-            [sys.executable, "-m", "neuron", *map(str, command)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Tests that run in the background, or under nohup, ignore these signals, and so would the run.
-            preexec_fn=lambda: [
-                signal.signal(stop, signal.SIG_DFL) for stop in (signal.SIGINT, signal.SIGHUP)
-            ],
-        )
-        supervisors.append(supervisor)
-        deadline = time.monotonic() + DEADLINE_S
-        while not (tmp_path / "reached").exists():
-            assert supervisor.poll() is None, "the run ended before its port ran"
-            assert time.monotonic() < deadline, "the port did not run"
-            time.sleep(0.05)
-        (child,) = psutil.Process(supervisor.pid).children()
-        children.append(child)
-        return supervisor, child
+        def start(run: str) -> tuple[Any, psutil.Process]:
+            command = layers_of(small, write_port(tmp_path / "port.py", {"run": run}), tmp_path / "capture")
+            supervisor = supervisors.enter_context(forked_start(*command))
+            deadline = time.monotonic() + DEADLINE_S
+            while not (tmp_path / "reached").exists():
+                assert not supervisor.has_ended(), "the run ended before its port ran"
+                assert time.monotonic() < deadline, "the port did not run"
+                time.sleep(0.05)
+            (child,) = psutil.Process(supervisor.pid).children()
+            children.append(child)
+            return supervisor, child
 
-    yield start
-    for process in (*supervisors, *(child for child in children if child.is_running())):
-        process.kill()
-    for supervisor in supervisors:
-        supervisor.communicate()
+        yield start
+    for child in children:
+        if child.is_running():
+            child.kill()
 
 
 def test_interrupt_reaches_the_port(started: Start) -> None:
-    supervisor, child = started(HANGING)
-    supervisor.send_signal(signal.SIGINT)
-    _, stderr = supervisor.communicate(timeout=DEADLINE_S)
-    assert supervisor.returncode == 3
-    assert "Error: interrupted. What was finished is kept; go on with: mm2-test multi-layer " in stderr
-    assert not child.is_running()
+    assert_ends_in_words(*started(HANGING), signal.SIGINT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
 def test_termination_ends_both_processes_in_the_words_of_an_interrupt(started: Start, sent: int) -> None:
-    supervisor, child = started(HANGING)
-    supervisor.send_signal(sent)
-    _, stderr = supervisor.communicate(timeout=DEADLINE_S)
-    assert supervisor.returncode == 3
-    assert "Error: interrupted. What was finished is kept; go on with: mm2-test multi-layer " in stderr
+    assert_ends_in_words(*started(HANGING), sent)
+
+
+def assert_ends_in_words(supervisor: Any, child: psutil.Process, sent: int) -> None:
+    os.kill(supervisor.pid, sent)
+    done = supervisor.wait(timeout_s=DEADLINE_S)
+    assert done.returncode == 3
+    assert "Error: interrupted. What was finished is kept; go on with: mm2-test multi-layer " in done.stderr
     assert not child.is_running()
 
 
@@ -290,11 +276,11 @@ def test_termination_ends_both_processes_in_the_words_of_an_interrupt(started: S
 def test_port_that_hears_no_interrupt_is_ended_at_the_third(started: Start) -> None:
     supervisor, child = started(DEAF)
     for _ in range(3):
-        supervisor.send_signal(signal.SIGINT)
+        os.kill(supervisor.pid, signal.SIGINT)
         time.sleep(0.5)
-    _, stderr = supervisor.communicate(timeout=DEADLINE_S)
-    assert supervisor.returncode == 3
-    assert "Error: interrupted" in stderr
+    done = supervisor.wait(timeout_s=DEADLINE_S)
+    assert done.returncode == 3
+    assert "Error: interrupted" in done.stderr
     assert not child.is_running()
 
 

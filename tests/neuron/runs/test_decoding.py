@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.synthetic.checkpoint import synthesize
-from minimax_tools.synthetic.toy_model import SyntheticModel
 
 # The device layer with a mistake that only a decode step makes.
 DECODE_MISTAKES = """
@@ -80,14 +79,25 @@ class TakesNone(DeviceLayer):
 
 
 @pytest.fixture
-def decode(run: Any, toy: Path, golden: Path, tmp_path: Path) -> Any:
-    """Sweeps two layers of the toy, some rows of them decoded, through one of the ports above or mm2's own."""
+def decode(run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Any:
+    """Sweeps two layers of the small model, some rows of them decoded, through one of the ports above or mm2's own."""
 
     def sweep(name: str | None = None, *, rows: int = 4, options: tuple[object, ...] = ()) -> Any:
         path = tmp_path / "ports.py"
         path.write_text(DECODE_MISTAKES)
         target = () if name is None else ("--target", f"{path}:{name}")
-        common = ("sweep", "--layers", "1:3", "--model", toy, "--golden", golden, "--decode", rows, "--json")
+        common = (
+            "sweep",
+            "--layers",
+            "1:3",
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--decode",
+            rows,
+            "--json",
+        )
         return run(*common, *target, *options)
 
     return sweep
@@ -98,7 +108,7 @@ def decode(run: Any, toy: Path, golden: Path, tmp_path: Path) -> Any:
     [
         pytest.param(None, 1, marks=pytest.mark.slow),
         (None, 4),
-        pytest.param(None, 47, marks=pytest.mark.slow),
+        pytest.param(None, 23, marks=pytest.mark.slow),
         ("NewRowsAlone", 4),
     ],
 )
@@ -107,7 +117,7 @@ def test_decoded_rows_pass(decode: Any, name: str | None, rows: int) -> None:
     record = json.loads(result.stdout)
     assert (result.exit_code, record["verdict"], record["compared"]) == (0, "pass", record["of"])
     assert record["description"]["run"]["decode_rows"] == rows
-    assert record["layers"][0]["sites"][0]["shape"] == [2, 48, 256]
+    assert record["layers"][0]["sites"][0]["shape"] == [2, 24, 64]
 
 
 @pytest.mark.parametrize("name", ["Forgets", "CountsAnew"])
@@ -130,7 +140,7 @@ def test_what_is_returned_to_be_cached_is_judged(decode: Any, name: str, site: s
 
 
 def test_rows_that_are_decoded_are_each_prompts_own(
-    run: Any, command: Any, toy: Path, tmp_path: Path
+    run: Any, command: Any, small_fp8: Path, tmp_path: Path
 ) -> None:
     """Behind a short prompt, and behind all in a bucket, there is padding: decoding that would judge nothing."""
     path = tmp_path / "ports.py"
@@ -138,23 +148,44 @@ def test_rows_that_are_decoded_are_each_prompts_own(
     for side in ("right", "left"):
         golden = tmp_path / side
         rows = ("--seq-len", "24,9", "--pad-to", 32, "--padding-side", side)
-        arguments = ("single-layer", "--layer", 1, "--model", toy, *rows, "--noise-floor", "full", "--quiet")
+        arguments = (
+            "single-layer",
+            "--layer",
+            1,
+            "--model",
+            small_fp8,
+            *rows,
+            "--noise-floor",
+            "full",
+            "--quiet",
+        )
         assert command(mm2_gpu, *arguments, "--output-dir", golden).exit_code == 0
-        common = ("sweep", "--layers", "1:2", "--model", toy, "--golden", golden, "--decode", 5, "--json")
+        common = (
+            "sweep",
+            "--layers",
+            "1:2",
+            "--model",
+            small_fp8,
+            "--golden",
+            golden,
+            "--decode",
+            5,
+            "--json",
+        )
         assert json.loads(run(*common).stdout)["verdict"] == "pass"
         wrong = json.loads(run(*common, "--target", f"{path}:Forgets").stdout)
         assert (side, wrong["verdict"]) == (side, "fail")
 
 
 def test_saved_run_that_decoded_nothing_is_not_shown_as_one_that_did(
-    run: Any, toy: Path, tmp_path: Path
+    run: Any, small_fp8: Path, tmp_path: Path
 ) -> None:
     common = (
         "single-layer",
         "--layer",
         0,
         "--model",
-        toy,
+        small_fp8,
         "--seq-len",
         9,
         "--output-dir",
@@ -172,7 +203,7 @@ def test_mistake_of_a_decode_step_is_not_seen_without_decoding(decode: Any) -> N
 
 def test_port_that_reads_beyond_what_the_mask_allows_fails(decode: Any) -> None:
     """The past is longer than what is in it, so that it has one length for all steps."""
-    record = json.loads(decode("ReadsUnused", rows=20).stdout)
+    record = json.loads(decode("ReadsUnused", rows=10).stdout)
     assert record["verdict"] == "fail"
     assert "attn_context" in {site for blame in record["blame"] for site in blame["sites"]}
 
@@ -193,24 +224,36 @@ def test_port_that_takes_no_part_is_told_how(decode: Any, name: str, message: st
 
 
 def test_more_rows_than_there_are_cannot_be_decoded(decode: Any) -> None:
-    result = decode(rows=48)
+    result = decode(rows=24)
     assert result.exit_code == 2
-    assert "of 48 tokens 48 cannot be decoded" in result.stderr
+    assert "of 24 tokens 24 cannot be decoded" in result.stderr
 
 
-def test_component_does_not_decode(run: Any, toy: Path, golden: Path) -> None:
-    common = ("component", "--layer", 1, "--component", "moe", "--model", toy, "--golden", golden)
+def test_component_does_not_decode(run: Any, small_fp8: Path, small_golden: Path) -> None:
+    common = ("component", "--layer", 1, "--component", "moe", "--model", small_fp8, "--golden", small_golden)
     result = run(*common, "--decode", 2)
     assert result.exit_code == 2
     assert "a component does not decode" in result.stderr
 
 
 def test_golden_without_keys_cannot_feed_a_decode_step(
-    run: Any, command: Any, toy: Path, tmp_path: Path
+    run: Any, command: Any, small_fp8: Path, tmp_path: Path
 ) -> None:
-    arguments = ("extract-all", "--model", toy, "--seq-len", 8, "--sites", "layer", "--noise-floor", "off")
+    arguments = (
+        "extract-all",
+        "--model",
+        small_fp8,
+        "--seq-len",
+        8,
+        "--sites",
+        "layer",
+        "--noise-floor",
+        "off",
+    )
     assert command(mm2_gpu, *arguments, "--quiet", "--output-dir", tmp_path / "golden").exit_code == 0
-    result = run("sweep", "--model", toy, "--golden", tmp_path / "golden", "--sites", "layer", "--decode", 2)
+    result = run(
+        "sweep", "--model", small_fp8, "--golden", tmp_path / "golden", "--sites", "layer", "--decode", 2
+    )
     assert result.exit_code == 3
     assert "lacks v_proj of layer 0, k_rope of layer 0" in result.stderr
 
@@ -341,10 +384,9 @@ class TestGeneration:
         assert record["generated"][0]["status"] == "fail"
 
     def test_text_ends_with_the_token_that_ends_it(
-        self, run: Any, expected: list[list[int]], tmp_path: Path
+        self, run: Any, copies: dict[torch.dtype, Path], expected: list[list[int]], tmp_path: Path
     ) -> None:
-        folder = tmp_path / "model"
-        synthesize(folder, model=SyntheticModel(), dtype=torch.float32, shard_size_bytes=None, seed=0)
+        folder = shutil.copytree(copies[torch.float32], tmp_path / "model")
         ends = {"eos_token_id": [expected[0][1], expected[1][1]]}
         (folder / "generation_config.json").write_text(json.dumps(ends))
         model = ("--model", folder, "--dtype", "float32", "--prompt", "The capital", "--prompt", "Hi")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,12 +65,12 @@ def test_failed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
     run: Any,
     write_port: Any,
     fail_at: Any,
-    toy: Path,
-    golden: Path,
+    small_fp8: Path,
+    small_golden: Path,
     tmp_path: Path,
     preset: tuple[object, ...],
 ) -> None:
-    common = ("--model", toy, "--golden", golden, "--target", write_port(STUMBLING))
+    common = ("--model", small_fp8, "--golden", small_golden, "--target", write_port(STUMBLING))
     assert run(*preset, *common, "--output-dir", tmp_path / "whole").exit_code == 0
     fail_at(2)
     failed = run(*preset, *common, "--output-dir", tmp_path / "resumed")
@@ -91,14 +88,14 @@ def test_failed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
 
 
 def test_chained_run_from_tokens_in_mid_model_resumes(
-    run: Any, write_port: Any, fail_at: Any, toy: Path, tmp_path: Path
+    run: Any, write_port: Any, fail_at: Any, small_fp8: Path, tmp_path: Path
 ) -> None:
     common = (
         "multi-layer",
         "--layers",
         "1:4",
         "--model",
-        toy,
+        small_fp8,
         "--seq-len",
         9,
         "--target",
@@ -126,13 +123,19 @@ def single_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("single_thread")
 def test_killed_sweep_locks_nobody_out_and_resumes(
-    run: Any, write_port: Any, monkeypatch: pytest.MonkeyPatch, toy: Path, golden: Path, tmp_path: Path
+    run: Any,
+    hanging: Any,
+    write_port: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    small_fp8: Path,
+    small_golden: Path,
+    tmp_path: Path,
 ) -> None:
     # As in the process that is killed: sums depend on the number of threads in their last digits.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    common = ["sweep", "--model", toy, "--golden", golden, "--target", write_port(STUMBLING)]
+    common = ["sweep", "--model", small_fp8, "--golden", small_golden, "--target", write_port(STUMBLING)]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    with hanging([*common, "--output-dir", resumed], folder=tmp_path, layer=2):
+    with hanging([*common, "--output-dir", resumed], layer=2):
         meanwhile = run(*common, "--output-dir", resumed)
     assert meanwhile.exit_code == 3
     assert f"the output directory {resumed} is in use by another run" in meanwhile.stderr
@@ -144,49 +147,45 @@ def test_killed_sweep_locks_nobody_out_and_resumes(
     assert contents(resumed) == contents(whole)
 
 
-@contextlib.contextmanager
-def hanging(arguments: list[object], *, folder: Path, layer: int) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process of its own that has reached the layer and goes no further; killed at the end."""
-    marker = folder / "hangs"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(
-        [sys.executable, "-m", "neuron", *map(str, arguments)],
-        cwd=folder,
-        env={**environment, "HANG_AT": str(layer), "HANGS": str(marker)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not marker.exists():
-            assert running.poll() is None, "the run ended before it reached the layer"
-            assert time.monotonic() < deadline, "the run did not reach the layer"
-            time.sleep(0.05)
-        yield running
-    finally:
-        # The port runs in a child, which dies with its supervisor.
-        children = psutil.Process(running.pid).children()
-        running.kill()
-        running.wait()
-        _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
-        assert alive == []
+@pytest.fixture
+def hanging(forked_start: Any, tmp_path: Path) -> Any:
+    """Starts a run that reaches a layer and goes no further; killed at the end."""
+
+    @contextlib.contextmanager
+    def start(arguments: list[object], *, layer: int) -> Iterator[None]:
+        marker = tmp_path / "hangs"
+        with forked_start(*arguments, HANG_AT=str(layer), HANGS=str(marker)) as running:
+            deadline = time.monotonic() + DEADLINE_S
+            while not marker.exists():
+                assert not running.has_ended(), "the run ended before it reached the layer"
+                assert time.monotonic() < deadline, "the run did not reach the layer"
+                time.sleep(0.05)
+            yield
+            # The port runs in a child, which dies with its supervisor.
+            children = psutil.Process(running.pid).children()
+            running.kill()
+            _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
+            assert alive == []
+
+    return start
 
 
 class TestBegunAnew:
     """Runs begun anew: a failed run is not resumed if something else would be computed."""
 
     @pytest.fixture
-    def left(self, run: Any, write_port: Any, fail_at: Any, toy: Path, golden: Path, tmp_path: Path) -> Any:
+    def left(
+        self, run: Any, write_port: Any, fail_at: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
+    ) -> Any:
         """Leaves a sweep that failed at layer 2; goes on with it, with other arguments if given."""
         target = write_port(STUMBLING)
         # What is kept is decided for whole layers: their inputs and outputs are enough.
-        common = ("--model", toy, "--output-dir", tmp_path / "left", "--sites", "layer")
+        common = ("--model", small_fp8, "--output-dir", tmp_path / "left", "--sites", "layer")
         fail_at(2)
-        assert run("sweep", *common, "--golden", golden, "--target", target).exit_code == 3
+        assert run("sweep", *common, "--golden", small_golden, "--target", target).exit_code == 3
         fail_at(None)
 
-        def go_on(*, golden: Path = golden, target: str = target) -> Any:
+        def go_on(*, golden: Path = small_golden, target: str = target) -> Any:
             result = run("sweep", *common, "--golden", golden, "--target", target)
             assert result.exit_code == 0, result.stderr
             return result
@@ -207,10 +206,10 @@ class TestBegunAnew:
         assert "other target, target_digest" in left(target="reference").stderr
 
     def test_golden_made_anew_with_other_values_is_not_mixed_in(
-        self, left: Any, command: Any, toy: Path, tmp_path: Path
+        self, left: Any, command: Any, small_fp8: Path, tmp_path: Path
     ) -> None:
         other = tmp_path / "full_model"
-        arguments = ("extract-all", "--model", toy, "--seq-len", "48,33", "--output-dir", other)
+        arguments = ("extract-all", "--model", small_fp8, "--seq-len", "24,15", "--output-dir", other)
         command(mm2_gpu, *arguments, "--attn-implementation", "eager", "--noise-floor", "stats", "--quiet")
         result = left(golden=other)
         assert "Starting anew" in result.stderr

@@ -469,7 +469,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(
-    run_python: Any,
+    forked_python: Any,
     toy: Path,
     large: Path,
     deep: Path,
@@ -509,7 +509,7 @@ def measured(
         ([*command, "--quiet", "--output-dir", str(folder / name)], budget)
         for name, (command, budget) in commands.items()
     ]
-    done = run_python(MEASURED.replace("sys.argv[1]", repr(json.dumps(words))))
+    done = forked_python(MEASURED.replace("sys.argv[1]", repr(json.dumps(words))))
     assert done.returncode == 0, done.stderr
     return dict(zip(commands, json.loads(done.stdout), strict=True))
 

@@ -115,13 +115,22 @@ Head, Embedding = moved("lm_head.weight"), moved("model.embed_tokens.weight")
 
 
 @pytest.fixture
-def bisect(run: Any, tmp_path: Path, toy: Path, golden: Path) -> Any:
+def bisect(run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path) -> Any:
     """Bisects a port of this file: the result, and its JSON."""
     path = tmp_path / "whole_ports.py"
     path.write_text(PORTS)
 
     def bisect_port(name: str, *options: object) -> tuple[Any, dict[str, Any]]:
-        arguments = ("bisect", "--whole", "--model", toy, "--golden", golden, "--target", f"{path}:{name}")
+        arguments = (
+            "bisect",
+            "--whole",
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--target",
+            f"{path}:{name}",
+        )
         arguments += ("--backend", "cpu", "--quiet", "--output-dir", tmp_path / "search")
         result = run(*arguments, "--json", *options)
         return result, json.loads(result.stdout) if result.stdout.startswith("{") else {}
@@ -179,12 +188,12 @@ def test_interrupted_search_goes_on(bisect: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_right_port_on_left_padded_prompts_is_not_blamed(
-    bisect: Any, command: Any, toy: Path, tmp_path: Path
+    bisect: Any, command: Any, small_fp8: Path, tmp_path: Path
 ) -> None:
     """A row's logits are those of its own tokens, wherever its padding lies."""
     rows = ("--input-ids", "5,6,7,8,9,10,11,12", "--input-ids", "20,21,22,23", "--padding-side", "left")
     made = ("--sites", "layer", "--output-dir", tmp_path / "left", "--quiet")
-    command(mm2_gpu, "extract-all", "--model", toy, *rows, *made)
+    command(mm2_gpu, "extract-all", "--model", small_fp8, *rows, *made)
     _, record = bisect("ClosedRight", "--golden", tmp_path / "left", "--exhaustive")
     assert (record["verdict"], len(record["runs"])) == ("pass", 6)
 
@@ -214,9 +223,21 @@ def test_head_that_no_stream_moves_is_named(bisect: Any) -> None:
     assert record["blame"][0]["part"].startswith("the final norm or the head")
 
 
-def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy: Path, golden: Path) -> None:
+def test_text_says_what_was_replaced(
+    run: Any, bisect: Any, tmp_path: Path, small_fp8: Path, small_golden: Path
+) -> None:
     bisect("Swapped")
-    arguments = ("bisect", "--whole", "--model", toy, "--golden", golden, "--backend", "cpu", "--quiet")
+    arguments = (
+        "bisect",
+        "--whole",
+        "--model",
+        small_fp8,
+        "--golden",
+        small_golden,
+        "--backend",
+        "cpu",
+        "--quiet",
+    )
     target = ("--target", f"{tmp_path / 'whole_ports.py'}:Swapped", "--output-dir", tmp_path / "search")
     text = run(*arguments, *target).stdout
     assert text.startswith("FAIL: layer 2\njudged 3 of 6 parts of the model by the logits of 3 runs")
@@ -230,7 +251,7 @@ def test_text_says_what_was_replaced(run: Any, bisect: Any, tmp_path: Path, toy:
         (("--all", "--layers", "0:2"), "--layers, --all and --whole were both given"),
         (("--compile", "eager"), "--compile and --whole were both given"),
         (("--dtype", "float32"), "expected --dtype bfloat16, found float32"),
-        (("--decode", 40), "of a prompt of 33 tokens 40 cannot be decoded"),
+        (("--decode", 40), "of a prompt of 15 tokens 40 cannot be decoded"),
     ],
 )
 def test_options_that_contradict_a_whole_port(bisect: Any, options: Any, message: str) -> None:
@@ -239,8 +260,8 @@ def test_options_that_contradict_a_whole_port(bisect: Any, options: Any, message
     assert message in result.stderr
 
 
-def test_decode_belongs_to_whole_ports(run: Any, toy: Path, golden: Path) -> None:
-    result = run("bisect", "--model", toy, "--golden", golden, "--decode", 2)
+def test_decode_belongs_to_whole_ports(run: Any, small_fp8: Path, small_golden: Path) -> None:
+    result = run("bisect", "--model", small_fp8, "--golden", small_golden, "--decode", 2)
     assert result.exit_code == 2
     assert "Add --whole" in result.stderr
 

@@ -21,11 +21,11 @@ LAYER = 1
 
 
 @pytest.fixture
-def undo(toy: Path, golden: Path, command: Command, tmp_path: Path) -> Undo:
+def undo(small_fp8: Path, small_golden: Path, command: Command, tmp_path: Path) -> Undo:
     """Undoes mistakes in layer 1 of a port: `undo(TARGET, *MISTAKES)` gives the exit code and the proof."""
 
     def run(target: str, *mistakes: str, backend: str = "cpu") -> tuple[int, dict[str, Any]]:
-        arguments = ["single-layer", "--layer", LAYER, "--model", toy, "--golden", golden]
+        arguments = ["single-layer", "--layer", LAYER, "--model", small_fp8, "--golden", small_golden]
         arguments += ["--target", target, "--backend", backend, "--output-dir", tmp_path / "undone"]
         options = [word for mistake in mistakes for word in ("--undo", mistake)]
         result = command(mm2_test, *arguments, *options, "--json", "--quiet")
@@ -185,16 +185,18 @@ def test_parameters_of_another_kind_are_refused(undo: Undo) -> None:
     assert "expected theta, found base=10000.0" in record["error"]
 
 
-def test_golden_is_needed(toy: Path, command: Command) -> None:
-    result = command(mm2_test, "single-layer", "--layer", 1, "--model", toy, "--undo", "gate_up_swapped")
+def test_golden_is_needed(small_fp8: Path, command: Command) -> None:
+    result = command(
+        mm2_test, "single-layer", "--layer", 1, "--model", small_fp8, "--undo", "gate_up_swapped"
+    )
     assert result.exit_code == 2
     assert "--undo needs a golden" in result.output
 
 
 def test_text_tells_the_outcome_and_the_lines(
-    toy: Path, golden: Path, command: Command, tmp_path: Path
+    small_fp8: Path, small_golden: Path, command: Command, tmp_path: Path
 ) -> None:
-    paths = ("--model", toy, "--golden", golden, "--output-dir", tmp_path / "undone")
+    paths = ("--model", small_fp8, "--golden", small_golden, "--output-dir", tmp_path / "undone")
     target = ("--target", f"{PLANTED}:SwappedGateUp", "--backend", "cpu", "--undo", "gate_up_swapped")
     result = command(mm2_test, "single-layer", "--layer", LAYER, *paths, *target, "--quiet")
     assert result.exit_code == 0
