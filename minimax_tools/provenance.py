@@ -7,6 +7,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,12 +37,12 @@ _NUMERIC_VARIABLES = (
 
 def library_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed libraries that compute, by name."""
-    return dict(_find_versions())
+    return dict(_find_versions(tuple(sys.path)))
 
 
 @cache
-def _find_versions() -> dict[str, str]:
-    """Find the versions, once: each search goes through the folders of all libraries."""
+def _find_versions(_folders: tuple[str, ...]) -> dict[str, str]:
+    """Find the versions once for the folders in `sys.path`: the search goes through all of them."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

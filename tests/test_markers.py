@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,7 @@ PLANTED = {
 
 
 @pytest.fixture(scope="module")
-def output(
-    tmp_path_factory: pytest.TempPathFactory, fork_server: Any, environment_of: Callable[..., dict[str, str]]
-) -> str:
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The output of one run over the planted tests, with this repository's settings."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "tests").mkdir()
@@ -33,11 +32,12 @@ def output(
     shutil.copy(REPOSITORY / "tests/conftest.py", folder / "tests")
     for name, test in PLANTED.items():
         (folder / f"tests/test_{name}.py").write_text(f"import pytest, warnings\n{test}\n")
-    environment = environment_of(COLUMNS="200")
-    environment.pop("MM2_TEST_CHECKPOINT", None)
-    command = ["-m", "pytest", "-rA", "--tb=line", "--continue-on-collection-errors"]
-    done = fork_server.run(command, folder=folder, environment=environment, standard_input="")
-    return str(done.stdout)
+    environment = {name: value for name, value in os.environ.items() if name != "MM2_TEST_CHECKPOINT"}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "pytest", "-rA", "--tb=line", "--continue-on-collection-errors"]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    ).stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device: nothing is missing")
