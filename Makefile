@@ -36,7 +36,7 @@ demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, on the CP
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP) ## Run the tests without the slow ones and those of check
-	@echo "Running the tests, about 13 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
+	@echo "Running the tests, about 8 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
 	$(BIN)/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py --ignore tests/test_house.py
 
 test-lowest: ## Run the tests with the lowest versions that pyproject.toml admits

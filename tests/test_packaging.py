@@ -242,6 +242,7 @@ class TestInstallation:
         assert installed >= {"mm2", "rich", "psutil"}
         assert replaced(installed, NEURON_IMAGE) == set()
 
+    @pytest.mark.slow  # with the extra it keeps them too
     def test_gpu_box_keeps_every_package(self, wheel: Path, gpu_box: Path) -> None:
         installed = would_install(gpu_box, str(wheel))
         assert installed >= {"mm2", "rich", "click"}

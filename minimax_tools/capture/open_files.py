@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import safetensors.torch
 import torch
 from safetensors import safe_open
 
@@ -15,6 +17,8 @@ from safetensors import safe_open
 _MOST_OPEN = 8
 # A tensor of up to this size is copied, which is cheaper than to map its file again; a larger one is not copied.
 _SMALL_BYTES = 2**20
+# A file of up to this size is read whole: a floor has hundreds of tensors, and each costs more to ask for than to read.
+_SMALL_FILE_BYTES = 2**22
 
 
 FileState: TypeAlias = "tuple[int, int, int]"
@@ -57,7 +61,7 @@ class OpenFiles:
         opened = self._open(path, file)
         if name not in opened.names:
             return None
-        tensor: torch.Tensor = opened.tensors.get_tensor(name)
+        tensor = opened.read(name)
         if tensor.nbytes <= _SMALL_BYTES:
             return tensor.clone()
         # Two reads from one mapping share memory, which a caller may change: a large tensor gets a mapping of its own.
@@ -79,8 +83,7 @@ class OpenFiles:
         state = file_state(path)
         opened = self._opened.pop(file, None)
         if opened is None or opened.state != state:
-            tensors: Any = safe_open(path, framework="pt")
-            opened = _OpenFile(state, tensors, frozenset(tensors.keys()))
+            opened = _OpenFile.of(path, state)
         self._opened[file] = opened
         if len(self._opened) > _MOST_OPEN:
             self._opened.popitem(last=False)
@@ -89,5 +92,15 @@ class OpenFiles:
 
 class _OpenFile(NamedTuple):
     state: FileState
-    tensors: Any  # a `safe_open`, which has no public type
     names: frozenset[str]
+    read: Callable[[str], torch.Tensor]
+
+    @classmethod
+    def of(cls, path: Path, state: FileState) -> _OpenFile:
+        if state[-1] <= _SMALL_FILE_BYTES:
+            # `load` knows fewer dtypes than `safe_open`.
+            with suppress(KeyError):
+                tensors = safetensors.torch.load(path.read_bytes())
+                return cls(state, frozenset(tensors), tensors.__getitem__)
+        opened: Any = safe_open(path, framework="pt")  # it has no public type
+        return cls(state, frozenset(opened.keys()), opened.get_tensor)
