@@ -4,8 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 EXTRAS := golden,xla,remote,report,pytest,dev
-# Number of processes that share the test files.
-WORKERS ?= 2
+# Number of processes that share the test files: one more than the cores that CI has, because tests also wait.
+WORKERS ?= 3
 # Byte code is kept: without it each of the tests' processes compiles mm2 anew, and each run all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -36,7 +36,7 @@ demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, on the CP
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP) ## Run the tests without the slow ones and those of check
-	@echo "Running the tests, about 8 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
+	@echo "Running the tests, about 9 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
 	$(BIN)/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py --ignore tests/test_house.py
 
 test-lowest: ## Run the tests with the lowest versions that pyproject.toml admits

@@ -52,7 +52,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def modules_kept() -> None:
-    """What the tests before imported and made is there for good."""
+    """Keep for good what the tests before this module imported and made."""
     keep_for_good()
 
 
