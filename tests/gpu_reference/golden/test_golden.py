@@ -175,8 +175,15 @@ def test_interrupted_capture_resumes_to_the_same_bytes(
 
 
 def test_killed_capture_resumes_to_the_same_bytes(
-    toy: Path, tmp_path: Path, command: Any, forked_python: Any, golden_modules: tuple[str, ...]
+    toy: Path,
+    tmp_path: Path,
+    command: Any,
+    forked_python: Any,
+    golden_modules: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # torch_xla sets it where an earlier test opened a device, and a capture lists it.
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
     arguments = [
         "extract-all",
         "--model",

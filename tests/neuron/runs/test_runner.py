@@ -133,6 +133,8 @@ def test_killed_sweep_locks_nobody_out_and_resumes(
 ) -> None:
     # As in the process that is killed: sums depend on the number of threads in their last digits.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # torch_xla sets it where an earlier test opened a device, and a capture lists it.
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
     common = ["sweep", "--model", small_fp8, "--golden", small_golden, "--target", write_port(STUMBLING)]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     with hanging([*common, "--output-dir", resumed], layer=2):
