@@ -4,8 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 EXTRAS := golden,xla,remote,report,pytest,dev
-# Number of processes that share the test files: one more than the cores that CI has, because tests also wait.
-WORKERS ?= 3
+# Number of processes that share the test files.
+WORKERS ?= 2
 # Byte code is kept: without it each of the tests' processes compiles mm2 anew, and each run all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
