@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 # A layer has three files (sites, twins, floor), the model outside its layers too, and the inputs have one.
 _MOST_OPEN = 8
-# A tensor of up to this size is copied, which is cheaper than to map its file again; a larger one is not copied.
+# A tensor of a mapped file is copied up to this size, which is cheaper than to map the file again for it.
 _SMALL_BYTES = 2**20
 # A file of up to this size is read whole: a floor has hundreds of tensors, and each costs more to ask for than to read.
 _SMALL_FILE_BYTES = 2**22
@@ -62,9 +62,9 @@ class OpenFiles:
         if name not in opened.names:
             return None
         tensor = opened.read(name)
-        if tensor.nbytes <= _SMALL_BYTES:
+        # Two reads from one open file share memory, which a caller may change.
+        if not opened.is_mapped or tensor.nbytes <= _SMALL_BYTES:
             return tensor.clone()
-        # Two reads from one mapping share memory, which a caller may change: a large tensor gets a mapping of its own.
         mapping: Any = safe_open(path, framework="pt")
         large: torch.Tensor = mapping.get_tensor(name)
         return large
@@ -94,6 +94,7 @@ class _OpenFile(NamedTuple):
     state: FileState
     names: frozenset[str]
     read: Callable[[str], torch.Tensor]
+    is_mapped: bool  # False for a file that was read whole
 
     @classmethod
     def of(cls, path: Path, state: FileState) -> _OpenFile:
@@ -101,6 +102,6 @@ class _OpenFile(NamedTuple):
             # `load` knows fewer dtypes than `safe_open`.
             with suppress(KeyError):
                 tensors = safetensors.torch.load(path.read_bytes())
-                return cls(state, frozenset(tensors), tensors.__getitem__)
+                return cls(state, frozenset(tensors), tensors.__getitem__, is_mapped=False)
         opened: Any = safe_open(path, framework="pt")  # it has no public type
-        return cls(state, frozenset(opened.keys()), opened.get_tensor)
+        return cls(state, frozenset(opened.keys()), opened.get_tensor, is_mapped=True)
