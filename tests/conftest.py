@@ -185,6 +185,21 @@ def environment_of() -> Callable[..., dict[str, str]]:
     return variables
 
 
+@pytest.fixture(scope="module")
+def as_in_forks(environment_of: Callable[..., dict[str, str]]) -> Iterator[None]:
+    """Lets this process compute as forks do: a capture lists the variables, and threads change a sum's last digits.
+
+    torch_xla sets PJRT_DEVICE in a process where an earlier test opened a device.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", environment_of()["OMP_NUM_THREADS"])
+        patch.delenv("PJRT_DEVICE", raising=False)
+        yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[Any]:
     """`ForkServer` of `fork_server.py`."""

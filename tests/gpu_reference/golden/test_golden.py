@@ -174,16 +174,10 @@ def test_interrupted_capture_resumes_to_the_same_bytes(
     assert {name: (directory / name).stat().st_mtime_ns for name in stored} == stored
 
 
+@pytest.mark.usefixtures("as_in_forks")
 def test_killed_capture_resumes_to_the_same_bytes(
-    toy: Path,
-    tmp_path: Path,
-    command: Any,
-    forked_python: Any,
-    golden_modules: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    toy: Path, tmp_path: Path, command: Any, forked_python: Any, golden_modules: tuple[str, ...]
 ) -> None:
-    # torch_xla sets it where an earlier test opened a device, and a capture lists it.
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
     arguments = [
         "extract-all",
         "--model",

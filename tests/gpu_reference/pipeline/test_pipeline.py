@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -35,6 +34,7 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 
 REPOSITORY = Path(__file__).parents[3]
 ROWS = ("--seq-len", "24,15")
+pytestmark = pytest.mark.usefixtures("as_in_forks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,19 +95,6 @@ def records(directory: Path) -> dict[str, ReadRecord]:
     return {
         record.node: record for record in map(ReadRecord.read, (directory / RECORDS_FOLDER).glob("*.json"))
     }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As each rank computes: the number of threads may change sums, and stands in the manifest."""
-    threads, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    yield
-    torch.set_num_threads(threads)
-    del os.environ["OMP_NUM_THREADS"]
-    if variable is not None:
-        os.environ["OMP_NUM_THREADS"] = variable
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +158,8 @@ def two_ranks(
 
 
 def test_capture_of_two_ranks_has_the_bytes_of_one_process(
-    two_ranks: tuple[Ran, Path, PartitionPlan],
-    toy: Path,
-    tmp_path: Path,
-    command: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    two_ranks: tuple[Ran, Path, PartitionPlan], toy: Path, tmp_path: Path, command: Any
 ) -> None:
-    # torch_xla sets it where an earlier test opened a device, and a capture lists it.
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
     ran, directory, _ = two_ranks
     assert ran.exit_code == 0, ran.stderr
     command(main, "extract-all", "--model", toy, *ROWS, "--stream", "on", "--quiet", "--output-dir", tmp_path)

@@ -112,30 +112,15 @@ def test_chained_run_from_tokens_in_mid_model_resumes(
     assert torch.equal(stored, load_file(tmp_path / "resumed" / "layer_1.safetensors")["input"])
 
 
-@pytest.fixture
-def single_thread() -> Iterator[None]:
-    """Keep one thread in this process while the test runs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("single_thread")
+@pytest.mark.usefixtures("as_in_forks")
 def test_killed_sweep_locks_nobody_out_and_resumes(
     run: Any,
     hanging: Any,
     write_port: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    small_fp8: Path,
-    small_golden: Path,
+    on_small: tuple[object, ...],
     tmp_path: Path,
 ) -> None:
-    # As in the process that is killed: sums depend on the number of threads in their last digits.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # torch_xla sets it where an earlier test opened a device, and a capture lists it.
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    common = ["sweep", "--model", small_fp8, "--golden", small_golden, "--target", write_port(STUMBLING)]
+    common = ["sweep", *on_small, "--target", write_port(STUMBLING)]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     with hanging([*common, "--output-dir", resumed], layer=2):
         meanwhile = run(*common, "--output-dir", resumed)
