@@ -208,17 +208,9 @@ class TestReport:
         assert "mm2-diagnose --prove --report-path FOLDER" in result.stderr
 
     def test_json_says_nothing_of_the_files(
-        self, run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
+        self, run: Any, on_small: tuple[object, ...], tmp_path: Path
     ) -> None:
-        sides = (
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--report-path",
-            tmp_path / "report",
-            "--json",
-        )
+        sides = (*on_small, "--report-path", tmp_path / "report", "--json")
         assert json.loads(run("single-layer", "--layer", 0, *sides).stdout)["verdict"] == "pass"
         assert (tmp_path / "report" / "junit.xml").exists()
 
@@ -359,19 +351,8 @@ class TestWhereInputsComeFrom:
 
 
 class TestSummary:
-    def test_sweep_prints_a_summary(
-        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path
-    ) -> None:
-        sides = (
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--target",
-            write_port(WRONG_ATTENTION),
-            "--backend",
-            "cpu",
-        )
+    def test_sweep_prints_a_summary(self, run: Any, write_port: Any, on_small: tuple[object, ...]) -> None:
+        sides = (*on_small, "--target", write_port(WRONG_ATTENTION), "--backend", "cpu")
         result = run("sweep", *sides, "--json=summary")
         record = json.loads(result.stdout)
         assert (result.exit_code, record["verdict"]) == (1, "fail")

@@ -88,21 +88,11 @@ class Port(DeviceLayer):
 
 
 @pytest.fixture
-def judge(forked_ranks: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Judged:
+def judge(forked_ranks: Any, on_small: tuple[object, ...], tmp_path: Path) -> Judged:
     """Runs layer 1 of the small model on two ranks; the verdict, and `exit_code` and `stderr` beside it."""
 
     def run_on_two(target: str, *arguments: object) -> dict[str, Any]:
-        run = (
-            "single-layer",
-            "--layer",
-            1,
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--backend",
-            "cpu",
-        )
+        run = ("single-layer", "--layer", 1, *on_small, "--backend", "cpu")
         place = ("--output-dir", tmp_path / "capture", "--target", target, "--json")
         done = forked_ranks(*run, *place, *arguments)
         return {**json.loads(done.stdout), "exit_code": done.returncode, "stderr": done.stderr}

@@ -18,19 +18,9 @@ CACHED = f"{EXAMPLES / 'cached_port.py'}:DecoderLayer"
 
 
 @pytest.fixture
-def layer(run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Any:
+def layer(run: Any, on_small: tuple[object, ...], tmp_path: Path) -> Any:
     """Runs layer 1 of the example port with a cache."""
-    sides = (
-        "--model",
-        small_fp8,
-        "--golden",
-        small_golden,
-        "--target",
-        CACHED,
-        "--backend",
-        "cpu",
-        "--quiet",
-    )
+    sides = (*on_small, "--target", CACHED, "--backend", "cpu", "--quiet")
 
     def run_port(*options: object) -> Any:
         return run("single-layer", "--layer", 1, *sides, "--output-dir", tmp_path / "run", *options)

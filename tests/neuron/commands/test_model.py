@@ -170,19 +170,11 @@ class Judged:
 
 
 @pytest.fixture
-def run_model(command: Any, tmp_path: Path, small_fp8: Path, small_golden: Path) -> Any:
+def run_model(command: Any, tmp_path: Path, on_small: tuple[object, ...]) -> Any:
     """Runs a whole port on the small model: the result, and its JSON."""
 
     def run_source(source: str, *options: object) -> tuple[Any, dict[str, Any]]:
-        words = (
-            "model",
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--target",
-            write_whole(tmp_path, source),
-        )
+        words = ("model", *on_small, "--target", write_whole(tmp_path, source))
         result = command(mm2_test, *words, *COMMON, "--output-dir", tmp_path / "run", "--overwrite", *options)
         return result, json.loads(result.stdout) if result.stdout else {}
 
@@ -190,24 +182,13 @@ def run_model(command: Any, tmp_path: Path, small_fp8: Path, small_golden: Path)
 
 
 @pytest.fixture(scope="module")
-def judged(
-    small_fp8: Path, small_golden: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Judged]:
+def judged(on_small: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Judged]:
     """Runs a whole port, some with a report; the same port only once for all tests, which change nothing."""
 
     @functools.cache
     def judge(source: str) -> Judged:
         folder = tmp_path_factory.mktemp("judged")
-        words = (
-            "model",
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--target",
-            write_whole(folder, source),
-            *COMMON,
-        )
+        words = ("model", *on_small, "--target", write_whole(folder, source), *COMMON)
         places: tuple[object, ...] = ("--output-dir", folder / "run")
         # The charts of a report take long.
         places += ("--report-path", folder / "report") if source in REPORTED else ()

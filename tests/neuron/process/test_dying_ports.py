@@ -88,7 +88,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(
-    forked_python: Any, small: Path, small_fp8: Path, small_golden: Path, folder: Path
+    forked_python: Any,
+    small: Path,
+    small_fp8: Path,
+    small_golden: Path,
+    on_small: tuple[object, ...],
+    folder: Path,
 ) -> dict[str, Ended]:
     """The ends of all commands of this file, by name."""
     commands: dict[str, tuple[object, ...]] = {}
@@ -104,20 +109,9 @@ def ended(
         ("late 1", 1, {"imported": LATE.format(exit_code=1)}),
     ):
         port = ("--target", write_port(folder / f"{name}.py", places), "--output-dir", folder / name)
-        run = (
-            "single-layer",
-            "--layer",
-            layer,
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--backend",
-            "cpu",
-        )
-        commands[name] = (*run, *port, "--json")
+        commands[name] = ("single-layer", "--layer", layer, *on_small, "--backend", "cpu", *port, "--json")
     target = ("--target", write_port(folder / "port.py", {"run": "os._exit(0)"}))
-    on_golden = (*target, "--model", small_fp8, "--golden", small_golden, "--backend", "cpu")
+    on_golden = (*target, *on_small, "--backend", "cpu")
     on_tokens = (*target, "--model", small)
     moe = ("--layer", 2, "--component", "moe")
     commands |= {

@@ -115,22 +115,13 @@ Head, Embedding = moved("lm_head.weight"), moved("model.embed_tokens.weight")
 
 
 @pytest.fixture
-def bisect(run: Any, tmp_path: Path, small_fp8: Path, small_golden: Path) -> Any:
+def bisect(run: Any, tmp_path: Path, on_small: tuple[object, ...]) -> Any:
     """Bisects a port of this file: the result, and its JSON."""
     path = tmp_path / "whole_ports.py"
     path.write_text(PORTS)
 
     def bisect_port(name: str, *options: object) -> tuple[Any, dict[str, Any]]:
-        arguments = (
-            "bisect",
-            "--whole",
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--target",
-            f"{path}:{name}",
-        )
+        arguments = ("bisect", "--whole", *on_small, "--target", f"{path}:{name}")
         arguments += ("--backend", "cpu", "--quiet", "--output-dir", tmp_path / "search")
         result = run(*arguments, "--json", *options)
         return result, json.loads(result.stdout) if result.stdout.startswith("{") else {}
@@ -224,20 +215,10 @@ def test_head_that_no_stream_moves_is_named(bisect: Any) -> None:
 
 
 def test_text_says_what_was_replaced(
-    run: Any, bisect: Any, tmp_path: Path, small_fp8: Path, small_golden: Path
+    run: Any, bisect: Any, tmp_path: Path, on_small: tuple[object, ...]
 ) -> None:
     bisect("Swapped")
-    arguments = (
-        "bisect",
-        "--whole",
-        "--model",
-        small_fp8,
-        "--golden",
-        small_golden,
-        "--backend",
-        "cpu",
-        "--quiet",
-    )
+    arguments = ("bisect", "--whole", *on_small, "--backend", "cpu", "--quiet")
     target = ("--target", f"{tmp_path / 'whole_ports.py'}:Swapped", "--output-dir", tmp_path / "search")
     text = run(*arguments, *target).stdout
     assert text.startswith("FAIL: layer 2\njudged 3 of 6 parts of the model by the logits of 3 runs")
