@@ -2,7 +2,9 @@
 
 Each command runs at three sizes of an axis, each twice the one before, on synthetic models of hidden size 256. The
 growth of time is the exponent e of time ~ size^e. It comes from differences, (t3 - t2) over (t2 - t1), because a
-command also takes time to start. Memory is the peak of anonymous memory at the largest size over that at the least.
+command also takes time to start. The rounds alternate between the sizes, and a time is the least of its rounds, since
+other work on the machine only adds to it. Memory is the peak of anonymous memory at the largest size over that at the
+least.
 
 A golden is streamed on the CPU; a sweep runs on the CPU; `diagnose` looks at every layer of a run whose gate and up
 weights are swapped. Tokens come in prompts of 64, because attention alone grows with the square of a prompt's length.
@@ -75,7 +77,7 @@ def main() -> int:
         "--axes", type=names_among(axes), default=set(axes), help="axes to measure (default: all)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command and size (default: 3)")
-    parser.add_argument("--scratch", type=Path, help="folder with 2 GB free (default: the system's)")
+    parser.add_argument("--scratch", type=Path, help="folder with 4 GB free (default: the system's)")
     arguments = parser.parse_args()
     figures: list[Figure] = []
     for axis in axes:
@@ -88,14 +90,18 @@ def main() -> int:
 
 def measure_axis(axis: str, scratch: Path, *, num_rounds: int) -> Iterator[Figure]:
     """Yield growth of time and memory of every command along an axis."""
-    runs: dict[str, list[list[Watched]]] = {command: [] for command in COMMANDS}
-    for number, size in enumerate(AXES[axis]):
-        folder = scratch / str(number)
+    folders = {size: scratch / str(number) for number, size in enumerate(AXES[axis])}
+    runs: dict[str, dict[Size, list[Watched]]] = {
+        command: {size: [] for size in folders} for command in COMMANDS
+    }
+    for size, folder in folders.items():
         write_model(folder / "model", size.model)
-        for command, words in lines_of(folder, size).items():
-            runs[command].append([measure(words, folder, round_) for round_ in range(num_rounds)])
-        shutil.rmtree(folder)
-    for command, sizes in runs.items():
+    for round_ in range(num_rounds):
+        for size, folder in folders.items():
+            for command, words in lines_of(folder, size).items():
+                runs[command][size].append(measure(words, folder, round_))
+    for command, by_size in runs.items():
+        sizes = tuple(by_size.values())
         yield from growth_figures(f"{command}_{axis}", sizes, is_memory_flat=axis == "layers")
 
 
@@ -136,7 +142,7 @@ def growth_figures(
     name: str, sizes: Sequence[Sequence[Watched]], *, is_memory_flat: bool
 ) -> Iterator[Figure]:
     """Yield a command's growth along an axis, of which `sizes` hold all rounds."""
-    seconds = [statistics.median(watched.cpu_s for watched in rounds) for rounds in sizes]
+    seconds = [min(watched.cpu_s for watched in rounds) for rounds in sizes]
     memory = [statistics.median(watched.peak_anonymous_bytes for watched in rounds) for rounds in sizes]
     first, second = seconds[1] - seconds[0], seconds[2] - seconds[1]
     yield Figure.plain(f"{name}_cpu_s", seconds[-1])

@@ -2,7 +2,7 @@
 
 Writes a one-layer FP8 checkpoint (6.1 GB with embedding and lm_head), traces its weights into mm2's device layer, and
 captures its golden with the noise floor. Then it runs the device layer, judges it, and does the same with gate and up
-swapped.
+swapped. Last, the swapped layer shows its output alone, and `mm2-diagnose` names the mistake.
 
 Each command is a process of its own, whose anonymous and resident memory are sampled. Anonymous memory cannot be
 dropped, unlike cached file pages. Memory is given in layers of 7.34 GB: the BF16 weights of one layer, which must be
@@ -14,6 +14,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
@@ -24,9 +25,12 @@ from port_runs import EXAMPLES
 LAYER_BYTES = 7_339_011_072
 # Goal for the peak of every command.
 MEMORY_LIMIT_BYTES = 24 << 30
-# Goal for the processor time of `mm2-test weights`, and the memory that it may take.
-WEIGHTS_LIMIT_S = 120
+# Goals for processor time: of `mm2-test weights`, and of the diagnosis of 157 tokens.
+CPU_LIMITS_S = {"weights": 120, "diagnose_swapped": 60}
+# Memory that `mm2-test weights` may take.
 WEIGHTS_BUDGET = "15GB"
+# Commands that a diagnosis needs, and the diagnosis.
+DIAGNOSIS = ("synthesize", "golden", "device_output_swapped", "diagnose_swapped")
 SWAPPED = EXAMPLES / "swapped_device_layer.py"
 
 
@@ -35,6 +39,11 @@ def main() -> int:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--scratch", type=Path, help="folder with 10 GB free (default: the system's)")
     parser.add_argument("--seq-len", default="40,24", help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument(
+        "--diagnosis",
+        action="store_true",
+        help="run only the commands that a diagnosis needs; the goal is for --seq-len 100,57",
+    )
     parser.add_argument("--backend", default="xla-cpu", help="device of the runs (default: %(default)s)")
     parser.add_argument(
         "--weights-of",
@@ -48,15 +57,22 @@ def main() -> int:
         runs = {"weights": measure("weights", 0, command)}
     else:
         with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-            runs = run_all(Path(scratch), seq_len=arguments.seq_len, backend=arguments.backend)
+            runs = run_all(
+                Path(scratch),
+                seq_len=arguments.seq_len,
+                backend=arguments.backend,
+                only=DIAGNOSIS if arguments.diagnosis else None,
+            )
     figures = [figure for name, watched in runs.items() for figure in figures_of(name, watched)]
     return print_figures("true_size", figures, as_json=arguments.json)
 
 
-def run_all(scratch: Path, *, seq_len: str, backend: str) -> dict[str, Watched]:
-    """Run every command of the path in order; return the time and memory that each took, by name."""
-    names = ("model", "golden", "clean", "faulty")
-    model, golden, clean, faulty = (shlex.quote(str(scratch / name)) for name in names)
+def run_all(
+    scratch: Path, *, seq_len: str, backend: str, only: Collection[str] | None = None
+) -> dict[str, Watched]:
+    """Run the commands of the path in order; return the time and memory that each took, by name."""
+    names = ("model", "golden", "clean", "faulty", "output_alone")
+    model, golden, clean, faulty, output_alone = (shlex.quote(str(scratch / name)) for name in names)
     swapped = shlex.quote(f"{SWAPPED}:SwappedDeviceLayer")
     single_layer = f"single-layer --layer 0 --model {model}"
     device = f"mm2-test {single_layer} --golden {golden} --backend {backend}"
@@ -69,11 +85,14 @@ def run_all(scratch: Path, *, seq_len: str, backend: str) -> dict[str, Watched]:
         "compare": f"{compare} {clean}",
         "device_swapped": f"{device} --target {swapped} --output-dir {faulty}",
         "compare_swapped": f"{compare} {faulty}",
+        "device_output_swapped": f"{device} --sites layer --target {swapped} --output-dir {output_alone}",
+        "diagnose_swapped": f"mm2-diagnose --model {model} --golden {golden} --run {output_alone}",
     }
     # A port with swapped weights must be judged wrong, with exit code 1.
     return {
         name: measure(name, 1 if name.endswith("_swapped") else 0, command)
         for name, command in commands.items()
+        if only is None or name in only
     }
 
 
@@ -101,8 +120,8 @@ def figures_of(name: str, watched: Watched) -> list[Figure]:
     resident = watched.peak_resident_bytes / LAYER_BYTES
     return [
         Figure.plain(f"{name}_wall_s", watched.wall_s),
-        Figure.at_most(cpu, watched.cpu_s, WEIGHTS_LIMIT_S)
-        if name == "weights"
+        Figure.at_most(cpu, watched.cpu_s, CPU_LIMITS_S[name])
+        if name in CPU_LIMITS_S
         else Figure.plain(cpu, watched.cpu_s),
         Figure.at_most(f"{name}_peak_anonymous_over_layer", anonymous, limit),
         Figure.plain(f"{name}_peak_resident_over_layer", resident),
