@@ -21,7 +21,7 @@ RIGHT_RHO = 2.0
 _LEFT_OF_LARGE_RHO = 0.01
 # A mistake that leaves at most 1.3 of a ρ of 10 or more is proved: nothing else is tried. Of a smaller ρ, a mistake
 # that is only close leaves as little.
-_PROOF_LEFT, _PROOF_RHO = 1.3, 10.0
+_PROOF_LEFT, PROOF_RHO = 1.3, 10.0
 # ρ from which an error is clear, above the noise, and the least share of its ρ² - 1 that a mistake must take away.
 CLEAR_RHO = 1.5
 _CLEAR_SHARE = 0.8
@@ -71,7 +71,7 @@ def is_explanation(score: Score) -> bool:
 
 def is_proof(score: Score) -> bool:
     """Decide whether a hypothesis explains the port so well that no other mistake needs to be tried."""
-    return score.unexplained >= _PROOF_RHO and score.leaves <= _PROOF_LEFT
+    return score.unexplained >= PROOF_RHO and score.leaves <= _PROOF_LEFT
 
 
 def best_first(scores: Sequence[Score]) -> list[Score]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from compare.diagnosis.fitting import fit_parameters
 from compare.diagnosis.layer_case import spread_tokens
 from compare.diagnosis.mistake import Hypothesis, Mistake
-from compare.diagnosis.naming import CLEAR_RHO, FAINT_RHO, best_first, is_proof, name_mistakes
+from compare.diagnosis.naming import CLEAR_RHO, FAINT_RHO, PROOF_RHO, best_first, is_proof, name_mistakes
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial
 from minimax_tools.model.sites import Site
@@ -26,8 +26,11 @@ from minimax_tools.model.sites import Site
 logger = logging.getLogger(__name__)
 
 # Some 390 hypotheses are screened on few tokens: a mistake of attention changes the experts' input, and costs a run of
-# all experts. With these numbers a layer of true size takes 75 s of processor time (BENCHMARKS.md).
-_FIRST_TOKENS, _SCREENING_TOKENS = 24, 64
+# all experts. What a layer of true size takes with these numbers stands in BENCHMARKS.md.
+_FEWEST_TOKENS, _FIRST_TOKENS, _SCREENING_TOKENS = 8, 24, 64
+# Hypotheses that are judged beside one that the fewest tokens prove: up to so many times its misfit, they may be the
+# better ones on all tokens.
+_NEAR_PROOF = 1.5
 # Hypotheses that go from the first tokens to the screening ones: three times the finalists by misfit, all that are
 # no worse than no mistake, and a few by likeness, which stays high where a parameter is far off (DECISIONS.md).
 _MOST_SURVIVORS = 30
@@ -66,13 +69,18 @@ def search_layer(
     4. those of the tried mistakes that the noise may cover
     5. pairs of mistakes
 
+    In turns 1 to 3 a large error is first held against the fewest tokens: a mistake that they prove is judged on all
+    tokens, and may end the search.
+
     The trial is on all tokens. `suspects` are blamed sites; empty if none is known. `expected` are the mistakes that
     explained other layers of this run, with the parameters that were fitted there.
     """
     null = trial.null()
     if not bool(trial.is_usable.any()):
         return SearchOutcome(null=null)
-    first, screen = _with_few_tokens(trial, _FIRST_TOKENS), _with_few_tokens(trial, _SCREENING_TOKENS)
+    fewest, first, screen = (
+        _with_few_tokens(trial, most) for most in (_FEWEST_TOKENS, _FIRST_TOKENS, _SCREENING_TOKENS)
+    )
     wrong_tokens = trial.wrong_tokens()
     found = [hypothesis for mistake in mistakes for hypothesis in mistake.found_hypotheses(wrong_tokens)]
     # Few tokens need not hold those of two experts: such hypotheses are judged on all tokens at once.
@@ -84,6 +92,10 @@ def search_layer(
     turns = _turns(first, mistakes, found=found, suspects=suspects, expected=expected)
     for is_expected, hypotheses in turns:
         num_tried += len(hypotheses)
+        if null.leaves >= PROOF_RHO and first is not trial:
+            named = name_mistakes([*_judge_proved(trial, fewest, hypotheses), *of_experts])
+            if named and is_proof(named[0]):
+                return SearchOutcome(null=null, named=named, num_tried=num_tried)
         logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(first.base.tokens))
         scores = first.judge(hypotheses)
         on_first += scores
@@ -149,6 +161,17 @@ def _turns(
             yield is_expected, turn
 
 
+def _judge_proved(trial: Trial, fewest: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
+    """Score on all tokens the best hypotheses on the fewest, if these prove one; else none."""
+    logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(fewest.base.tokens))
+    scores = fewest.judge(hypotheses)
+    best = min(scores, key=lambda score: score.misfit)
+    if not is_proof(best):
+        return []
+    near = [score for score in scores if score.misfit <= _NEAR_PROOF * best.misfit]
+    return _judge_on_all(trial, near)
+
+
 def _judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
     """Score on the screening tokens the hypotheses that the first tokens do not refute."""
     if first is screen:
@@ -178,12 +201,15 @@ def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> li
         logger.info("Fitting the parameters of the best %d.", len(unfitted))
         others = [score for score in finalists if score not in unfitted]
         finalists = [*fit_parameters(screen, unfitted), *others]
-    if screen is trial:
-        return finalists
-    logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
-    # `judge` scores each hypothesis in all rows and in decoded ones; only the finalists of both count.
-    judged = trial.judge(_hypotheses_of(finalists))
-    wanted = {(id(score.hypothesis), score.is_decode_only) for score in finalists}
+    return finalists if screen is trial else _judge_on_all(trial, finalists)
+
+
+def _judge_on_all(trial: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Score on all tokens what has these scores on fewer."""
+    logger.info("Judging the best %d on %d tokens.", len(scores), len(trial.base.tokens))
+    # `judge` scores each hypothesis in all rows and in decoded ones; only those of both that are asked for count.
+    judged = trial.judge(_hypotheses_of(scores))
+    wanted = {(id(score.hypothesis), score.is_decode_only) for score in scores}
     return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
 
 

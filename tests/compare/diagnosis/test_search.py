@@ -29,8 +29,10 @@ USUAL = {
 }
 CAUSE = {"leaves": 1.0, "misfit": 1.0, "explains": 0.99, "z": 50.0, "likeness": 0.99}
 WORSE = {"misfit": 401.0}
-# Of one prompt, the last token is among those that are evenly spread; so there is one less than 24, and than 64.
-FIRST, SCREEN = 23, 63
+# An explanation that leaves too much to be proved.
+UNPROVED = {**CAUSE, "leaves": 1.4, "misfit": 1.9}
+# Of one prompt, the last token is among those that are evenly spread; so there is one less than 8, 24 and 64.
+FEWEST, FIRST, SCREEN = 7, 23, 63
 
 
 def mistake(name: str, site: Site = Site.Q_PROJ, **options: Any) -> Mistake:
@@ -45,9 +47,13 @@ def mistake(name: str, site: Site = Site.Q_PROJ, **options: Any) -> Mistake:
 
 @dataclass
 class Port:
-    """A trial that gives each hypothesis the figures of its name, and notes what was tried on how many tokens."""
+    """A trial that gives each hypothesis the figures of its name, and notes what was tried on how many tokens.
+
+    `on_fewest` holds the figures that differ on the fewest tokens.
+    """
 
     figures: Mapping[str, Mapping[str, float]]
+    on_fewest: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     null_figures: Mapping[str, float] = field(default_factory=dict)
     faint: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     num_tokens: int = 20
@@ -83,11 +89,12 @@ class Port:
 
     def judge(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
         self.tried.append((self.num_tokens, [hypothesis.name for hypothesis in hypotheses]))
+        figures = {**self.figures, **(self.on_fewest if self.num_tokens == FEWEST else {})}
         scores = []
         for hypothesis in hypotheses:
-            scores.append(self.score(hypothesis, self.figures.get(hypothesis.name, {})))
+            scores.append(self.score(hypothesis, figures.get(hypothesis.name, {})))
             if self.has_decoded:
-                decoded = self.figures.get(f"decoded {hypothesis.name}", {})
+                decoded = figures.get(f"decoded {hypothesis.name}", {})
                 scores.append(self.score(hypothesis, decoded, is_decode_only=True))
         return scores
 
@@ -166,21 +173,21 @@ class TestTurns:
             return ({},)
 
         options: dict[str, Any] = {"candidates": lambda _: (), "find": find}
-        port = Port({"of experts": CAUSE}, num_tokens=200)
+        port = Port({"of experts": UNPROVED}, num_tokens=200)
         found = mistake("of attention", **options), mistake("of experts", Site.MOE_DELTA, **options)
         assert named(search(port, *found)) == ["of experts"]
         # Few tokens need not hold those of two experts.
         assert port.tried[0] == (200, ["of experts"])
-        assert port.tried[1] == (FIRST, ["of attention", "of experts"])
+        assert port.tried[2] == (FIRST, ["of attention", "of experts"])
 
 
 class TestTokens:
     @pytest.mark.parametrize(
         ("num_tokens", "counts"),
-        [(36, {36}), (37, {FIRST, 37}), (96, {FIRST, 96}), (97, {FIRST, SCREEN, 97})],
+        [(36, {36}), (37, {FEWEST, FIRST, 37}), (96, {FEWEST, FIRST, 96}), (97, {FEWEST, FIRST, SCREEN, 97})],
     )
     def test_few_tokens_screen_many_hypotheses(self, num_tokens: int, counts: set[int]) -> None:
-        port = Port({"a": CAUSE}, num_tokens=num_tokens)
+        port = Port({"a": UNPROVED}, num_tokens=num_tokens)
         assert named(search(port, mistake("a"))) == ["a"]
         assert {count for count, names in port.tried if names} == counts
 
@@ -227,6 +234,44 @@ class TestTokens:
         port = Port(figures, num_tokens=200, has_decoded=True)
         outcome = search(port, mistake("a"), mistake("b"))
         assert [(score.hypothesis.name, score.is_decode_only) for score in outcome.named] == [("a", True)]
+
+
+class TestProofOnFewestTokens:
+    def test_mistake_that_the_fewest_tokens_prove_is_judged_on_all_and_ends_the_search(self) -> None:
+        port = Port({"b": CAUSE}, num_tokens=200)
+        outcome = search(port, mistake("a"), mistake("b"), mistake("c"))
+        assert (named(outcome), outcome.num_tried) == (["b"], 3)
+        assert [turn for turn in port.tried if turn[1]] == [(FEWEST, ["a", "b", "c"]), (200, ["b"])]
+
+    def test_hypotheses_that_come_near_are_judged_beside_it(self) -> None:
+        figures = {"a": CAUSE, "b": {**CAUSE, "misfit": 1.01}}
+        on_fewest = {"a": {**CAUSE, "misfit": 1.5}, "b": CAUSE, "c": {**CAUSE, "misfit": 1.51}}
+        port = Port(figures, on_fewest=on_fewest, num_tokens=200)
+        assert named(search(port, mistake("a"), mistake("b"), mistake("c"))) == ["a", "b"]
+        assert port.tried[-1] == (200, ["a", "b"])
+
+    def test_search_goes_on_if_all_tokens_do_not_prove_it(self) -> None:
+        port = Port({"b": CAUSE}, on_fewest={"a": CAUSE, "b": {}}, num_tokens=200)
+        assert named(search(port, mistake("a"), mistake("b"))) == ["b"]
+        assert (FIRST, ["a", "b"]) in port.tried
+
+    def test_mistake_of_decoded_tokens_alone_is_proved_as_such(self) -> None:
+        port = Port({"decoded a": CAUSE}, num_tokens=200, has_decoded=True)
+        outcome = search(port, mistake("a"), mistake("b"))
+        assert [(score.hypothesis.name, score.is_decode_only) for score in outcome.named] == [("a", True)]
+        assert [turn for turn in port.tried if turn[1]] == [(FEWEST, ["a", "b"]), (200, ["a"])]
+
+    @pytest.mark.parametrize(("leaves", "is_held"), [(9.9, False), (10.0, True)])
+    def test_error_below_that_of_a_proof_is_not_held_against_them(self, leaves: float, is_held: bool) -> None:
+        port = Port({}, null_figures={"leaves": leaves}, num_tokens=200)
+        search(port, mistake("a"))
+        assert (port.tried[1][0] == FEWEST) is is_held
+
+    def test_proof_of_one_turn_spares_the_next(self) -> None:
+        port = Port({"at": CAUSE}, num_tokens=200)
+        suspects = frozenset({Site.K_PROJ})
+        search(port, mistake("other"), mistake("at", Site.K_PROJ), suspects=suspects)
+        assert not any("other" in names for _, names in port.tried)
 
 
 class TestFitting:
