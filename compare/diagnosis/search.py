@@ -21,6 +21,7 @@ from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.naming import CLEAR_RHO, FAINT_RHO, PROOF_RHO, best_first, is_proof, name_mistakes
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial
+from compare.sides.batch import spread_evenly
 from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,7 @@ def search_layer(
     null = trial.null()
     if not bool(trial.is_usable.any()):
         return SearchOutcome(null=null)
-    fewest, first, screen = (
-        _with_few_tokens(trial, most) for most in (_FEWEST_TOKENS, _FIRST_TOKENS, _SCREENING_TOKENS)
-    )
+    first, screen = _with_few_tokens(trial, _FIRST_TOKENS), _with_few_tokens(trial, _SCREENING_TOKENS)
     wrong_tokens = trial.wrong_tokens()
     found = [hypothesis for mistake in mistakes for hypothesis in mistake.found_hypotheses(wrong_tokens)]
     # Few tokens need not hold those of two experts: such hypotheses are judged on all tokens at once.
@@ -93,7 +92,7 @@ def search_layer(
     for is_expected, hypotheses in turns:
         num_tried += len(hypotheses)
         if null.leaves >= PROOF_RHO and first is not trial:
-            named = name_mistakes([*_judge_proved(trial, fewest, hypotheses), *of_experts])
+            named = name_mistakes([*_judge_proved(trial, hypotheses), *of_experts])
             if named and is_proof(named[0]):
                 return SearchOutcome(null=null, named=named, num_tried=num_tried)
         logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(first.base.tokens))
@@ -161,8 +160,13 @@ def _turns(
             yield is_expected, turn
 
 
-def _judge_proved(trial: Trial, fewest: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
+def _judge_proved(trial: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
     """Score on all tokens the best hypotheses on the fewest, if these prove one; else none."""
+    # Settled ones alone: other tokens do not count, and would leave too few.
+    settled = trial.settled.nonzero().flatten()
+    if len(settled) < _FEWEST_TOKENS:
+        return []
+    fewest = trial.select_tokens(settled[spread_evenly(len(settled), _FEWEST_TOKENS)])
     logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(fewest.base.tokens))
     scores = fewest.judge(hypotheses)
     best = min(scores, key=lambda score: score.misfit)

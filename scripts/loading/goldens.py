@@ -26,6 +26,7 @@ from cpu_golden import request_golden
 from transformers import MiniMaxM2ForCausalLM  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
+import gpu_reference.commands.work.capture
 import gpu_reference.golden.golden
 import minimax_tools.reference.head
 import minimax_tools.reference.twin  # noqa: F401
@@ -34,11 +35,14 @@ from gpu_reference.golden.golden import open_golden
 from gpu_reference.streaming.once_reader import OnceReader
 from gpu_reference.streaming.streaming import Streaming
 from loading.inputs import digest_of, open_inputs
+from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.weight_names import GATE, layer_of
 
 transformers_logging.disable_progress_bar()
+# numba imports most of itself when the first compiled loop is called.
+dequantise(torch.zeros(1, 1).to(torch.float8_e4m3fn), torch.ones(1, 1), dtype=torch.bfloat16)
 
 
 class WatchedReader(CheckpointReader):

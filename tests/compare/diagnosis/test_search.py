@@ -31,8 +31,8 @@ CAUSE = {"leaves": 1.0, "misfit": 1.0, "explains": 0.99, "z": 50.0, "likeness": 
 WORSE = {"misfit": 401.0}
 # An explanation that leaves too much to be proved.
 UNPROVED = {**CAUSE, "leaves": 1.4, "misfit": 1.9}
-# Of one prompt, the last token is among those that are evenly spread; so there is one less than 8, 24 and 64.
-FEWEST, FIRST, SCREEN = 7, 23, 63
+# Of one prompt, the last token is among those that are evenly spread; so there is one less than 24, and than 64.
+FEWEST, FIRST, SCREEN = 8, 23, 63
 
 
 def mistake(name: str, site: Site = Site.Q_PROJ, **options: Any) -> Mistake:
@@ -58,6 +58,7 @@ class Port:
     faint: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     num_tokens: int = 20
     num_usable: int = 20
+    num_settled: int = 20
     refuted: frozenset[str] = frozenset()
     has_decoded: bool = False
     tried: list[tuple[int, list[str]]] = field(default_factory=list)
@@ -71,6 +72,10 @@ class Port:
     @property
     def is_usable(self) -> torch.Tensor:
         return torch.arange(self.num_tokens) < self.num_usable
+
+    @property
+    def settled(self) -> torch.Tensor:
+        return torch.arange(self.num_tokens) < self.num_settled
 
     def select_tokens(self, indices: torch.Tensor) -> Port:
         return replace(self, num_tokens=len(indices))
@@ -265,6 +270,12 @@ class TestProofOnFewestTokens:
     def test_error_below_that_of_a_proof_is_not_held_against_them(self, leaves: float, is_held: bool) -> None:
         port = Port({}, null_figures={"leaves": leaves}, num_tokens=200)
         search(port, mistake("a"))
+        assert (port.tried[1][0] == FEWEST) is is_held
+
+    @pytest.mark.parametrize(("num_settled", "is_held"), [(7, False), (8, True)])
+    def test_fewest_tokens_are_settled(self, num_settled: int, is_held: bool) -> None:
+        port = Port({"a": CAUSE}, num_tokens=200, num_settled=num_settled)
+        assert named(search(port, mistake("a"))) == ["a"]
         assert (port.tried[1][0] == FEWEST) is is_held
 
     def test_proof_of_one_turn_spares_the_next(self) -> None:
