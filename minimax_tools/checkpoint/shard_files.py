@@ -21,6 +21,8 @@ import torch
 ALIGNMENT = 4096
 # Bytes of a direct read that are copied: large enough for the disk, and still in the processor's cache then.
 _PIECE_BYTES = 1 << 20
+# Reads up to this size go through the page cache: block scales lie beside each other there, and share pages.
+_SMALL_BYTES = 1 << 16
 # Bytes for which one probe of the page cache decides: more make fewer probes, and a wrong one costs more.
 _EXTENT_BYTES = 16 << 20
 # Errors of a file system or kernel that lacks direct reads or probes.
@@ -41,7 +43,8 @@ class ShardFiles:
     def read_into(self, path: Path, offset: int, out: torch.Tensor, *, past_cache: bool) -> int:
         """Fill `out`, contiguous uint8 [N] on the CPU, from byte `offset` on; return the number of bytes read.
 
-        It is less than N if the file ends. With `past_cache`, nothing is added to the page cache if the system can.
+        It is less than N if the file ends; the rest of `out` is undefined then. With `past_cache`, no more than small
+        reads is added to the page cache if the system can.
 
         Raises:
             OSError: The file cannot be opened or read.
@@ -82,7 +85,7 @@ class ShardFiles:
         """Read some bytes of an extent; return their number, 0 at the file's end."""
         probe, direct = self._descriptor(_open_probe, path), self._descriptor(_open_direct, path)
         assert probe is not None, "every file can be probed"
-        if is_cached(probe, offset, offset + len(out)):
+        if len(out) <= _SMALL_BYTES or is_cached(probe, offset, offset + len(out)):
             return _read(probe, offset, out)
         if direct is None:
             return self._read_through_cache(path, offset, out)
@@ -102,14 +105,32 @@ class ShardFiles:
         return position
 
     def _read_direct(self, direct: int, offset: int, out: torch.Tensor) -> int:
-        """Read some of the bytes, straight into whole pages of `out`, else by a copy; return their number."""
-        if (out.data_ptr() - offset) % ALIGNMENT:
+        """Read some of the bytes, straight into whole pages of `out` and else by a copy; return their number."""
+        before = -offset % ALIGNMENT  # bytes before the first whole page
+        num_whole = (len(out) - before) // ALIGNMENT * ALIGNMENT
+        if (out.data_ptr() - offset) % ALIGNMENT or num_whole <= 0:
             return self._read_copied(direct, offset, out[:_PIECE_BYTES])
-        before_page = -offset % ALIGNMENT  # bytes before the next page
-        num_whole = len(out) // ALIGNMENT * ALIGNMENT
-        if before_page or not num_whole:
-            return self._read_copied(direct, offset, out[: before_page or ALIGNMENT])
-        return _read(direct, offset, out[:num_whole])
+        return self._read_scattered(direct, offset, *out.tensor_split((before, before + num_whole)))
+
+    def _read_scattered(
+        self, direct: int, offset: int, head: torch.Tensor, whole: torch.Tensor, tail: torch.Tensor
+    ) -> int:
+        """Read in one call the end of a page, whole pages, and the start of a page; return the number of bytes.
+
+        The pages of `head` and `tail` hold other bytes too: they go to the aligned buffer, and are copied. Both may be
+        empty.
+        """
+        head_page, tail_page, _ = self._aligned_buffer().tensor_split((ALIGNMENT, 2 * ALIGNMENT))
+        skip = ALIGNMENT - len(head) if len(head) else 0  # bytes of the first page before those asked for
+        pages = [head_page] * bool(len(head)) + [whole] + [tail_page] * bool(len(tail))
+        count = os.preadv(direct, [page.numpy().data for page in pages], offset - skip) - skip
+        if count <= len(head):
+            # The file ends in the first page, or the read stopped after it.
+            return self._read_copied(direct, offset, head) if len(head) else max(count, 0)
+        head.copy_(head_page[skip : skip + len(head)])
+        num_tail = min(max(count - len(head) - len(whole), 0), len(tail))
+        tail[:num_tail].copy_(tail_page[:num_tail])
+        return min(count, len(head) + len(whole) + len(tail))
 
     def _read_copied(self, direct: int, offset: int, out: torch.Tensor) -> int:
         """Read whole pages into the aligned buffer, as O_DIRECT demands, and copy the bytes asked for."""

@@ -64,6 +64,14 @@ def droppable(path: Path) -> Path:
     return path
 
 
+def make_memory(offset: int, size: int, *, as_in_file: bool) -> torch.Tensor:
+    """Memory that lies in its page as the bytes in the file's, or a byte off; filled, so that bytes left out show."""
+    whole = torch.full((size + mmap.PAGESIZE + 1,), 7, dtype=torch.uint8)
+    start = (offset - whole.data_ptr()) % mmap.PAGESIZE + (not as_in_file)
+    return whole[start : start + size]
+
+
+@pytest.mark.parametrize("as_in_file", [False, True])
 @pytest.mark.parametrize("past_cache", [False, True])
 @pytest.mark.parametrize("is_cold", [False, True])
 @pytest.mark.parametrize(
@@ -88,26 +96,29 @@ def test_bytes_are_those_of_the_file(
     size: int,
     is_cold: bool,
     past_cache: bool,
+    as_in_file: bool,
 ) -> None:
     if is_cold:
         drop(path)
-    # Filled, so that a byte that is left out shows; and not aligned.
-    memory = torch.full((size + 1,), 7, dtype=torch.uint8)[1:]
+    memory = make_memory(offset, size, as_in_file=as_in_file)
     assert files.read_into(path, offset, memory, past_cache=past_cache) == size
     assert torch.equal(memory, content[offset : offset + size])
 
 
+@pytest.mark.parametrize("as_in_file", [False, True])
 @pytest.mark.parametrize("past_cache", [False, True])
-@pytest.mark.parametrize("offset", [0, NUM_BYTES - 10, NUM_BYTES, NUM_BYTES + 9999])
+@pytest.mark.parametrize("offset", [0, 5, NUM_BYTES - 10_000, NUM_BYTES - 10, NUM_BYTES, NUM_BYTES + 9999])
 def test_a_file_that_ends_early_gives_what_it_has(
-    files: ShardFiles, path: Path, content: torch.Tensor, offset: int, past_cache: bool
+    files: ShardFiles, path: Path, content: torch.Tensor, offset: int, past_cache: bool, as_in_file: bool
 ) -> None:
     drop(path)
-    memory = torch.full((NUM_BYTES + PIECE,), 7, dtype=torch.uint8)
+    memory = make_memory(offset, NUM_BYTES + PIECE, as_in_file=as_in_file)
     count = files.read_into(path, offset, memory, past_cache=past_cache)
     assert count == max(NUM_BYTES - offset, 0)
     assert torch.equal(memory[:count], content[offset:])
-    assert (memory[count:] == 7).all(), "nothing is written past the file's end"
+    if not as_in_file:
+        # A direct read fills memory that lies as the file's to its end: the system writes zeros there.
+        assert (memory[count:] == 7).all(), "nothing is written past the file's end"
 
 
 def test_what_was_just_written_is_read_past_the_cache_too(files: ShardFiles, path: Path) -> None:
@@ -128,6 +139,14 @@ def test_cache_is_left_as_it_was(files: ShardFiles, droppable: Path) -> None:
 
     # To ask for a byte fetches its page, and a disk that is quicker than the answer makes the range pass for cached.
     assert min(fetched() for _ in range(10)) <= 1
+
+
+def test_small_read_fetches_its_pages_alone(files: ShardFiles, droppable: Path) -> None:
+    page = PIECE // mmap.PAGESIZE
+    before = cached_pages(droppable)
+    memory = torch.empty(mmap.PAGESIZE + 1, dtype=torch.uint8)
+    files.read_into(droppable, PIECE, memory, past_cache=True)
+    assert cached_pages(droppable) - before <= {page, page + 1}
 
 
 def test_cache_is_filled_by_a_read_through_it(files: ShardFiles, droppable: Path) -> None:
