@@ -7,6 +7,7 @@ hub does with its content network.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -143,10 +144,11 @@ class HubServer:
         """Serve files, or a folder's; the commit is made from them, and those before can be asked for still."""
         if isinstance(files, Path):
             files = {path.name: path.read_bytes() for path in files.iterdir()}
-        digest = hashlib.sha1(b"".join(name.encode() + files[name] for name in sorted(files))).hexdigest()
+        hashes = {name: content_hash(name, files[name]) for name in sorted(files)}
+        digest = hashlib.sha1("".join(f"{name} {sha}\n" for name, sha in hashes.items()).encode()).hexdigest()
         self._models[model] = Model(files=dict(files), commit=digest, **properties)
         self._models[f"{model}@{digest}"] = self._models[model]
-        self._blobs.update({content_hash(name, data): (name, data) for name, data in files.items()})
+        self._blobs.update({sha: (name, files[name]) for name, sha in hashes.items()})
         return self._models[model]
 
     def plant(self, method: str, path: str, fault: Fault, *, times: int = 1) -> None:
@@ -175,8 +177,9 @@ class HubServer:
             self._log.append(request)
 
 
+@functools.lru_cache(maxsize=16)
 def content_hash(name: str, data: bytes) -> str:
-    """Return the ETag: sha256 of a large file, git's sha1 of a small one."""
+    """Return the ETag: sha256 of a large file, git's sha1 of a small one; kept, since many tests serve the same."""
     if name.endswith(_LARGE_SUFFIXES):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
