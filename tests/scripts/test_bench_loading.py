@@ -133,6 +133,7 @@ def test_full_size_is_measured_if_its_figures_are_asked_for(
     assert asked == [Path("model")] * is_measured
 
 
+@pytest.mark.slow
 def test_probe_that_fails_ends_the_benchmark(bench: LoadingBench, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.probe(loading_bench.LOAD_LAYERS, model=str(bench.scratch / "absent"), prefetch=False)
@@ -163,6 +164,7 @@ def test_file_written_beside_the_capture_is_extra_even_if_removed(
     assert found == {"captures/file": 0, "tmp/file": 1 << 20, "file": 1 << 20}
 
 
+@pytest.mark.slow
 def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: LoadingBench) -> None:
     with bench.checkpoint("model", dtype=FP8) as checkpoint:
         for cache, share in ((CacheState.COLD, 1), (CacheState.WARM, 0)):

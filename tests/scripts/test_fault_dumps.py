@@ -68,6 +68,7 @@ def carry_out(planned: PlannedDump, baseline: Baseline, directory: Path) -> dict
 
 
 class TestRun:
+    @pytest.mark.slow
     def test_mistake_in_the_last_layer_is_judged_in_every_view(
         self, baseline: Baseline, tmp_path: Path
     ) -> None:
@@ -85,6 +86,7 @@ class TestRun:
         assert cases["outputs", True].shown == ("input", "output")
         assert "router_logits" in cases["vllm_neuron", True].shown
 
+    @pytest.mark.slow
     def test_right_run_fails_in_no_view(self, baseline: Baseline, tmp_path: Path) -> None:
         cases = carry_out(PlannedDump(request=STAGE), baseline, tmp_path)
         assert {case.verdict for case in cases.values()} <= {"pass", "incomparable"}

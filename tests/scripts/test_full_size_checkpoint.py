@@ -207,6 +207,7 @@ def test_missing_tools_end_with_3_and_the_package_to_install(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the script says here that it needs Linux")
 def test_without_root_it_ends_with_3_and_says_so() -> None:
     program = (
@@ -257,6 +258,7 @@ def test_nothing_to_remove_is_no_error(tmp_path: Path) -> None:
 # In an image.
 
 
+@pytest.mark.slow
 def test_all_but_the_cloned_codes_is_what_a_whole_synthesis_writes(cloned: Path, tmp_path: Path) -> None:
     model = replace(SyntheticModel(), num_hidden_layers=LAYERS)
     synthesize(tmp_path / "whole", model=model, dtype=FP8, shard_size_bytes=None, seed=0)
@@ -344,6 +346,7 @@ def test_checkpoint_in_use_is_not_removed(image_place: Path) -> None:
     assert (image_place / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_killed_build_leaves_nothing_in_the_way_of_the_next(image_place: Path) -> None:
     words = ["--output", image_place, "--preset", "toy", "--num-hidden-layers", 600, "--distinct-layers", 600]
     build = subprocess.Popen(
@@ -375,6 +378,7 @@ def test_damaged_image_ends_with_3_and_its_name(image_place: Path) -> None:
     assert not is_loop_used(image)
 
 
+@pytest.mark.slow
 def test_folder_with_reflinks_needs_no_image(xfs: Path) -> None:
     used_before = shutil.disk_usage(xfs).used
     first = made("--output", xfs / "m2", *TOY)

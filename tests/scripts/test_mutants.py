@@ -279,6 +279,7 @@ def test_each_fault_is_tried_against_the_tests_that_run_it(file: Path) -> None:
     assert "6 tests run once." in told
 
 
+@pytest.mark.slow
 def test_what_tests_ran_is_kept_until_they_or_their_lines_change(file: Path) -> None:
     (file.parent / "test_sums.py").write_text(TESTS)
     (file.parent / "test_other.py").write_text("def test_nothing(): pass\n")

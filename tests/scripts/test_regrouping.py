@@ -40,6 +40,7 @@ def test_both_layouts_hold_every_matrix_where_it_belongs(pool: ReadingPool) -> N
     assert torch.equal(bits[4 * inner * hidden :].view(2, inner, hidden)[1], matrices[down].T)
 
 
+@pytest.mark.slow
 def test_figures_are_named_and_have_their_goals() -> None:
     # A process of its own: memory that other tests gave back would hide what this takes.
     words = [sys.executable, str(SCRIPT), "--only", "regrouping", "--scale", "toy", "--json"]
