@@ -2,9 +2,9 @@
 
 Each command runs at three sizes of an axis, each twice the one before, on synthetic models of hidden size 256. The
 growth of time is the exponent e of time ~ size^e. It comes from differences, (t3 - t2) over (t2 - t1), because a
-command also takes time to start. The rounds alternate between the sizes, and a time is the least of its rounds, since
-other work on the machine only adds to it. Memory is the peak of anonymous memory at the largest size over that at the
-least.
+command also takes time to start. The rounds alternate between the sizes; a time is the least of its rounds, since other
+work on the machine only adds to it, and a figure of many captures is a median. Memory is the peak of anonymous memory
+at the largest size over that at the least.
 
 A golden is streamed on the CPU; a sweep runs on the CPU; `diagnose` looks at every layer of a run whose gate and up
 weights are swapped. Tokens come in prompts of 64, because attention alone grows with the square of a prompt's length.

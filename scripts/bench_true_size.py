@@ -11,6 +11,7 @@ held at least.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import tempfile
@@ -31,6 +32,8 @@ CPU_LIMITS_S = {"weights": 120, "diagnose_swapped": 60}
 WEIGHTS_BUDGET = "15GB"
 # Commands that a diagnosis needs, and the diagnosis.
 DIAGNOSIS = ("synthesize", "golden", "device_output_swapped", "diagnose_swapped")
+# What the diagnosis names.
+MISTAKE = "gate_up_swapped"
 SWAPPED = EXAMPLES / "swapped_device_layer.py"
 
 
@@ -89,11 +92,14 @@ def run_all(
         "diagnose_swapped": f"mm2-diagnose --model {model} --golden {golden} --run {output_alone}",
     }
     # A port with swapped weights must be judged wrong, with exit code 1.
-    return {
-        name: measure(name, 1 if name.endswith("_swapped") else 0, command)
+    runs = {
+        name: measure(name, 1 if name.endswith("_swapped") else 0, command, output=scratch / f"{name}.txt")
         for name, command in commands.items()
         if only is None or name in only
     }
+    if MISTAKE not in (scratch / "diagnose_swapped.txt").read_text(encoding="utf-8"):
+        sys.exit(f"the diagnosis does not name {MISTAKE}")
+    return runs
 
 
 def trace_command(model: str) -> str:
@@ -101,11 +107,14 @@ def trace_command(model: str) -> str:
     return f"mm2-test weights --full-size --memory-budget {WEIGHTS_BUDGET} --model {model}"
 
 
-def measure(name: str, expected_code: int, command: str) -> Watched:
-    """Run a command and sample its memory; end the benchmark if its exit code is not the expected one."""
+def measure(name: str, expected_code: int, command: str, *, output: Path = Path(os.devnull)) -> Watched:
+    """Run a command and sample its memory; end the benchmark if its exit code is not the expected one.
+
+    What it prints goes to `output`.
+    """
     words = shlex.split(command)
     beside = Path(sys.executable).parent / words[0]
-    watched = watch([str(beside) if beside.exists() else words[0], *words[1:]])
+    watched = watch([str(beside) if beside.exists() else words[0], *words[1:]], output=output)
     print(f"{name}: {watched}", file=sys.stderr)
     if watched.exit_code != expected_code:
         sys.exit(f"{name} ended with {watched.exit_code}, expected {expected_code}: {command}")

@@ -177,7 +177,7 @@ class HubServer:
             self._log.append(request)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def content_hash(name: str, data: bytes) -> str:
     """Return the ETag: sha256 of a large file, git's sha1 of a small one; kept, since many tests serve the same."""
     if name.endswith(_LARGE_SUFFIXES):

@@ -42,19 +42,23 @@ def watch(
     environment: Mapping[str, str] | None = None,
     gauges: Mapping[str, Callable[[], int]] = MappingProxyType({}),
     with_errors: bool = True,
+    output: Path = Path(os.devnull),
 ) -> Watched:
-    """Run a command, and sample the memory of its processes until it ends; its stdout is dropped.
+    """Run a command, and sample the memory of its processes until it ends; its stdout goes to `output`.
 
     Without an `environment` it has that of this process. `gauges` are other quantities to watch, such as a folder's
     size: functions that are read ten times per second, and once at the end. `with_errors` leaves it its stderr.
     """
     began_s = time.monotonic()
-    with subprocess.Popen(
-        list(words),
-        stdout=subprocess.DEVNULL,
-        stderr=None if with_errors else subprocess.DEVNULL,
-        env=None if environment is None else dict(environment),
-    ) as process:
+    with (
+        output.open("wb") as stdout,
+        subprocess.Popen(
+            list(words),
+            stdout=stdout,
+            stderr=None if with_errors else subprocess.DEVNULL,
+            env=None if environment is None else dict(environment),
+        ) as process,
+    ):
         peaks = {ANONYMOUS: 0} | dict.fromkeys(gauges, 0)
         sampler = threading.Thread(target=_sample, args=(process.pid, gauges, peaks))
         sampler.start()

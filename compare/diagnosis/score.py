@@ -12,7 +12,7 @@ from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.yardstick import Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
 
-# Of settled tokens, whose experts stay the same under noise: fewer may all be near ties. Screening begins with 24.
+# Of settled tokens, whose experts stay the same under noise: fewer may all be near ties. The search begins with 8.
 _FEWEST_TOKENS = 6
 # Effective number of tokens, (Σx)² / Σx² of their weights: with fewer, one token decides, and the spread over tokens
 # says nothing of the uncertainty.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 # Some 390 hypotheses are screened on few tokens: a mistake of attention changes the experts' input, and costs a run of
 # all experts. What a layer of true size takes with these numbers stands in BENCHMARKS.md.
 _FEWEST_TOKENS, _FIRST_TOKENS, _SCREENING_TOKENS = 8, 24, 64
-# Hypotheses that are judged beside one that the fewest tokens prove: up to so many times its misfit, they may be the
-# better ones on all tokens.
+# Hypotheses that are judged beside one that the fewest tokens prove: up to so many times its misfit, they may be better
+# on all tokens.
 _NEAR_PROOF = 1.5
 # Hypotheses that go from the first tokens to the screening ones: three times the finalists by misfit, all that are
 # no worse than no mistake, and a few by likeness, which stays high where a parameter is far off (DECISIONS.md).
@@ -70,8 +71,8 @@ def search_layer(
     4. those of the tried mistakes that the noise may cover
     5. pairs of mistakes
 
-    In turns 1 to 3 a large error is first held against the fewest tokens: a mistake that they prove is judged on all
-    tokens, and may end the search.
+    Where the error is large, the hypotheses of turns 1 to 3 are first scored on the fewest tokens. One that these
+    prove is judged on all tokens, and ends the search if all prove it too.
 
     The trial is on all tokens. `suspects` are blamed sites; empty if none is known. `expected` are the mistakes that
     explained other layers of this run, with the parameters that were fitted there.
@@ -92,7 +93,8 @@ def search_layer(
     for is_expected, hypotheses in turns:
         num_tried += len(hypotheses)
         if null.leaves >= PROOF_RHO and first is not trial:
-            named = name_mistakes([*_judge_proved(trial, hypotheses), *of_experts])
+            proved = _judge_proved(trial, hypotheses)
+            named = name_mistakes([*proved, *(finals or of_experts)]) if proved else ()
             if named and is_proof(named[0]):
                 return SearchOutcome(null=null, named=named, num_tried=num_tried)
         logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(first.base.tokens))
@@ -161,7 +163,7 @@ def _turns(
 
 
 def _judge_proved(trial: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-    """Score on all tokens the best hypotheses on the fewest, if these prove one; else none."""
+    """Score on all tokens what the fewest tokens prove, and what is near it; none if they prove nothing."""
     # Settled ones alone: other tokens do not count, and would leave too few.
     settled = trial.settled.nonzero().flatten()
     if len(settled) < _FEWEST_TOKENS:
@@ -170,10 +172,12 @@ def _judge_proved(trial: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]
     logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(fewest.base.tokens))
     scores = fewest.judge(hypotheses)
     best = min(scores, key=lambda score: score.misfit)
-    if not is_proof(best):
+    # A hypothesis may unsettle tokens: with too few left, they say nothing for or against it.
+    unjudged = [score for score in scores if math.isinf(score.misfit)]
+    if not is_proof(best) or len(unjudged) > _MOST_FINALISTS:
         return []
     near = [score for score in scores if score.misfit <= _NEAR_PROOF * best.misfit]
-    return _judge_on_all(trial, near)
+    return _judge_on_all(trial, list(dict.fromkeys([*near, *unjudged, *_most_alike(scores)])))
 
 
 def _judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
@@ -209,7 +213,7 @@ def _judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> li
 
 
 def _judge_on_all(trial: Trial, scores: Sequence[Score]) -> list[Score]:
-    """Score on all tokens what has these scores on fewer."""
+    """Score again, on all tokens, the hypotheses of scores on fewer tokens."""
     logger.info("Judging the best %d on %d tokens.", len(scores), len(trial.base.tokens))
     # `judge` scores each hypothesis in all rows and in decoded ones; only those of both that are asked for count.
     judged = trial.judge(_hypotheses_of(scores))

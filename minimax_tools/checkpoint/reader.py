@@ -79,7 +79,7 @@ class CheckpointReader:
         return self.index.folder
 
     def past_cache(self) -> CheckpointReader:
-        """Return a second reader for tensors that are needed once: it adds nothing to the system's page cache.
+        """Return a second reader for tensors that are needed once: of them, only small ones enter the page cache.
 
         Both share files, buffers and totals; close the original only.
         """

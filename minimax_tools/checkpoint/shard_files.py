@@ -2,8 +2,9 @@
 
 The page cache pays for bytes that are read again soon. A layer of a streamed model is read once. To put it into the
 cache takes more processor time than to read it, on a virtual machine several times as much. Such reads go from the
-disk straight to this process (O_DIRECT), except for bytes that the cache holds already. O_DIRECT reads whole pages to
-whole pages: memory that lies in its page as the bytes lie in the file's is filled without a copy.
+disk straight to this process (O_DIRECT), except for small ones, and for bytes that the cache holds already. O_DIRECT
+reads whole pages to whole pages: memory that lies in its page as the bytes lie in the file's is filled without a copy,
+but for the pages at its ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 ALIGNMENT = 4096
 # Bytes of a direct read that are copied: large enough for the disk, and still in the processor's cache then.
 _PIECE_BYTES = 1 << 20
-# Reads up to this size go through the page cache: block scales lie beside each other there, and share pages.
+# Reads up to this size go through the page cache: small tensors, such as block scales, share its pages.
 _SMALL_BYTES = 1 << 16
 # Bytes for which one probe of the page cache decides: more make fewer probes, and a wrong one costs more.
 _EXTENT_BYTES = 16 << 20
@@ -43,8 +44,8 @@ class ShardFiles:
     def read_into(self, path: Path, offset: int, out: torch.Tensor, *, past_cache: bool) -> int:
         """Fill `out`, contiguous uint8 [N] on the CPU, from byte `offset` on; return the number of bytes read.
 
-        It is less than N if the file ends; the rest of `out` is undefined then. With `past_cache`, no more than small
-        reads is added to the page cache if the system can.
+        It is less than N if the file ends; the rest of `out` is undefined then. With `past_cache`, only small reads
+        add to the page cache, if the system can avoid it.
 
         Raises:
             OSError: The file cannot be opened or read.
@@ -124,13 +125,11 @@ class ShardFiles:
         skip = ALIGNMENT - len(head) if len(head) else 0  # bytes of the first page before those asked for
         pages = [head_page] * bool(len(head)) + [whole] + [tail_page] * bool(len(tail))
         count = os.preadv(direct, [page.numpy().data for page in pages], offset - skip) - skip
-        if count <= len(head):
-            # The file ends in the first page, or the read stopped after it.
-            return self._read_copied(direct, offset, head) if len(head) else max(count, 0)
-        head.copy_(head_page[skip : skip + len(head)])
+        num_head = min(max(count, 0), len(head))
+        head[:num_head].copy_(head_page[skip : skip + num_head])
         num_tail = min(max(count - len(head) - len(whole), 0), len(tail))
         tail[:num_tail].copy_(tail_page[:num_tail])
-        return min(count, len(head) + len(whole) + len(tail))
+        return min(max(count, 0), len(head) + len(whole) + len(tail))
 
     def _read_copied(self, direct: int, offset: int, out: torch.Tensor) -> int:
         """Read whole pages into the aligned buffer, as O_DIRECT demands, and copy the bytes asked for."""

@@ -60,11 +60,10 @@ class WatchedOnceReader(WatchedReader, OnceReader):
 
 
 class IdleReader(WatchedOnceReader):
-    """The reader of a streamed model that reads no matrices from the third layer on: only the other work is left.
+    """The reader of a streamed model that reads no matrices from the third layer on, but copies others from memory.
 
-    Matrices of the first two layers are used instead, one of each shape, which is copied from memory. So the numbers
-    stay those of a model: with what lies in a buffer they would become NaN, and all tokens would go to the same few
-    experts.
+    These are of the first two layers, one of each shape. So the numbers stay those of a model: with what lies in a
+    buffer they would become NaN, and all tokens would go to the same few experts.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -80,7 +79,8 @@ class IdleReader(WatchedOnceReader):
         key = (tuple(entry.shape), str(entry.dtype))
         if layer < 2 or key not in self._of_shape:
             super()._fill(entry, out)
-            self._of_shape.setdefault(key, out.view(-1).view(torch.uint8).clone())
+            if key not in self._of_shape:
+                self._of_shape[key] = out.view(-1).view(torch.uint8).clone()
         else:
             out.view(-1).view(torch.uint8).copy_(self._of_shape[key])
 

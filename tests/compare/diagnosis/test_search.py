@@ -63,6 +63,7 @@ class Port:
     has_decoded: bool = False
     tried: list[tuple[int, list[str]]] = field(default_factory=list)
     tried_faint: list[tuple[int, list[str]]] = field(default_factory=list)
+    selected: list[list[int]] = field(default_factory=list)
 
     @property
     def base(self) -> Any:
@@ -78,6 +79,7 @@ class Port:
         return torch.arange(self.num_tokens) < self.num_settled
 
     def select_tokens(self, indices: torch.Tensor) -> Port:
+        self.selected.append(indices.tolist())
         return replace(self, num_tokens=len(indices))
 
     def null(self) -> Score:
@@ -243,46 +245,88 @@ class TestTokens:
 
 class TestProofOnFewestTokens:
     def test_mistake_that_the_fewest_tokens_prove_is_judged_on_all_and_ends_the_search(self) -> None:
-        port = Port({"b": CAUSE}, num_tokens=200)
-        outcome = search(port, mistake("a"), mistake("b"), mistake("c"))
-        assert (named(outcome), outcome.num_tried) == (["b"], 3)
-        assert [turn for turn in port.tried if turn[1]] == [(FEWEST, ["a", "b", "c"]), (200, ["b"])]
+        port = Port({"m5": CAUSE}, num_tokens=200)
+        outcome = search(port, *many(9))
+        assert (named(outcome), outcome.num_tried) == (["m5"], 9)
+        (first_count, first), (last_count, last) = (turn for turn in port.tried if turn[1])
+        assert (first_count, len(first), last_count, last[0]) == (FEWEST, 9, 200, "m5")
 
-    def test_hypotheses_that_come_near_are_judged_beside_it(self) -> None:
-        figures = {"a": CAUSE, "b": {**CAUSE, "misfit": 1.01}}
-        on_fewest = {"a": {**CAUSE, "misfit": 1.5}, "b": CAUSE, "c": {**CAUSE, "misfit": 1.51}}
+    def test_near_ones_and_the_three_most_alike_are_judged_beside_it(self) -> None:
+        figures = {"m0": CAUSE, "m1": {**CAUSE, "misfit": 1.01}}
+        on_fewest = {
+            "m0": {**CAUSE, "misfit": 1.5, "likeness": 0.2},
+            "m1": {**CAUSE, "likeness": 0.3},
+            "m2": {**CAUSE, "misfit": 1.51, "likeness": 0.2},
+            **{f"m{number}": {"likeness": number / 10} for number in range(4, 8)},
+        }
         port = Port(figures, on_fewest=on_fewest, num_tokens=200)
-        assert named(search(port, mistake("a"), mistake("b"), mistake("c"))) == ["a", "b"]
-        assert port.tried[-1] == (200, ["a", "b"])
+        assert named(search(port, *many(9))) == ["m0", "m1"]
+        assert port.tried[-1] == (200, ["m0", "m1", "m7", "m6", "m5"])
+
+    def test_one_that_is_less_like_the_error_than_another_does_not_end_the_search(self) -> None:
+        unlike = {**CAUSE, "likeness": 0.5}
+        port = Port({"m0": unlike, "m1": {"likeness": 0.7}}, num_tokens=200)
+        assert named(search(port, *many(5))) == []
+        assert any(count == FIRST for count, _ in port.tried)
 
     def test_search_goes_on_if_all_tokens_do_not_prove_it(self) -> None:
         port = Port({"b": CAUSE}, on_fewest={"a": CAUSE, "b": {}}, num_tokens=200)
         assert named(search(port, mistake("a"), mistake("b"))) == ["b"]
-        assert (FIRST, ["a", "b"]) in port.tried
+        port = Port({"a": UNPROVED, "b": CAUSE}, on_fewest={"a": CAUSE, "b": {}}, num_tokens=200)
+        search(port, mistake("a"), *many(5), mistake("b"))
+        assert any(count == FIRST for count, _ in port.tried)
+
+    @pytest.mark.parametrize(("num_unjudged", "is_ended"), [(10, True), (11, False)])
+    def test_what_too_few_tokens_judge_is_judged_beside_it(self, num_unjudged: int, is_ended: bool) -> None:
+        on_fewest = {f"m{number}": {"misfit": math.inf, "likeness": 0.0} for number in range(num_unjudged)}
+        port = Port({"a": CAUSE, "m9": CAUSE}, on_fewest=on_fewest, num_tokens=200)
+        assert set(named(search(port, *many(20), mistake("a")))) == {"a", "m9"}
+        assert (not any(count == FIRST for count, _ in port.tried)) is is_ended
+        if is_ended:
+            assert set(port.tried[-1][1]) >= {f"m{number}" for number in range(num_unjudged)}
 
     def test_mistake_of_decoded_tokens_alone_is_proved_as_such(self) -> None:
         port = Port({"decoded a": CAUSE}, num_tokens=200, has_decoded=True)
         outcome = search(port, mistake("a"), mistake("b"))
         assert [(score.hypothesis.name, score.is_decode_only) for score in outcome.named] == [("a", True)]
-        assert [turn for turn in port.tried if turn[1]] == [(FEWEST, ["a", "b"]), (200, ["a"])]
+        assert {count for count, names in port.tried if names} == {FEWEST, 200}
 
-    @pytest.mark.parametrize(("leaves", "is_held"), [(9.9, False), (10.0, True)])
-    def test_error_below_that_of_a_proof_is_not_held_against_them(self, leaves: float, is_held: bool) -> None:
+    def test_hypotheses_found_by_wrong_tokens_prove_nothing_alone(self) -> None:
+        found = mistake("of experts", Site.MOE_DELTA, candidates=lambda _: (), find=lambda _: ({},))
+        port = Port({"of experts": CAUSE}, on_fewest={"of experts": {}}, num_tokens=200)
+        assert named(search(port, mistake("a"), found)) == ["of experts"]
+        assert (FIRST, ["a", "of experts"]) in port.tried
+
+    def test_finalist_of_an_earlier_turn_is_named_beside_a_proof(self) -> None:
+        expected = mistake("expected").with_parameters({})
+        figures = {"expected": {**CAUSE, "leaves": 1.35}, "at": {**CAUSE, "misfit": 1.05}}
+        port = Port(figures, num_tokens=200)
+        outcome = search(port, mistake("at"), suspects=frozenset({Site.Q_PROJ}), expected=[expected])
+        assert (named(outcome), (FIRST, ["at"]) in port.tried) == (["expected", "at"], True)
+        port = Port({**figures, "expected": {**CAUSE, "leaves": 1.35, "misfit": 1.1}}, num_tokens=200)
+        outcome = search(port, mistake("at"), suspects=frozenset({Site.Q_PROJ}), expected=[expected])
+        assert (named(outcome), (FIRST, ["at"]) in port.tried) == (["at", "expected"], False)
+
+    @pytest.mark.parametrize(("leaves", "is_tried"), [(9.9, False), (10.0, True)])
+    def test_fewest_tokens_judge_large_errors_alone(self, leaves: float, is_tried: bool) -> None:
         port = Port({}, null_figures={"leaves": leaves}, num_tokens=200)
         search(port, mistake("a"))
-        assert (port.tried[1][0] == FEWEST) is is_held
+        assert (port.tried[1][0] == FEWEST) is is_tried
 
-    @pytest.mark.parametrize(("num_settled", "is_held"), [(7, False), (8, True)])
-    def test_fewest_tokens_are_settled(self, num_settled: int, is_held: bool) -> None:
+    @pytest.mark.parametrize(("num_settled", "is_tried"), [(7, False), (8, True)])
+    def test_fewest_tokens_are_settled(self, num_settled: int, is_tried: bool) -> None:
         port = Port({"a": CAUSE}, num_tokens=200, num_settled=num_settled)
         assert named(search(port, mistake("a"))) == ["a"]
-        assert (port.tried[1][0] == FEWEST) is is_held
+        assert (port.tried[1][0] == FEWEST) is is_tried
+        fewest = [indices for indices in port.selected if len(indices) == FEWEST]
+        assert all(max(indices) < num_settled for indices in fewest)
+        assert bool(fewest) is is_tried
 
     def test_proof_of_one_turn_spares_the_next(self) -> None:
         port = Port({"at": CAUSE}, num_tokens=200)
         suspects = frozenset({Site.K_PROJ})
         search(port, mistake("other"), mistake("at", Site.K_PROJ), suspects=suspects)
-        assert not any("other" in names for _, names in port.tried)
+        assert [count for count, names in port.tried if names] == [FEWEST, 200]
 
 
 class TestFitting:
