@@ -139,7 +139,11 @@ def work_figures(*, num_starts: int) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="mm2-bench-") as name:
         folder = Path(name)
         write_config(folder / "m2")
-        subprocess.run([*SPLIT, "synthesize", "--output", str(folder / "toy"), "--quiet"], check=True)
+        subprocess.run(
+            [*SPLIT, "synthesize", "--output", str(folder / "toy"), "--quiet"],
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
         plans = {model: str(folder / f"{model}.json") for model in ("m2", "toy")}
         planning = {
             model: ["plan", "--model", str(folder / model), *nodes_of(memory), "--output", plans[model]]

@@ -93,7 +93,7 @@ def decode_codes(
                 f"{list(tensor.shape)}"
             )
     # A block has one scale, and so at most 256 values.
-    values = (scale_inv[..., None] * numbers).to(dtype).float()
+    values = (scale_inv[..., None] * numbers).to(dtype).float().contiguous()
     codes = weight_fp8.contiguous().view(torch.uint8)
     _look_up_codes(codes.numpy(), values.numpy(), result.numpy())
     return result

@@ -227,6 +227,27 @@ def serve(forked_python: Process) -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="session")
+def serve_anew(environment_of: Callable[..., dict[str, str]]) -> Callable[..., list[dict[str, Any]]]:
+    """Runs commands as `serve` does, in a process that imports torch anew: for devices that torch loads with itself."""
+
+    def serve_all(commands: Sequence[Sequence[object]], **environment: str) -> list[dict[str, Any]]:
+        texts = [[str(argument) for argument in arguments] for arguments in commands]
+        done = subprocess.run(
+            [sys.executable, "-c", _SERVE],
+            input=json.dumps(texts),
+            env=environment_of(**environment),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        results: list[dict[str, Any]] = json.loads(done.stdout)
+        return results
+
+    return serve_all
+
+
+@pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model smaller than the toy, in BF16, for what needs no golden: 4 layers, hidden 64, 8 experts."""
     folder = tmp_path_factory.mktemp("small") / "small"

@@ -55,7 +55,7 @@ def environment(library: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results(
-    serve: Callable[..., list[dict[str, Any]]],
+    serve_anew: Callable[..., list[dict[str, Any]]],
     environment: dict[str, str],
     toy: Path,
     golden: Path,
@@ -79,7 +79,7 @@ def results(
         "inductor": (*sweep, "--backend", "neuron", "--compile", "inductor"),
         "check": ("check", "--backend", "neuron"),
     }
-    return dict(zip(commands, serve([*commands.values()], **environment), strict=True))
+    return dict(zip(commands, serve_anew([*commands.values()], **environment), strict=True))
 
 
 def record(result: dict[str, Any]) -> dict[str, Any]:

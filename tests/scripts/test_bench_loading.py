@@ -89,7 +89,8 @@ def test_every_figure_of_the_issue_is_measured(tmp_path: Path) -> None:
         if name.startswith("extra_disk_bytes"):
             assert figures[name]["value"] == 0, name
         if name.startswith("bytes_read_over_stored"):
-            assert figures[name]["value"] == 1, name
+            # Of the embedding only the rows of the tokens are read.
+            assert 0.9 < figures[name]["value"] <= 1, name
     # A toy's layer is smaller than what any process takes.
     assert not figures["peak_anonymous_over_layer"]["holds"]
     assert result.returncode == 1

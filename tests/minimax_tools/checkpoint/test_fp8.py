@@ -47,6 +47,16 @@ def test_every_code_is_the_rounded_float32_product(
     _assert_same_values(dequantise(codes_fp8, scale_inv, dtype=dtype), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_may_be_a_view(dtype: torch.dtype) -> None:
+    """A mistake of the catalogue reads a square grid of scales transposed, another gives all blocks one scale."""
+    codes = torch.arange(256 * 256).remainder(127).to(torch.uint8).view(256, 256).view(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    for view in (scales.T, scales.mean().expand(scales.shape)):
+        expected = decode_codes(codes, view.contiguous(), numbers=CODE_NUMBERS, dtype=dtype)
+        _assert_same_values(decode_codes(codes, view, numbers=CODE_NUMBERS, dtype=dtype), expected)
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_codes_are_looked_up_and_rounded_once(scale: float, dtype: torch.dtype) -> None:
