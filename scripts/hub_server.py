@@ -7,7 +7,6 @@ hub does with its content network.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import json
 import re
@@ -95,12 +94,8 @@ class HubServer:
         self._faults: list[tuple[str, str, Fault, int]] = []
         self._lock = threading.Lock()
         self._log: list[Request] = []
-        hub = self
-
-        class Handler(_Handler):
-            server_hub = hub
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("Handler", (_Handler,), {"server_hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
 
@@ -144,12 +139,12 @@ class HubServer:
         """Serve files, or a folder's; the commit is made from them, and those before can be asked for still."""
         if isinstance(files, Path):
             files = {path.name: path.read_bytes() for path in files.iterdir()}
-        hashes = {name: content_hash(name, files[name]) for name in sorted(files)}
-        digest = hashlib.sha1("".join(f"{name} {sha}\n" for name, sha in hashes.items()).encode()).hexdigest()
-        self._models[model] = Model(files=dict(files), commit=digest, **properties)
-        self._models[f"{model}@{digest}"] = self._models[model]
-        self._blobs.update({sha: (name, files[name]) for name, sha in hashes.items()})
-        return self._models[model]
+        blobs = {content_hash(name, files[name]): (name, files[name]) for name in sorted(files)}
+        digest = hashlib.sha1(json.dumps([sorted(files), *blobs]).encode()).hexdigest()
+        served = Model(files=dict(files), commit=digest, **properties)
+        self._models |= {model: served, f"{model}@{digest}": served}
+        self._blobs |= blobs
+        return served
 
     def plant(self, method: str, path: str, fault: Fault, *, times: int = 1) -> None:
         """Answer so the next `times` that `path` occurs in what is asked; the content network's path too."""
@@ -177,9 +172,8 @@ class HubServer:
             self._log.append(request)
 
 
-@functools.lru_cache(maxsize=64)
 def content_hash(name: str, data: bytes) -> str:
-    """Return the ETag: sha256 of a large file, git's sha1 of a small one; kept, since many tests serve the same."""
+    """Return the ETag: sha256 of a large file, git's sha1 of a small one."""
     if name.endswith(_LARGE_SUFFIXES):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
