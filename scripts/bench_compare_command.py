@@ -55,7 +55,7 @@ SCALES = {
         model=replace(WIDE, num_hidden_layers=62, num_attention_heads=4, num_key_value_heads=2),
         lengths="4096",
         sites="component",
-        num_rounds=2,
+        num_rounds=1,
     ),
     "toy": Scale(model=SyntheticModel(num_hidden_layers=2), lengths="48,33", num_rounds=1),
 }
