@@ -53,8 +53,8 @@ test-wheel: ## Install a wheel of mm2 in a fresh environment, and run the demo t
 	build/wheel/venv/bin/python -m pip install --disable-pip-version-check --quiet "$$(ls $(CURDIR)/build/wheel/mm2-*.whl)[golden]"
 	cd build/wheel && venv/bin/python $(CURDIR)/scripts/demo.py --backend cpu
 
-slow: $(STAMP) ## Run the slow tests: about an hour
-	$(BIN)/python -m pytest -q -rs -m slow
+slow: $(STAMP) ## Run the slow tests: about half an hour on 2 cores
+	$(BIN)/python -m pytest -q -rs -m slow -n $(WORKERS) --dist loadfile
 
 torture: $(STAMP) ## Hostile files, killed processes, odd streams: count what breaks
 	$(BIN)/python scripts/bench_torture.py
