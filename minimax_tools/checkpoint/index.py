@@ -38,6 +38,10 @@ class TensorIndex:
     entries: Mapping[str, TensorEntry] = field(repr=False)  # tensors of the shards that are here
     # The shard of each tensor that is not here, by the tensor's name.
     absent: Mapping[str, str] = field(repr=False, default_factory=dict)
+    # What `digest` returned: a command asks for each layer of 100 000 tensors, and always for those outside all layers.
+    _digests: dict[int | None, str | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def from_folder(cls, folder: Path, *, layers: range | None = None) -> TensorIndex:
@@ -107,6 +111,11 @@ class TensorIndex:
         It tells architectures apart, not weights (see `ModelFingerprint`). Block scales are left out: an FP8 and a BF16
         copy agree. The result is None if some of the tensors are absent.
         """
+        if layer not in self._digests:
+            self._digests[layer] = self._compute_digest(layer)
+        return self._digests[layer]
+
+    def _compute_digest(self, layer: int | None) -> str | None:
         if layer is None:
             names = tuple(name for name in self.names if layer_of(name) is None)
             is_whole = all(layer_of(name) is not None for name in self.absent)
