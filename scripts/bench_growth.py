@@ -9,6 +9,9 @@ at the largest size over that at the least.
 A golden is streamed on the CPU; a sweep runs on the CPU; `diagnose` looks at every layer of a run whose gate and up
 weights are swapped. Tokens come in prompts of 64, because attention alone grows with the square of a prompt's length.
 
+With `--calls` the calls of Python functions in the main thread are counted instead of time (cProfile): other work on
+the machine does not change them, and a loop over all tensors for each layer shows. Libraries' own loops do not.
+
     python scripts/bench_growth.py --axes layers,experts
 """
 
@@ -16,8 +19,10 @@ from __future__ import annotations
 
 import math
 import os
+import pstats
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +70,16 @@ AXES: Mapping[str, tuple[Size, ...]] = {
     "tokens": tuple(Size(tokens=number) for number in (1024, 2048, 4096)),
     "experts": tuple(Size(experts=number) for number in (64, 128, 256)),
 }
+# Program that writes a profile of a command's function: the profile's path, the module, the words.
+_PROFILED = """
+import cProfile, importlib, sys
+profile = cProfile.Profile()
+try:
+    profile.runcall(importlib.import_module(sys.argv[2]).main, sys.argv[3:], standalone_mode=False)
+except SystemExit:
+    pass
+profile.dump_stats(sys.argv[1])
+"""
 COMMANDS = ("golden", "sweep", "compare", "diagnose", "show")
 CAPTURES = "captures"
 
@@ -77,14 +92,21 @@ def main() -> int:
         "--axes", type=names_among(axes), default=set(axes), help="axes to measure (default: all)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command and size (default: 3)")
+    parser.add_argument(
+        "--calls", action="store_true", help="count calls of Python functions in place of time"
+    )
     parser.add_argument("--scratch", type=Path, help="folder with 4 GB free (default: the system's)")
     arguments = parser.parse_args()
     figures: list[Figure] = []
     for axis in axes:
         if axis in arguments.axes:
             with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-                measure = measure_captures if axis == CAPTURES else measure_axis
-                figures += measure(axis, Path(scratch), num_rounds=arguments.rounds)
+                if axis == CAPTURES:
+                    figures += measure_captures(axis, Path(scratch), num_rounds=arguments.rounds)
+                elif arguments.calls:
+                    figures += count_axis(axis, Path(scratch))
+                else:
+                    figures += measure_axis(axis, Path(scratch), num_rounds=arguments.rounds)
     return print_figures("growth", figures, as_json=arguments.json)
 
 
@@ -103,6 +125,36 @@ def measure_axis(axis: str, scratch: Path, *, num_rounds: int) -> Iterator[Figur
     for command, by_size in runs.items():
         sizes = tuple(by_size.values())
         yield from growth_figures(f"{command}_{axis}", sizes, is_memory_flat=axis == "layers")
+
+
+def count_axis(axis: str, scratch: Path) -> Iterator[Figure]:
+    """Yield growth of the number of calls of every command along an axis."""
+    calls: dict[str, list[int]] = {command: [] for command in COMMANDS}
+    for number, size in enumerate(AXES[axis]):
+        folder = scratch / str(number)
+        write_model(folder / "model", size.model)
+        for command, words in lines_of(folder, size).items():
+            calls[command].append(count_calls(words, folder / "profile"))
+        shutil.rmtree(folder)
+    for command, (least, middle, most) in calls.items():
+        yield Figure.plain(f"{command}_{axis}_calls", most)
+        exponent = math.log2((most - middle) / max(middle - least, 1))
+        yield Figure.at_most(f"{command}_{axis}_calls_exponent", exponent, _MOST_EXPONENT)
+
+
+def count_calls(words: Sequence[str], profile: Path) -> int:
+    """Run a command's function under cProfile in a process of its own; return the number of calls in its main thread.
+
+    `mm2-test` would run a port in a further process, which cProfile does not follow.
+    """
+    repository = Path(__file__).resolve().parents[1]
+    package, *options = words
+    command = [sys.executable, "-c", _PROFILED, str(profile), f"{package}.cli", *options]
+    environment = {**os.environ, "PYTHONPATH": str(repository)}
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+    calls: int = pstats.Stats(str(profile)).total_calls  # type: ignore[attr-defined]  # typeshed leaves it out
+    print(f"{words[0]} {words[1]}: {calls} calls", file=sys.stderr)
+    return calls
 
 
 def lines_of(folder: Path, size: Size) -> dict[str, list[str]]:
