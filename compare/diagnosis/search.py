@@ -81,6 +81,8 @@ def search_layer(
     if not bool(trial.is_usable.any()):
         return SearchOutcome(null=null)
     first, screen = _with_few_tokens(trial, _FIRST_TOKENS), _with_few_tokens(trial, _SCREENING_TOKENS)
+    # Only a large error is proved, and only of many tokens do a few spare work.
+    fewest = _with_fewest_tokens(trial) if null.leaves >= PROOF_RHO and first is not trial else None
     wrong_tokens = trial.wrong_tokens()
     found = [hypothesis for mistake in mistakes for hypothesis in mistake.found_hypotheses(wrong_tokens)]
     # Few tokens need not hold those of two experts: such hypotheses are judged on all tokens at once.
@@ -92,8 +94,8 @@ def search_layer(
     turns = _turns(first, mistakes, found=found, suspects=suspects, expected=expected)
     for is_expected, hypotheses in turns:
         num_tried += len(hypotheses)
-        if null.leaves >= PROOF_RHO and first is not trial:
-            proved = _judge_proved(trial, hypotheses)
+        if fewest is not None:
+            proved = _judge_proved(trial, fewest, hypotheses)
             named = name_mistakes([*proved, *(finals or of_experts)]) if proved else ()
             if named and is_proof(named[0]):
                 return SearchOutcome(null=null, named=named, num_tried=num_tried)
@@ -133,6 +135,14 @@ def _with_few_tokens(trial: Trial, most: int) -> Trial:
     return trial if len(indices) == num_tokens else trial.select_tokens(indices)
 
 
+def _with_fewest_tokens(trial: Trial) -> Trial | None:
+    """Return the trial of the fewest tokens, all settled: others do not count; None if there are too few of these."""
+    settled = trial.settled.nonzero().flatten()
+    if len(settled) < _FEWEST_TOKENS:
+        return None
+    return trial.select_tokens(settled[spread_evenly(len(settled), _FEWEST_TOKENS)])
+
+
 def _turns(
     trial: Trial,
     mistakes: Sequence[Mistake],
@@ -162,13 +172,8 @@ def _turns(
             yield is_expected, turn
 
 
-def _judge_proved(trial: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
+def _judge_proved(trial: Trial, fewest: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
     """Score on all tokens what the fewest tokens prove, and what is near it; none if they prove nothing."""
-    # Settled ones alone: other tokens do not count, and would leave too few.
-    settled = trial.settled.nonzero().flatten()
-    if len(settled) < _FEWEST_TOKENS:
-        return []
-    fewest = trial.select_tokens(settled[spread_evenly(len(settled), _FEWEST_TOKENS)])
     logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(fewest.base.tokens))
     scores = fewest.judge(hypotheses)
     best = min(scores, key=lambda score: score.misfit)

@@ -124,12 +124,12 @@ class ShardFiles:
         head_page, tail_page, _ = self._aligned_buffer().tensor_split((ALIGNMENT, 2 * ALIGNMENT))
         skip = ALIGNMENT - len(head) if len(head) else 0  # bytes of the first page before those asked for
         pages = [head_page] * bool(len(head)) + [whole] + [tail_page] * bool(len(tail))
-        count = os.preadv(direct, [page.numpy().data for page in pages], offset - skip) - skip
-        num_head = min(max(count, 0), len(head))
+        count = max(os.preadv(direct, [page.numpy().data for page in pages], offset - skip) - skip, 0)
+        num_head = min(count, len(head))
         head[:num_head].copy_(head_page[skip : skip + num_head])
         num_tail = min(max(count - len(head) - len(whole), 0), len(tail))
         tail[:num_tail].copy_(tail_page[:num_tail])
-        return min(max(count, 0), len(head) + len(whole) + len(tail))
+        return min(count, len(head) + len(whole) + len(tail))
 
     def _read_copied(self, direct: int, offset: int, out: torch.Tensor) -> int:
         """Read whole pages into the aligned buffer, as O_DIRECT demands, and copy the bytes asked for."""
