@@ -31,7 +31,7 @@ from pathlib import Path
 
 from cpu_golden import write_model
 from figures import Figure, benchmark_parser, names_among, print_figures
-from peaks import Watched, watch_package
+from peaks import Watched, package_environment, watch_package
 from port_runs import EXAMPLES
 
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, capture_directory
@@ -147,11 +147,9 @@ def count_calls(words: Sequence[str], profile: Path) -> int:
 
     `mm2-test` would run a port in a further process, which cProfile does not follow.
     """
-    repository = Path(__file__).resolve().parents[1]
     package, *options = words
     command = [sys.executable, "-c", _PROFILED, str(profile), f"{package}.cli", *options]
-    environment = {**os.environ, "PYTHONPATH": str(repository)}
-    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, env=package_environment(), stdout=subprocess.DEVNULL, check=True)
     calls: int = pstats.Stats(str(profile)).total_calls  # type: ignore[attr-defined]  # typeshed leaves it out
     print(f"{words[0]} {words[1]}: {calls} calls", file=sys.stderr)
     return calls

@@ -83,9 +83,12 @@ def watch(
 
 def watch_package(package: str, *words: str) -> Watched:
     """Run the program of one of this repository's packages, as `python -m PACKAGE WORDS`, and watch it."""
-    repository = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(repository)}
-    return watch([sys.executable, "-m", package, *words], environment=environment)
+    return watch([sys.executable, "-m", package, *words], environment=package_environment())
+
+
+def package_environment() -> dict[str, str]:
+    """Return this process's variables for one that imports this repository's packages."""
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
 
 def memory_bytes(status: str, kind: str = ANONYMOUS) -> int:

@@ -216,30 +216,32 @@ def needs_xla() -> None:
 def serve(forked_python: Process) -> Callable[..., list[dict[str, Any]]]:
     """Runs several `mm2-test` commands in one new process; for each its exit code, stdout and stderr."""
 
-    def serve_all(commands: Sequence[Sequence[object]], **environment: str) -> list[dict[str, Any]]:
-        texts = [[str(argument) for argument in arguments] for arguments in commands]
-        done = forked_python(_SERVE, standard_input=json.dumps(texts), **environment)
-        assert done.returncode == 0, done.stderr
-        results: list[dict[str, Any]] = json.loads(done.stdout)
-        return results
-
-    return serve_all
+    return _serve_by(lambda texts, environment: forked_python(_SERVE, standard_input=texts, **environment))
 
 
 @pytest.fixture(scope="session")
 def serve_anew(environment_of: Callable[..., dict[str, str]]) -> Callable[..., list[dict[str, Any]]]:
     """Runs commands as `serve` does, in a process that imports torch anew: for devices that torch loads with itself."""
 
-    def serve_all(commands: Sequence[Sequence[object]], **environment: str) -> list[dict[str, Any]]:
-        texts = [[str(argument) for argument in arguments] for arguments in commands]
-        done = subprocess.run(
+    return _serve_by(
+        lambda texts, environment: subprocess.run(
             [sys.executable, "-c", _SERVE],
-            input=json.dumps(texts),
+            input=texts,
             env=environment_of(**environment),
             capture_output=True,
             text=True,
             check=False,
         )
+    )
+
+
+def _serve_by(
+    run: Callable[[str, dict[str, str]], subprocess.CompletedProcess[str]],
+) -> Callable[..., list[dict[str, Any]]]:
+    """Return what serves commands in the process that `run` starts, from its standard input and variables."""
+
+    def serve_all(commands: Sequence[Sequence[object]], **environment: str) -> list[dict[str, Any]]:
+        done = run(json.dumps([[*map(str, arguments)] for arguments in commands]), environment)
         assert done.returncode == 0, done.stderr
         results: list[dict[str, Any]] = json.loads(done.stdout)
         return results
