@@ -6,15 +6,19 @@ STAMP := .venv/installed
 EXTRAS := golden,xla,remote,report,pytest,dev
 # Number of processes that share the test files.
 WORKERS ?= 2
+PYTEST := -m pytest -q -rs -n $(WORKERS) --dist loadfile
+# Tests that `make check` and `make test-scripts` run; `make test` runs all others that are not slow.
+CHECK_TESTS := tests/test_floors.py tests/test_house.py tests/test_packaging.py tests/test_project_files.py
+FAST_TESTS := $(PYTEST) -m "not slow" $(CHECK_TESTS:%=--ignore %) --ignore tests/scripts
 # Byte code is kept: without it each of the tests' processes compiles mm2 anew, and each run all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-lowest test-wheel slow torture mutants models check fix clean
+.PHONY: help venv demo test test-scripts test-lowest test-wheel slow torture mutants models check fix clean
 
 help: ## List the targets
 	@echo "mm2 finds where a port of MiniMax-M2 to AWS Trainium goes wrong. Targets:"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "The first target that needs .venv installs it: 3-4 minutes, about 8 GB of disk on Linux x86-64."
 
 venv: $(STAMP) ## Set up .venv with mm2 and all that its tests need
@@ -35,16 +39,19 @@ demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, on the CP
 	@echo "Running scripts/demo.py: writes a toy checkpoint, captures a golden, finds planted bugs, reads real text. CPU, 1-3 minutes."
 	$(BIN)/python scripts/demo.py
 
-test: $(STAMP) ## Run the tests without the slow ones and those of check
-	@echo "Running the tests, about 9 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
-	$(BIN)/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py --ignore tests/test_house.py
+test: $(STAMP) ## Run the tests without the slow ones, and without those of check and of scripts/
+	@echo "Running the tests, about 8 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
+	$(BIN)/python $(FAST_TESTS)
+
+test-scripts: $(STAMP) ## Run the tests of the benchmarks and tools in scripts/, without the slow ones
+	$(BIN)/python $(PYTEST) -m "not slow" tests/scripts
 
 test-lowest: ## Run the tests with the lowest versions that pyproject.toml admits
 	@echo "Installing the lowest versions into .venv-lowest: about 8 GB. uv finds them; pip has no such resolution."
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --disable-pip-version-check --quiet uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[golden,remote,report,pytest,dev]'
-	.venv-lowest/bin/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py --ignore tests/test_house.py
+	.venv-lowest/bin/python $(FAST_TESTS)
 
 test-wheel: ## Install a wheel of mm2 in a fresh environment, and run the demo there; PYTHON=python3.13 picks the Python
 	rm -rf build/wheel && mkdir -p build/wheel
@@ -54,7 +61,7 @@ test-wheel: ## Install a wheel of mm2 in a fresh environment, and run the demo t
 	cd build/wheel && venv/bin/python $(CURDIR)/scripts/demo.py --backend cpu
 
 slow: $(STAMP) ## Run the slow tests: about half an hour on 2 cores
-	$(BIN)/python -m pytest -q -rs -m slow -n $(WORKERS) --dist loadfile
+	$(BIN)/python $(PYTEST) -m slow
 
 torture: $(STAMP) ## Hostile files, killed processes, odd streams: count what breaks
 	$(BIN)/python scripts/bench_torture.py
@@ -67,11 +74,11 @@ models: $(STAMP) ## Train the learned models again (output: mm2-models)
 	@echo "Running scripts/train_models.py: ten small models, 5-20 minutes of one core each, into mm2-models."
 	$(BIN)/python scripts/train_models.py
 
-check: $(STAMP) ## Check format, lint, types, floors and the house
+check: $(STAMP) ## Check format, lint, types, floors, the house, packages and the project's files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_floors.py tests/test_house.py
+	$(BIN)/python -m pytest -q $(CHECK_TESTS)
 
 fix: $(STAMP) ## Format, and apply the fixes of ruff
 	$(BIN)/ruff format .
