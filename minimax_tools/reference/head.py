@@ -31,8 +31,8 @@ class Float32Head:
         rounding = Rounding(seed=seed)
 
         def round_randomly(values: torch.Tensor, draw: int) -> torch.Tensor:
-            kinds = torch.full((values.shape[0],), int(RoundingKind.RANDOM))
-            return rounding.apply(values.contiguous(), kinds, draw=draw)
+            every_row = ((RoundingKind.RANDOM, slice(len(values))),)
+            return rounding.apply(values.contiguous(), every_row, draw=draw)
 
         states = hidden_states.to(torch.float32)
         normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)

@@ -22,7 +22,7 @@ from minimax_tools.model import weight_names
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.rounding import Rounding, RoundingKind
+from minimax_tools.reference.rounding import RoundedRows, Rounding, RoundingKind, rounded_rows
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 
 # Attention scores of one row that are held at a time, 16 MB in float32, but at least one head. Another number gives
@@ -87,6 +87,10 @@ class _Pass:
     layer: RoundedLayer
     inputs: Inputs
     draws: itertools.count[int] = field(default_factory=itertools.count)
+    rounded: RoundedRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rounded = rounded_rows(self._row_kinds())
 
     def run(
         self, hidden_rsh: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor]
@@ -162,7 +166,7 @@ class _Pass:
 
     def _round(self, values: torch.Tensor) -> torch.Tensor:
         """Round values [R,…] in place, each row by its kind, and return them: nothing else may use the tensor."""
-        return Rounding(seed=self.layer.seed).apply(values, self._row_kinds(), draw=next(self.draws))
+        return Rounding(seed=self.layer.seed).apply(values, self.rounded, draw=next(self.draws))
 
     def _norm(self, states: torch.Tensor, weight: str) -> torch.Tensor:
         normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.layer.spec.rms_norm_eps)
@@ -216,7 +220,8 @@ class _Pass:
 
     def _round_row(self, values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
         """Round values of one row, all of one kind."""
-        return Rounding(seed=self.layer.seed).apply(values[None], kind[None], draw=next(self.draws))[0]
+        rounded = rounded_rows(kind[None])
+        return Rounding(seed=self.layer.seed).apply(values[None], rounded, draw=next(self.draws))[0]
 
     def _multiply_halves(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply in halves, rounded before they are added, as two ranks of tensor parallelism do."""

@@ -24,7 +24,7 @@ from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
 from minimax_tools.reference.head import Float32Head
 from minimax_tools.reference.plausible_flips import PlausibleFlips
 from minimax_tools.reference.rounded_layer import RoundedLayer
-from minimax_tools.reference.rounding import Rounding, RoundingKind
+from minimax_tools.reference.rounding import Rounding, RoundingKind, rounded_rows
 
 # Seed of the head's random steps; a layer's is its number.
 _HEAD_SEED = 1 << 20
@@ -93,9 +93,9 @@ class RoundedHead:
 
     def score(self, states_cth: torch.Tensor, *, draw: int) -> torch.Tensor:
         """Compute logits [C,T,vocab], float32, of the last layer's output; another `draw`, other random steps."""
-        rounding, kinds = Rounding(seed=_HEAD_SEED), torch.tensor(self.kinds)
+        rounding, rounded = Rounding(seed=_HEAD_SEED), rounded_rows(torch.tensor(self.kinds))
         with torch.no_grad():
             normed = self.exact.scale(states_cth)
-            normed = rounding.apply(normed, kinds, draw=3 * draw).mul_(self.exact.norm.float())
-            normed = rounding.apply(normed, kinds, draw=3 * draw + 1)
-            return rounding.apply(self.exact.score(normed), kinds, draw=3 * draw + 2)
+            normed = rounding.apply(normed, rounded, draw=3 * draw).mul_(self.exact.norm.float())
+            normed = rounding.apply(normed, rounded, draw=3 * draw + 1)
+            return rounding.apply(self.exact.score(normed), rounded, draw=3 * draw + 2)

@@ -5,9 +5,9 @@ A batch may hold several copies of the same rows, each copy rounded in its own w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 import torch
 
@@ -27,21 +27,25 @@ class RoundingKind(IntEnum):
     RANDOM = 2  # moved by up to half a BF16 step: samples other orders of the same operations (Monte Carlo arithmetic)
 
 
+# The kinds that change values, each with the slice of its rows.
+RoundedRows: TypeAlias = "tuple[tuple[RoundingKind, slice], ...]"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
     """A source of roundings."""
 
     seed: int  # seed of the random steps. The same `seed` and `draw` give the same steps.
 
-    def apply(self, values: torch.Tensor, kinds: torch.Tensor, *, draw: int) -> torch.Tensor:
+    def apply(self, values: torch.Tensor, rounded: RoundedRows, *, draw: int) -> torch.Tensor:
         """Round float32 values [R,…] in place, and return them.
 
         Args:
             values: The values; nothing else uses them.
-            kinds: int64 [R], the `RoundingKind` of each row, ascending.
+            rounded: The rows that are rounded, from `rounded_rows`.
             draw: Number of this rounding. Roundings with different numbers have different random steps.
         """
-        for kind, rows in _rows_to_round(kinds):
+        for kind, rows in rounded:
             part = values[rows]
             if kind is RoundingKind.NEAREST:
                 part.copy_(part.bfloat16())
@@ -56,17 +60,17 @@ class Rounding:
         return torch.rand(values.shape, generator=generator).sub_(0.5).to(values.device)
 
 
+def rounded_rows(kinds: torch.Tensor) -> RoundedRows:
+    """Find the rows that each kind changes; `kinds` is int64 [R], the `RoundingKind` of each row, ascending."""
+    ends = torch.bincount(kinds, minlength=len(RoundingKind)).cumsum(0).tolist()
+    return tuple(
+        (kind, slice(start, end))
+        for kind, start, end in zip(RoundingKind, (0, *ends[:-1]), ends, strict=True)
+        if start < end and kind is not RoundingKind.EXACT
+    )
+
+
 def _bf16_steps(values: torch.Tensor) -> torch.Tensor:
     """Return the distance of neighbouring BF16 numbers around float32 values; 0 around 0."""
     powers = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return powers.mul_(_STEP)
-
-
-def _rows_to_round(kinds: torch.Tensor) -> Iterator[tuple[RoundingKind, slice]]:
-    """Yield each kind that changes values, with the slice of its rows: `kinds` ascend, so they are neighbours."""
-    counts = torch.bincount(kinds, minlength=len(RoundingKind)).tolist()
-    start = 0
-    for kind, count in zip(RoundingKind, counts, strict=True):
-        if count and kind is not RoundingKind.EXACT:
-            yield kind, slice(start, start + count)
-        start += count

@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
-from minimax_tools.reference.rounding import Rounding
+from minimax_tools.reference.rounding import Rounding, rounded_rows
 from minimax_tools.reference.upcast_product import Scratch, multiply_upcast
 
 # Numbers of the roundings of one expert, below `_DRAWS_PER_EXPERT`, so that no two roundings share random steps.
 _GATE, _UP, _SILU, _ACTIVATED, _FIRST_HALF, _SECOND_HALF, _DOWN, _WEIGHTED, _SUM = range(9)
 _DRAWS_PER_EXPERT = 16
+
+# Rounds values [t,…] of an expert's tokens in place, and returns them; the number is that of one of its roundings.
+_Round: TypeAlias = "Callable[[torch.Tensor, int], torch.Tensor]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,10 +32,10 @@ class ExpertRounding:
     rounding: Rounding
     kinds: torch.Tensor  # int64 [T], the `RoundingKind` of each token, ascending
 
-    def apply(self, values: torch.Tensor, tokens: torch.Tensor, *, expert: int, step: int) -> torch.Tensor:
-        """Round values [t,…] of an expert's tokens [t], ascending, in place; `step` is one of its roundings."""
-        draw = expert * _DRAWS_PER_EXPERT + step
-        return self.rounding.apply(values, self.kinds[tokens.cpu()], draw=draw)
+    def of_expert(self, expert: int, tokens: torch.Tensor) -> _Round:
+        """Return the function that rounds the values of an expert's tokens [t], ascending."""
+        rounded, first_draw = rounded_rows(self.kinds[tokens.cpu()]), expert * _DRAWS_PER_EXPERT
+        return lambda values, number: self.rounding.apply(values, rounded, draw=first_draw + number)
 
 
 def upcast_experts(
@@ -58,26 +62,31 @@ def upcast_experts(
     numbers = experts.unique().tolist()
     # For each expert its tokens [t], and the column of `experts` [t] in which each token names it.
     routed = [torch.where(experts == number) for number in numbers]
+    roundings = [
+        None if rounding is None else rounding.of_expert(number, tokens)
+        for number, (tokens, _) in zip(numbers, routed, strict=True)
+    ]
     scratch = Scratch()
 
-    def run(number: int, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def run(
+        number: int, tokens: torch.Tensor, positions: torch.Tensor, rounded: _Round | None
+    ) -> torch.Tensor:
         # Threads begin with gradients on.
         with torch.no_grad():
             token_shares = shares[tokens, positions, None]
-            if rounding is None:
+            if rounded is None:
                 return _run_exact(weights, number, states[tokens], scratch).mul_(token_shares)
-            expert_output = _run_rounded(weights, number, states[tokens], tokens, scratch, rounding)
-            return rounding.apply(expert_output.mul_(token_shares), tokens, expert=number, step=_WEIGHTED)
+            expert_output = _run_rounded(weights, number, states[tokens], scratch, rounded)
+            return rounded(expert_output.mul_(token_shares), _WEIGHTED)
 
     tokens_of, positions_of = [tokens for tokens, _ in routed], [positions for _, positions in routed]
     with _side_by_side(states.device) as map_in_order:
-        expert_outputs = map_in_order(run, numbers, tokens_of, positions_of)
-        for number, tokens, expert_output in zip(numbers, tokens_of, expert_outputs, strict=True):
-            if rounding is None:
+        expert_outputs = map_in_order(run, numbers, tokens_of, positions_of, roundings)
+        for tokens, rounded, expert_output in zip(tokens_of, roundings, expert_outputs, strict=True):
+            if rounded is None:
                 output.index_add_(0, tokens, expert_output)
             else:
-                total = expert_output.add_(output[tokens])
-                output[tokens] = rounding.apply(total, tokens, expert=number, step=_SUM)
+                output[tokens] = rounded(expert_output.add_(output[tokens]), _SUM)
     return output
 
 
@@ -108,20 +117,18 @@ def _run_rounded(
     weights: Mapping[str, torch.Tensor],
     number: int,
     states: torch.Tensor,
-    tokens: torch.Tensor,
     scratch: Scratch,
-    rounding: ExpertRounding,
+    rounded: _Round,
 ) -> torch.Tensor:
     """Run one expert with roundings, [t,H] to [t,H]; the two halves of w2 are summed apart, as by two ranks."""
 
-    def rounded(values: torch.Tensor, step: int) -> torch.Tensor:
-        return rounding.apply(values.contiguous(), tokens, expert=number, step=step)
+    def multiply(weight: torch.Tensor, part: torch.Tensor, first_column: int = 0) -> torch.Tensor:
+        return multiply_upcast(weight, part, scratch, first_column=first_column).contiguous()
 
-    gate = rounded(multiply_upcast(weights[expert_weight(number, EXPERT_GATE)], states, scratch), _GATE)
-    up = rounded(multiply_upcast(weights[expert_weight(number, EXPERT_UP)], states, scratch), _UP)
+    gate = rounded(multiply(weights[expert_weight(number, EXPERT_GATE)], states), _GATE)
+    up = rounded(multiply(weights[expert_weight(number, EXPERT_UP)], states), _UP)
     activated = rounded(rounded(torch.nn.functional.silu(gate), _SILU).mul_(up), _ACTIVATED)
     down, (first_part, second_part) = weights[expert_weight(number, EXPERT_DOWN)], activated.chunk(2, dim=-1)
-    first = rounded(multiply_upcast(down, first_part, scratch), _FIRST_HALF)
-    second_half = multiply_upcast(down, second_part, scratch, first_column=first_part.shape[-1])
-    second = rounded(second_half, _SECOND_HALF)
+    first = rounded(multiply(down, first_part), _FIRST_HALF)
+    second = rounded(multiply(down, second_part, first_part.shape[-1]), _SECOND_HALF)
     return rounded(first.add_(second), _DOWN)

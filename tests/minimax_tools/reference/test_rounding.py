@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.reference.rounding import Rounding, RoundingKind
+from minimax_tools.reference.rounding import Rounding, RoundingKind, rounded_rows
 
 EXACT, NEAREST, RANDOM = RoundingKind
 
@@ -13,7 +13,7 @@ def numbers() -> torch.Tensor:
 
 
 def apply(values: torch.Tensor, *kinds: RoundingKind, seed: int = 1, draw: int = 0) -> torch.Tensor:
-    return Rounding(seed=seed).apply(values.clone(), torch.tensor(kinds), draw=draw)
+    return Rounding(seed=seed).apply(values.clone(), rounded_rows(torch.tensor(kinds)), draw=draw)
 
 
 def test_each_row_rounds_in_its_own_way() -> None:
