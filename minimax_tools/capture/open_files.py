@@ -24,7 +24,7 @@ _SMALL_FILE_BYTES = 2**22
 FileState: TypeAlias = "tuple[int, int, int]"
 
 
-def file_state(path: Path) -> FileState:
+def file_state(path: Path | str) -> FileState:
     """Return the state of a file, which changes when it is replaced or written: inode, time in ns, size in bytes.
 
     Raises:
@@ -43,7 +43,8 @@ class OpenFiles:
     """
 
     def __init__(self, directory: Path, *, hold: Callable[[str], None] | None = None) -> None:
-        self._directory = directory
+        # Text, since a path is built for each tensor.
+        self._directory = os.fspath(directory)
         self._hold = hold
         # By file name, the one read last at the end.
         self._opened: OrderedDict[str, _OpenFile] = OrderedDict()
@@ -57,7 +58,7 @@ class OpenFiles:
         """
         if self._hold is not None:
             self._hold(file)
-        path = self._directory / file
+        path = f"{self._directory}/{file}"
         opened = self._open(path, file)
         if name not in opened.names:
             return None
@@ -76,9 +77,9 @@ class OpenFiles:
             OSError: There is no such file.
         """
         opened = self._opened.get(file)
-        return file_state(self._directory / file) if opened is None else opened.state
+        return file_state(f"{self._directory}/{file}") if opened is None else opened.state
 
-    def _open(self, path: Path, file: str) -> _OpenFile:
+    def _open(self, path: str, file: str) -> _OpenFile:
         """Return the file as it is now, and close the one that was read longest ago if there are too many."""
         state = file_state(path)
         opened = self._opened.pop(file, None)
@@ -97,11 +98,11 @@ class _OpenFile(NamedTuple):
     is_mapped: bool  # False for a file that was read whole
 
     @classmethod
-    def of(cls, path: Path, state: FileState) -> _OpenFile:
+    def of(cls, path: str, state: FileState) -> _OpenFile:
         if state[-1] <= _SMALL_FILE_BYTES:
             # `load` knows fewer dtypes than `safe_open`.
             with suppress(KeyError):
-                tensors = safetensors.torch.load(path.read_bytes())
+                tensors = safetensors.torch.load(Path(path).read_bytes())
                 return cls(state, frozenset(tensors), tensors.__getitem__, is_mapped=False)
         opened: Any = safe_open(path, framework="pt")  # it has no public type
         return cls(state, frozenset(opened.keys()), opened.get_tensor, is_mapped=True)
