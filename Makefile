@@ -4,12 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 EXTRAS := golden,xla,remote,report,pytest,dev
-# Number of processes that share the test files.
-WORKERS ?= 2
-PYTEST := -m pytest -q -rs -n $(WORKERS) --dist loadfile
+# Number of processes that share the test files: one more than two cores, as tests wait for what they start.
+WORKERS ?= 3
+PYTEST := -m pytest -q -rs --dist loadfile
 # Tests that `make check` and `make test-scripts` run; `make test` runs all others that are not slow.
 CHECK_TESTS := tests/test_floors.py tests/test_house.py tests/test_packaging.py tests/test_project_files.py
-FAST_TESTS := $(PYTEST) -m "not slow" $(CHECK_TESTS:%=--ignore %) --ignore tests/scripts
+FAST_TESTS := $(PYTEST) -n $(WORKERS) -m "not slow" $(CHECK_TESTS:%=--ignore %) --ignore tests/scripts
 # Byte code is kept: without it each of the tests' processes compiles mm2 anew, and each run all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -44,7 +44,7 @@ test: $(STAMP) ## Run the tests without the slow ones, and without those of chec
 	$(BIN)/python $(FAST_TESTS)
 
 test-scripts: $(STAMP) ## Run the tests of the benchmarks and tools in scripts/, without the slow ones
-	$(BIN)/python $(PYTEST) -m "not slow" tests/scripts
+	$(BIN)/python $(PYTEST) -n $(WORKERS) -m "not slow" tests/scripts
 
 test-lowest: ## Run the tests with the lowest versions that pyproject.toml admits
 	@echo "Installing the lowest versions into .venv-lowest: about 8 GB. uv finds them; pip has no such resolution."
@@ -61,7 +61,7 @@ test-wheel: ## Install a wheel of mm2 in a fresh environment, and run the demo t
 	cd build/wheel && venv/bin/python $(CURDIR)/scripts/demo.py --backend cpu
 
 slow: $(STAMP) ## Run the slow tests: about half an hour on 2 cores
-	$(BIN)/python $(PYTEST) -m slow
+	$(BIN)/python $(PYTEST) -n 2 -m slow
 
 torture: $(STAMP) ## Hostile files, killed processes, odd streams: count what breaks
 	$(BIN)/python scripts/bench_torture.py
