@@ -205,22 +205,22 @@ class _Pass:
         heads_at_once = max(_MOST_SCORES // length**2, 1)
         kinds = self._row_kinds()
         for row in range(num_rows):
+            rounded = rounded_rows(kinds[row : row + 1])
             visible = causal & mask_rs[row].bool()
             for start in range(0, num_heads, heads_at_once):
                 heads = slice(start, min(start + heads_at_once, num_heads))
                 keys = k_rksd[row].repeat_interleave(heads_per_kv, dim=0)[heads]
                 values = v_rksd[row].repeat_interleave(heads_per_kv, dim=0)[heads]
-                scores = self._round_row(q_rnsd[row][heads] @ keys.transpose(-1, -2), kinds[row])
-                scores = self._round_row(scores * self.layer.spec.head_dim**-0.5, kinds[row])
+                scores = self._round_row(q_rnsd[row][heads] @ keys.transpose(-1, -2), rounded)
+                scores = self._round_row(scores * self.layer.spec.head_dim**-0.5, rounded)
                 # A finite minimum: a padded query that sees nothing must not become NaN.
                 scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
-                shares = self._round_row(scores.softmax(dim=-1), kinds[row])
+                shares = self._round_row(scores.softmax(dim=-1), rounded)
                 context[row, heads] = shares @ values
         return self._round(context.transpose(1, 2).flatten(2))
 
-    def _round_row(self, values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
-        """Round values of one row, all of one kind."""
-        rounded = rounded_rows(kind[None])
+    def _round_row(self, values: torch.Tensor, rounded: RoundedRows) -> torch.Tensor:
+        """Round values of one row, all of one kind; `rounded` is of a batch that holds this row alone."""
         return Rounding(seed=self.layer.seed).apply(values[None], rounded, draw=next(self.draws))[0]
 
     def _multiply_halves(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
