@@ -43,8 +43,7 @@ class OpenFiles:
     """
 
     def __init__(self, directory: Path, *, hold: Callable[[str], None] | None = None) -> None:
-        # Text, since a path is built for each tensor.
-        self._directory = os.fspath(directory)
+        self._directory = directory
         self._hold = hold
         # By file name, the one read last at the end.
         self._opened: OrderedDict[str, _OpenFile] = OrderedDict()
@@ -58,7 +57,7 @@ class OpenFiles:
         """
         if self._hold is not None:
             self._hold(file)
-        path = f"{self._directory}/{file}"
+        path = self._path_of(file)
         opened = self._open(path, file)
         if name not in opened.names:
             return None
@@ -77,7 +76,11 @@ class OpenFiles:
             OSError: There is no such file.
         """
         opened = self._opened.get(file)
-        return file_state(f"{self._directory}/{file}") if opened is None else opened.state
+        return file_state(self._path_of(file)) if opened is None else opened.state
+
+    def _path_of(self, file: str) -> str:
+        # As text: one is built for each tensor, and `Path` takes several times as long.
+        return f"{self._directory}/{file}"
 
     def _open(self, path: str, file: str) -> _OpenFile:
         """Return the file as it is now, and close the one that was read longest ago if there are too many."""
