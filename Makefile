@@ -9,7 +9,8 @@ WORKERS ?= 3
 PYTEST := -m pytest -q -rs --dist loadfile
 # Tests that `make check` and `make test-scripts` run; `make test` runs all others that are not slow.
 CHECK_TESTS := tests/test_floors.py tests/test_house.py tests/test_packaging.py tests/test_project_files.py
-FAST_TESTS := $(PYTEST) -n $(WORKERS) -m "not slow" $(CHECK_TESTS:%=--ignore %) --ignore tests/scripts
+FAST_PYTEST := $(PYTEST) -n $(WORKERS) -m "not slow"
+FAST_TESTS := $(FAST_PYTEST) $(CHECK_TESTS:%=--ignore %) --ignore tests/scripts
 # Byte code is kept: without it each of the tests' processes compiles mm2 anew, and each run all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -44,7 +45,7 @@ test: $(STAMP) ## Run the tests without the slow ones, and without those of chec
 	$(BIN)/python $(FAST_TESTS)
 
 test-scripts: $(STAMP) ## Run the tests of the benchmarks and tools in scripts/, without the slow ones
-	$(BIN)/python $(PYTEST) -n $(WORKERS) -m "not slow" tests/scripts
+	$(BIN)/python $(FAST_PYTEST) tests/scripts
 
 test-lowest: ## Run the tests with the lowest versions that pyproject.toml admits
 	@echo "Installing the lowest versions into .venv-lowest: about 8 GB. uv finds them; pip has no such resolution."
