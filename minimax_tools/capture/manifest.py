@@ -29,6 +29,7 @@ from minimax_tools.errors import CaptureError, Mm2Error, shorten
 from minimax_tools.json_codec import decode, encode, omit_default
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
+from minimax_tools.model.inputs import ExpertTokens
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.provenance import CONFIGS, Provenance
@@ -89,6 +90,10 @@ class Description:
     input_source: str  # source of the first layer's input, in words
     noise_floor: str = "off"  # `full` with float32 twins, `stats` with their distances alone, or `off`
     floor_variants: tuple[str, ...] = ()  # other right ways to compute a layer, which widen the noise floor
+    is_quick: bool = False  # whether the rows are the short ones of --quick
+    expert_tokens: ExpertTokens | None = None  # tokens whose states are set at each layer's input
+    # Of a run, the rows of each call of a layer; a row that is there twice counts once. Empty: one call of all rows
+    calls: tuple[tuple[int, ...], ...] = ()
 
     def differences(self, other: Description) -> list[str]:
         """Return dotted names of values that differ, such as `options.attn_implementation`.
@@ -99,8 +104,8 @@ class Description:
         return [name for name in names if name.partition(".")[0] not in CONFIGS]
 
 
-# Manifests without variants stay as they were before variants existed.
-omit_default(Description, "floor_variants")
+# Manifests without these stay as they were before they existed.
+omit_default(Description, "floor_variants", "is_quick", "expert_tokens", "calls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,8 @@ class Manifest:
     digests: Digests | None = field(default_factory=Digests)
     # Sites by layer that the run wanted and the port does not expose
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
+    # Of a golden, the experts by layer that no token chose; no entry if nobody looked
+    unreached_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     # Dtypes of the router's gate and correction bias as the port loaded them
     observed_dtypes: Mapping[str, str] = field(default_factory=dict)
     complete_layers: tuple[int, ...] = ()  # layers stored whole, ascending
@@ -158,6 +165,7 @@ class Manifest:
         not_exposed: tuple[Site, ...],
         observed_dtypes: Mapping[str, str],
         digests: Iterable[FileDigests] = (),
+        unreached_experts: tuple[int, ...] | None = None,
     ) -> Manifest:
         """Add a whole layer; `digests` are those of its twins and floors."""
         return replace(
@@ -166,6 +174,9 @@ class Manifest:
             digests=None if self.digests is None else self.digests.with_files(digests),
             observed_dtypes={**self.observed_dtypes, **observed_dtypes},
             not_exposed={**self.not_exposed, layer: not_exposed} if not_exposed else self.not_exposed,
+            unreached_experts=self.unreached_experts
+            if unreached_experts is None
+            else {**self.unreached_experts, layer: unreached_experts},
             complete_layers=tuple(sorted((*self.complete_layers, layer))),
         )
 
@@ -197,7 +208,9 @@ class Manifest:
         return {
             "schema_version": _SCHEMA_WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **encode(self.description),
-            "not_exposed": {str(layer): encode(sites) for layer, sites in self.not_exposed.items()},
+            "not_exposed": _by_layer(self.not_exposed),
+            # Absent, not empty: manifests of runs, and of goldens of an older mm2, have none.
+            **({"unreached_experts": _by_layer(self.unreached_experts)} if self.unreached_experts else {}),
             "observed_dtypes": dict(self.observed_dtypes),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
@@ -251,6 +264,7 @@ class Manifest:
                 else Digests.decode(record["digests"], record["text_digests"])
             ),
             not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
+            unreached_experts=decode(dict[int, tuple[int, ...]], record.get("unreached_experts", {})),
             observed_dtypes=decode(dict[str, str], record["observed_dtypes"]),
             complete_layers=decode(tuple[int, ...], record["complete_layers"]),
             is_complete=decode(bool, record["complete"]),
@@ -267,6 +281,10 @@ class Manifest:
         except ValueError:
             # Damaged JSON may be another tool's; only mm2 writes the inputs beside it.
             return (directory / INPUTS_NAME).exists()
+
+
+def _by_layer(values: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
+    return {str(layer): encode(of_layer) for layer, of_layer in values.items()}
 
 
 def _as_text(value: object) -> str:

@@ -5,7 +5,9 @@ Tensors are read one at a time, and checked against their digests (see `proof`) 
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -68,6 +70,18 @@ class Capture(CaptureSource):
         return self.description
 
     @property
+    def description(self) -> Description:
+        made = self._manifest.description
+        return replace(made, expert_tokens=None) if self.is_natural else made
+
+    def natural(self) -> Capture:
+        if self.description.expert_tokens is None:
+            return self
+        view = copy.copy(self)
+        view.is_natural = True
+        return view
+
+    @property
     def layers(self) -> tuple[int, ...]:
         return self._manifest.complete_layers
 
@@ -103,6 +117,17 @@ class Capture(CaptureSource):
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         return self.manifest.not_exposed.get(layer, ())
+
+    def unreached_experts(self, layer: int) -> tuple[int, ...] | None:
+        stored = self._manifest.unreached_experts.get(layer)
+        if not self.is_natural or stored is None:
+            return stored
+        # Stored is what the expert tokens leave.
+        choice, logits = (self.entry(layer, site) for site in (Site.ROUTER_EXPERTS, Site.ROUTER_LOGITS))
+        if choice is None or logits is None:
+            return None
+        chosen = self.read_entry(choice)[self.read_attention_mask().bool()].unique().tolist()
+        return tuple(sorted(set(range(logits.shape[-1])) - set(chosen)))
 
     def further(self, layer: int) -> tuple[str, ...]:
         return self._manifest.names_in(further_file(layer))
@@ -167,6 +192,8 @@ class Capture(CaptureSource):
             attention_mask=self._read_input("attention_mask"),
             position_ids=self._read_input("position_ids"),
             source=self.description.input_source,
+            is_quick=self.description.is_quick,
+            expert_tokens=self._manifest.description.expert_tokens,
         )
         found, expected = inputs.digest(), self.description.inputs_digest
         if found != expected:
@@ -175,7 +202,7 @@ class Capture(CaptureSource):
                 expected=f"ids, mask and positions of sha256 {expected[:16]}…",
                 found=f"sha256 {found[:16]}…",
             )
-        return inputs
+        return inputs.natural() if self.is_natural else inputs
 
     def read_input_ids(self) -> torch.Tensor:
         return self.read_inputs().input_ids

@@ -45,6 +45,7 @@ class CaptureSource(ABC):
     # Whether a layer may be held without what computes its input (the layer before), as in dumps of chosen modules. A
     # failure there may be inherited, so the judge leaves it undecided.
     may_omit_inputs: bool = False
+    is_natural: bool = False  # whether expert tokens count as padding (see `natural`)
 
     @property
     @abstractmethod
@@ -77,6 +78,10 @@ class CaptureSource(ABC):
     def read_ahead(self, layer: int) -> None:
         """Have the system read a layer that is needed soon, if it can; returns at once."""
         return
+
+    def natural(self) -> CaptureSource:
+        """Return this capture with its expert tokens as padding (see `ExpertTokens`), or itself if it has none."""
+        return self
 
     @property
     def known_description(self) -> Description | None:
@@ -138,6 +143,10 @@ class CaptureSource(ABC):
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         """Return the sites that the run wanted and the port does not expose."""
         return ()
+
+    def unreached_experts(self, layer: int) -> tuple[int, ...] | None:
+        """Return the experts of a golden's layer that no token chose; None if it does not tell."""
+        return None
 
     def further(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's further outputs, which are stored and never judged."""

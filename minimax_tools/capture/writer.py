@@ -68,6 +68,7 @@ class CaptureWriter:
         not_exposed: tuple[Site, ...] = (),
         observed_dtypes: Mapping[str, str] | None = None,
         cache: CachePair | None = None,
+        unreached_experts: tuple[int, ...] | None = None,
     ) -> None:
         """Store one whole layer; readers see nothing of it until all of it is written.
 
@@ -80,6 +81,7 @@ class CaptureWriter:
             not_exposed: Sites that the run wanted and the port does not expose.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
             cache: Keys and values [B,K,S,D] in the cache of a whole port.
+            unreached_experts: Experts that no token of a golden chose; None if nobody looked.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
@@ -96,6 +98,7 @@ class CaptureWriter:
                 not_exposed=not_exposed,
                 observed_dtypes=observed_dtypes or {},
                 digests=digests,
+                unreached_experts=unreached_experts,
             )
         )
 

@@ -14,9 +14,6 @@ from minimax_tools.command_line.options import captures_folder
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import Run
 
-# Prompts of random tokens, which need no tokenizer: their lengths in tokens.
-_USUAL_LENGTHS = "96,61"
-
 
 def make_golden(model: str) -> str:
     """Return the command that makes a golden of a checkpoint."""
@@ -25,7 +22,7 @@ def make_golden(model: str) -> str:
 
 def golden_words(model: str, *options: str) -> tuple[str, ...]:
     """Return the words of the command that makes a golden of a checkpoint, with further options."""
-    return ("mm2-gpu", "extract-all", "--model", model, "--seq-len", _USUAL_LENGTHS, *options)
+    return ("mm2-gpu", "extract-all", "--model", model, *options)
 
 
 def certify_golden(golden: Path, model: str) -> str:

@@ -98,6 +98,7 @@ _GROUPS = {
             "--chat",
             "--input-ids",
             "--seq-len",
+            "--quick",
             "--batch-size",
             "--padding-side",
         ),

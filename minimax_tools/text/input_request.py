@@ -21,8 +21,9 @@ class InputRequest:
     chat: bool = False  # whether the checkpoint's chat template is put around each prompt
     input_ids: tuple[str, ...] = ()  # `1,2,3`, a row; or the path of a JSON file of rows
     seq_lens: tuple[int, ...] = ()  # lengths of random rows
+    quick: bool = False  # whether to take a few short rows in place of the default rows
     batch_size: int = 1  # number of random rows of each length, default rows included
-    padding_side: str = "right"
+    padding_side: str | None = None  # None: right, but one of the default rows is padded on the left
     # Rows are padded to the smallest of these that fits; empty: to the longest row.
     pad_to: tuple[int, ...] = ()
     max_length: int | None = None  # number of tokens that a row is cut to
@@ -30,10 +31,10 @@ class InputRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if sum((self.has_text, bool(self.input_ids), bool(self.seq_lens))) > 1:
+        if sum((self.has_text, bool(self.input_ids), bool(self.seq_lens), self.quick)) > 1:
             raise UsageError(
                 "the inputs come from several sources",
-                expected="one of --prompt/--prompts-file, --input-ids, --seq-len",
+                expected="one of --prompt/--prompts-file, --input-ids, --seq-len, --quick",
             )
         if self.batch_size > 1 and (self.has_text or self.input_ids):
             raise UsageError(
@@ -45,7 +46,7 @@ class InputRequest:
             )
         if self.start_positions and not self.names_rows:
             raise UsageError(
-                "--start-positions has no rows to place: the default rows have positions of their own",
+                "--start-positions has no rows to place: the rows of mm2 have positions of their own",
                 next_step="Give --prompt, --input-ids or --seq-len too.",
             )
 

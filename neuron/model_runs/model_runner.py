@@ -43,7 +43,7 @@ from neuron.model_runs.logits_record import (
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.pass_result import PassResult
-from neuron.model_runs.passes import Pass, next_pass, plan_passes
+from neuron.model_runs.passes import Pass, next_pass
 from neuron.ports.model_batch import ModelBatch
 
 # Bound of numbers in JSON, which has no infinity.
@@ -70,7 +70,7 @@ class ModelRun:
         self._runtime = runtime
         self._reader = reader
         self._progress = progress or NoProgress()
-        self._passes = plan_passes(request.inputs, request.run.num_decoded)
+        self._passes = request.plan_passes(request.run.num_decoded)
         self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
         self._refuse_other_golden()
         batch = ModelBatch.of(
@@ -119,8 +119,8 @@ class ModelRun:
         """
         request = self._request
         assert request.golden is not None, "a layer runs isolated on a golden's input"
-        (prefill,) = plan_passes(request.inputs, 0)
-        layer_input = request.golden.read(layer, Site.INPUT)
+        (prefill,) = request.plan_passes(0)
+        layer_input = prefill.cut(request.golden.read(layer, Site.INPUT))
         result = self._executor.run(PassRequest(model_pass=prefill, is_first=True, fed=(layer, layer_input)))
         sites = dict(result.layers.get(layer, {}))
         sites[Site.INPUT] = layer_input
@@ -172,7 +172,7 @@ class ModelRun:
         The tokens are those that the port chooses, or else the likeliest.
         """
         spec, end_tokens = self._request.spec, read_end_tokens(self._request.folder)
-        (whole,) = plan_passes(self._request.inputs, 0)
+        (whole,) = self._request.plan_passes(0)
         model_pass, tokens = whole.in_rows(rows), list[torch.Tensor]()
         while True:
             is_first = not tokens

@@ -37,6 +37,13 @@ class Pass:
         last: torch.Tensor = indices.argmax(dim=1)
         return last
 
+    def cut(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this pass's columns [B,s,…] of values of the golden's batch, [B,S,…]; padding is zero."""
+        rows = torch.arange(len(values))[:, None]
+        cut = values[rows, self.columns.clamp(min=0)]
+        is_padding = (self.columns < 0).reshape(*self.columns.shape, *(1,) * (values.ndim - 2))
+        return cut.masked_fill(is_padding, 0.0)
+
     def in_rows(self, rows: torch.Tensor) -> Pass:
         """Return this pass with its prompts in other rows: row b gets prompt `rows[b]`, int64 [B]."""
         return Pass(
@@ -48,8 +55,10 @@ class Pass:
         )
 
 
-def plan_passes(inputs: Inputs, num_decoded: int) -> list[Pass]:
-    """Plan the prefill and `num_decoded` steps. The prefill's rows are padded on the side of `inputs`.
+def plan_passes(inputs: Inputs, num_decoded: int, *, pads_right: bool = False) -> list[Pass]:
+    """Plan the prefill and `num_decoded` steps. Each of the prefill's rows is padded on its side in `inputs`.
+
+    With `pads_right`, all are padded on the right, for ports that take no other rows.
 
     Raises:
         UsageError: A prompt is too short: nothing of it would be left to prefill.
@@ -62,7 +71,7 @@ def plan_passes(inputs: Inputs, num_decoded: int) -> list[Pass]:
         )
     # Column of each prompt's real tokens in the golden's batch.
     real = [mask.nonzero().flatten() for mask in inputs.attention_mask]
-    passes = [_plan_prefill(inputs, real, num_decoded)]
+    passes = [_plan_prefill(inputs, real, num_decoded, pads_right=pads_right)]
     rows = torch.arange(inputs.batch_size)
     for number in range(1, num_decoded + 1):
         columns = torch.stack([row[len(row) - num_decoded + number - 1] for row in real])
@@ -93,19 +102,20 @@ def next_pass(before: Pass, tokens: torch.Tensor, *, last_position: int) -> Pass
     )
 
 
-def _plan_prefill(inputs: Inputs, real: list[torch.Tensor], num_decoded: int) -> Pass:
+def _plan_prefill(inputs: Inputs, real: list[torch.Tensor], num_decoded: int, *, pads_right: bool) -> Pass:
     """Take each prompt's tokens but the last `num_decoded`, and keep the padding of the batch."""
     num_columns = inputs.sequence_length - num_decoded
-    is_left_padded = bool((inputs.attention_mask[:, 0] == 0).any())
     columns = torch.full((inputs.batch_size, num_columns), -1)
+    # Padding takes the tokens and positions that the golden's batch has there.
+    source = torch.arange(num_columns).repeat(inputs.batch_size, 1)
     for row, row_columns in enumerate(real):
         kept = row_columns[: len(row_columns) - num_decoded]
+        is_left_padded = not pads_right and int(row_columns[0]) > 0
         start = num_columns - len(kept) if is_left_padded else 0
         columns[row, start : start + len(kept)] = kept
+        source[row] += num_decoded if is_left_padded else 0
     is_real = columns >= 0
-    # Padding takes the tokens and positions that the golden's batch has there.
-    padding = torch.arange(num_columns) + (num_decoded if is_left_padded else 0)
-    source = torch.where(is_real, columns, padding)
+    source = torch.where(is_real, columns, source)
     rows = torch.arange(inputs.batch_size)[:, None]
     pad_token = _pad_token(inputs)
     return Pass(

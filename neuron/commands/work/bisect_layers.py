@@ -85,7 +85,7 @@ def bisect_port(
         raise UsageError("--decode is an option of --whole", next_step="Add --whole, or leave out --decode.")
     spec = ModelSpec.from_folder(resolve_config(model))
     span = (span or Span(0, spec.num_hidden_layers)).within(spec.num_hidden_layers)
-    capture = Capture.open(golden)
+    capture = Capture.open(golden).natural()
     request = BisectRequest(
         spec=spec,
         golden=capture,

@@ -63,7 +63,7 @@ def run_prompts(options: PromptOptions) -> None:
             prompts=tuple(prompts),
             spec=spec,
             store=store,
-            padding_side=options.padding_side,
+            padding_side=options.padding_side or "right",
             buckets=options.pad_to,
             batch_size=options.prompts_at_once,
         )
@@ -95,7 +95,7 @@ def _run_port(
     """Run the port on the prompts that are not on record, rank all, and run the worst alone."""
     assert options.target is not None, "a run has a port"
     if options.golden is not None:
-        refuse_other_golden(Capture.open(options.golden), run)
+        refuse_other_golden(Capture.open(options.golden).natural(), run)
     target = find_model_target(options.target)
     setup = ModelSetup(
         target=target,
@@ -116,7 +116,7 @@ def _run_port(
             target=target.name,
             target_digest=target.source_digest,
             options={
-                "padding_side": options.padding_side,
+                "padding_side": options.padding_side or "right",
                 "pad_to": list(options.pad_to),
                 **target.sharing(runtime),
             },
@@ -155,7 +155,7 @@ def _read_prompts(options: PromptOptions, folder: Path, spec: ModelSpec) -> list
             next_step="Give a samples file for many prompts with answers.",
         )
     if options.golden is not None:
-        inputs = Capture.open(options.golden).read_inputs()
+        inputs = Capture.open(options.golden).natural().read_inputs()
         num_decoded = min(_GOLDEN_DECODED, *(length - 1 for length in inputs.lengths))
         if options.num_decoded is not None:
             num_decoded = options.num_decoded
@@ -231,7 +231,7 @@ def _print_and_follow(
             directory=directory / run.prompts[worst].name.replace(" ", "_").replace(",", ""),
             model=options.model,
             port_options=_port_options(options),
-            padding_side=options.padding_side,
+            padding_side=options.padding_side or "right",
             buckets=options.pad_to,
             golden=options.golden,
         )
