@@ -37,6 +37,7 @@ def gather_notes(
     that a pass does not prove right, `outputs_missing` those that classic limits could not judge.
     """
     return (
+        *sides.reference.row_notes,
         *_dump_notes(sides),
         *_unfinished_notes(sides),
         *_unknown_input_notes(layers_of_unknown_input),

@@ -19,6 +19,10 @@ from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
+_QUICK_ROWS = (
+    "the golden's rows are those of --quick, two short ones from position 0: far positions, left padding and experts "
+    "that no token chose are not tested; a golden without --quick tests them"
+)
 _NO_DIGESTS = "its layout has no digests; that its files are as they were written was not checked"
 
 
@@ -87,6 +91,12 @@ class CaptureSource(ABC):
     def known_description(self) -> Description | None:
         """The run that made the capture; None if the layout does not say."""
         return None
+
+    @property
+    def row_notes(self) -> tuple[str, ...]:
+        """Sentences on rows that show less than mm2's own, for every verdict on this golden."""
+        description = self.known_description
+        return (_QUICK_ROWS,) if description is not None and description.is_quick else ()
 
     @property
     def description(self) -> Description:

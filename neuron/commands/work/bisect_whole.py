@@ -89,9 +89,11 @@ class WholeBisection:
                     is_exhaustive=self.is_exhaustive,
                 )
         if self.as_json:
-            print_json({**stream_search_record(search), "directory": address_of(directory)}, next_commands=())
+            record = {**stream_search_record(search), "directory": address_of(directory)}
+            record["notes"] += golden.row_notes
+            print_json(record, next_commands=())
         else:
-            write(render_stream_search(search))
+            write("\n".join((render_stream_search(search), *golden.row_notes)))
         end_command(search.verdict.exit_code)
 
 

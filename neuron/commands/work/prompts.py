@@ -77,7 +77,8 @@ def run_prompts(options: PromptOptions) -> None:
     if ranking is None:
         _print_golden(options, store, len(prompts), num_known)
         end_command(0)
-    ranking = replace(ranking, words=_words(folder, ranking))
+    notes = () if options.golden is None else Capture.open(options.golden).row_notes
+    ranking = replace(ranking, words=_words(folder, ranking), notes=notes)
     _print_and_follow(options, run, ranking, directory)
     end_command(ranking.verdict.exit_code)
 
