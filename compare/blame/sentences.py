@@ -48,6 +48,7 @@ class _Tokens:
     positions: torch.Tensor | None  # int64 [T]; None if they are the places
     decoded: torch.Tensor | None  # tokens that were decoded one at a time, bool [T]
     experts: torch.Tensor | None  # experts of each token, int64 [T,k]
+    later_rows: tuple[int, ...]  # rows of the layer's second call; empty if there was one call
 
 
 def describe_regions(
@@ -58,6 +59,7 @@ def describe_regions(
     experts: torch.Tensor | None,
     head_dim: int | None,
     positions: torch.Tensor | None = None,
+    later_rows: tuple[int, ...] = (),
     channel_word: str = "channel",
 ) -> tuple[tuple[str, ...], tuple[WrongRegion, ...]]:
     """Describe where the error of a site lies: in sentences, and the regions that they name; none if it is everywhere.
@@ -69,9 +71,12 @@ def describe_regions(
         experts: The experts of each token, [T,k]; None if the site does not depend on them.
         head_dim: D, if the channels are heads side by side; else None.
         positions: Positions of the tokens, int64 [T]; None if each is its token's place in its row.
+        later_rows: Rows of the layer's second call; empty if it was called once.
         channel_word: The noun for one channel.
     """
-    tokens = _Tokens(places=rows.places, positions=positions, decoded=decoded, experts=experts)
+    tokens = _Tokens(
+        places=rows.places, positions=positions, decoded=decoded, experts=experts, later_rows=later_rows
+    )
     broken = ~rows.target.isfinite().all(dim=1)
     if bool(broken.any()):
         return _tell([("NaN or Inf", broken, _find_tokens(broken, tokens))])
@@ -120,6 +125,14 @@ def _find_tokens(wrong: torch.Tensor, tokens: _Tokens) -> Region | None:
     def candidates(within: torch.Tensor) -> Iterator[Region]:
         """Yield regions that narrow down the tokens `within`, bool [T]."""
         yield from row_regions(wrong, tokens.places[:, 0])
+        if tokens.later_rows:
+            # A kind of one region.
+            yield Region(
+                words=f"in rows {', '.join(map(str, tokens.later_rows))}, the second call of the layer",
+                items=torch.isin(tokens.places[:, 0], torch.tensor(tokens.later_rows)),
+                num_choices=1,
+                numbers={"rows": tokens.later_rows},
+            )
         yield from range_regions(wrong, tokens.places[:, 1], within, word="at token", kind="tokens")
         if tokens.positions is not None:
             yield from range_regions(wrong, tokens.positions, within, word="at position", kind="positions")

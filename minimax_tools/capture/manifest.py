@@ -92,7 +92,7 @@ class Description:
     floor_variants: tuple[str, ...] = ()  # other right ways to compute a layer, which widen the noise floor
     is_quick: bool = False  # whether the rows are the short ones of --quick
     expert_tokens: ExpertTokens | None = None  # tokens whose states are set at each layer's input
-    # Of a run, the rows of each call of a layer; a row that is there twice counts once. Empty: one call of all rows
+    # Of a run, the rows of each call of a layer; a row's last call counts. Empty: one call of all rows
     calls: tuple[tuple[int, ...], ...] = ()
 
     def differences(self, other: Description) -> list[str]:

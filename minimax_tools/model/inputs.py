@@ -95,6 +95,18 @@ class Inputs:
         positions[row].clamp_(max=int(positions[row][mask[row].bool()].max()))
         return replace(self, attention_mask=mask, position_ids=positions, expert_tokens=None)
 
+    def plan_calls(self) -> tuple[tuple[int, ...], ...]:
+        """Divide the rows among two calls of a layer, of one shape: the rows of each. One row is one call.
+
+        The second call has other positions and another mask, so that what a port keeps of the first by its shape alone
+        shows: longer rows come behind shorter ones. If the number of rows is odd, the first call has one of the
+        second's too.
+        """
+        lengths = self.lengths
+        rows = sorted(range(self.batch_size), key=lambda row: -lengths[row])
+        second, first = rows[0::2], rows[1::2]
+        return (tuple(first + second[: len(second) - len(first)]), tuple(second)) if first else ((0,),)
+
     def in_rows(self, rows: Sequence[int]) -> Inputs:
         """Return a batch of these rows, padded as they are."""
         numbers = list(rows)
@@ -211,18 +223,6 @@ def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, s
         for _ in range(batch_size)
         for length in lengths
     ]
-
-
-def plan_calls(batch_size: int) -> tuple[tuple[int, ...], ...]:
-    """Divide the rows of a batch among two calls of a layer, of one shape: the rows of each call.
-
-    The second call has other positions and another mask: what a port keeps of the first by shape alone shows. If the
-    number of rows is odd, the second call repeats the first row. A batch of one row is one call.
-    """
-    if batch_size == 1:
-        return ((0,),)
-    size = (batch_size + 1) // 2
-    return tuple(range(size)), (*range(2 * size - batch_size), *range(size, batch_size))
 
 
 def format_positions(inputs: Inputs) -> str:

@@ -27,7 +27,6 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError, UsageError
-from minimax_tools.model.inputs import plan_calls
 from minimax_tools.model.run import bisect_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
@@ -95,7 +94,7 @@ def run_chain(
             layer=layer,
             layer_input=LayerInput.of(states, executor.setup.inputs),
             next_layer=layer + 1 if layer < span.last else next_layer,
-            calls=plan_calls(executor.setup.inputs.batch_size),
+            calls=executor.setup.inputs.plan_calls(),
         )
         states = executor.run(request).output
         yield layer, states
@@ -229,7 +228,7 @@ def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime)
         ),
         inputs_digest=request.inputs.digest(),
         input_source=f"golden {request.golden.description.run.name}",
-        calls=plan_calls(request.inputs.batch_size),
+        calls=request.inputs.plan_calls(),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.machine.memory import MemoryBudget, available_bytes
-from minimax_tools.model.inputs import Inputs, plan_calls
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
@@ -88,7 +88,7 @@ class DeviceFootprint:
     @property
     def _rows_of_call(self) -> int:
         """The number of rows in one call of the layer."""
-        return len(plan_calls(self.inputs.batch_size)[0])
+        return len(self.inputs.plan_calls()[0])
 
     @property
     def _bytes_between_sites(self) -> int:

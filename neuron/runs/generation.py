@@ -19,7 +19,7 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
-from minimax_tools.model.inputs import Inputs, num_tokens_left, plan_calls
+from minimax_tools.model.inputs import Inputs, num_tokens_left
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.text.tokenizer import read_end_tokens, until_end
 from neuron.builtin.layer import KeyValues
@@ -104,7 +104,7 @@ class _CachedLayers:
                     layer,
                     prompts,
                     sites=self._request.run.sites,
-                    calls=plan_calls(self._request.inputs.batch_size),
+                    calls=self._request.inputs.plan_calls(),
                 )
                 self._caches.append(Cache(key_values, num_columns=self._num_columns))
             cache = self._caches[layer]

@@ -102,7 +102,7 @@ class LayerRequest:
     border: Mapping[Site, torch.Tensor] = field(default_factory=dict)
     keeps_past: bool = False  # whether the port must return keys and values
     next_layer: int | None = None  # the layer that runs next, to be read ahead; None after the last
-    # The rows of each call of the layer, all calls of one size. A row that several calls have counts in the first.
+    # The rows of each call of the layer, all calls of one size. A row that several calls have counts in the last.
     # Empty: one call of all rows.
     calls: tuple[tuple[int, ...], ...] = ()
 
@@ -159,7 +159,8 @@ class LayerRun:
         """
         first = runs[0]
         rows = [row for call in calls for row in call]
-        places = [rows.index(row) for row in sorted(set(rows))]
+        # Of a row that several calls have, the place in the last.
+        places = [place for _, place in sorted({row: place for place, row in enumerate(rows)}.items())]
 
         def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             is_by_row = all(tensor.ndim > 0 and len(tensor) == len(calls[0]) for tensor in tensors)

@@ -26,7 +26,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import TargetError
 from minimax_tools.json_codec import encode
-from minimax_tools.model.inputs import decoded_columns, plan_calls
+from minimax_tools.model.inputs import decoded_columns
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
@@ -155,7 +155,7 @@ class DeviceRun:
             # Generation needs keys and values: a port that returns none is refused at the first layer.
             keeps_past=request.run.num_decoded > 0 or request.max_new_tokens > 1,
             next_layer=next_layer,
-            calls=plan_calls(request.inputs.batch_size),
+            calls=request.inputs.plan_calls(),
         )
         if request.stage_feeds is not None:
             layer_request = request.stage_feeds.feed(layer_request, run=self._executor.run)
@@ -288,6 +288,6 @@ class DeviceRun:
             inputs_digest=request.inputs.digest(),
             is_quick=request.inputs.is_quick,
             expert_tokens=request.inputs.expert_tokens,
-            calls=plan_calls(request.inputs.batch_size),
+            calls=request.inputs.plan_calls(),
             input_source=self._input_source(),
         )
