@@ -56,6 +56,18 @@ class LayerInputs:
     attention_mask: torch.Tensor  # 1 on real tokens, int64 [B,S]
     position_ids: torch.Tensor  # int64 [B,S]
     decode_start: int
+    calls: tuple[
+        tuple[int, ...], ...
+    ] = ()  # rows of each call of the port's layer; empty: one call of all rows
+
+    @property
+    def tokens_by_call(self) -> tuple[torch.Tensor, ...]:
+        """Indices among all B·S of the tokens of each call, in its order: int64 [b·S]."""
+        batch_size, length = self.attention_mask.shape
+        rows_of_calls = self.calls or (tuple(range(batch_size)),)
+        return tuple(
+            (torch.tensor(rows)[:, None] * length + torch.arange(length)).flatten() for rows in rows_of_calls
+        )
 
     @property
     def real_tokens(self) -> torch.Tensor:

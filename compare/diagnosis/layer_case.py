@@ -202,6 +202,7 @@ def _read_inputs(
         attention_mask=mask,
         position_ids=tokens.position_ids,
         decode_start=decoded_columns(mask, num_decoded).start if num_decoded else mask.shape[1],
+        calls=() if description is None else description.calls,
     )
 
 

@@ -99,13 +99,15 @@ class Inputs:
         """Divide the rows among two calls of a layer, of one shape: the rows of each. One row is one call.
 
         The second call has other positions and another mask, so that what a port keeps of the first by its shape alone
-        shows: longer rows come behind shorter ones. If the number of rows is odd, the first call has one of the
-        second's too.
+        shows: longer rows come behind shorter ones. Each call has two rows at least, as mistakes of a batch need; so
+        few rows are there twice, and their values in the second call count.
         """
         lengths = self.lengths
         rows = sorted(range(self.batch_size), key=lambda row: -lengths[row])
+        if len(rows) <= 2:
+            return (tuple(reversed(rows)), tuple(rows)) if len(rows) == 2 else ((0,),)
         second, first = rows[0::2], rows[1::2]
-        return (tuple(first + second[: len(second) - len(first)]), tuple(second)) if first else ((0,),)
+        return (*first, *second[: len(second) - len(first)]), tuple(second)
 
     def in_rows(self, rows: Sequence[int]) -> Inputs:
         """Return a batch of these rows, padded as they are."""

@@ -155,16 +155,19 @@ class LayerRun:
     def join(cls, runs: Sequence[LayerRun], calls: Sequence[Sequence[int]]) -> LayerRun:
         """Join the runs of several calls into one of all rows; a site that one call lacks is left out.
 
-        A tensor without a row for each row of the call, such as a further output, is the first call's.
+        A further output that begins neither with the call's rows nor with its tokens is the first call's.
         """
-        first = runs[0]
+        first, num_columns = runs[0], runs[0].output.shape[1]
         rows = [row for call in calls for row in call]
         # Of a row that several calls have, the place in the last.
         places = [place for _, place in sorted({row: place for place, row in enumerate(rows)}.items())]
 
         def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            is_by_row = all(tensor.ndim > 0 and len(tensor) == len(calls[0]) for tensor in tensors)
-            return torch.cat(list(tensors))[places] if is_by_row else tensors[0]
+            lengths = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+            if lengths == {len(calls[0]) * num_columns}:
+                by_row = [tensor.unflatten(0, (-1, num_columns)) for tensor in tensors]
+                return torch.cat(by_row)[places].flatten(0, 1)
+            return torch.cat(list(tensors))[places] if lengths == {len(calls[0])} else tensors[0]
 
         def join_named(named: Sequence[Mapping[Any, torch.Tensor]]) -> dict[Any, torch.Tensor]:
             shown = [name for name in named[0] if all(name in of_call for of_call in named)]

@@ -111,7 +111,7 @@ def _is_on_rank(layer: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
 def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torch.Tensor]:
     """Keep the tokens within their expert's capacity: `factor` times the mean number of tokens per expert.
 
-    All tokens of the batch take up room, judged or not; with `counted` `real`, padding does not.
+    All tokens of a call take up room, judged or not; with `counted` `real`, padding does not.
     """
 
     def keeps(layer: Evaluation) -> torch.Tensor:
@@ -121,14 +121,25 @@ def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torc
         takes_room = torch.ones(len(experts), dtype=torch.bool)
         if counted == "real":
             takes_room = layer.attention_mask.flatten().bool()
-        num_experts = layer.spec.num_local_experts
-        capacity = math.ceil(factor * int(takes_room.sum()) * experts.shape[1] / num_experts)
-        is_chosen = functional.one_hot(experts, num_experts).sum(1) * takes_room[:, None]
-        # Of a token and its expert: how many tokens up to this one chose the expert.
-        num_until_here = is_chosen.cumsum(0).gather(-1, experts)
-        return num_until_here[layer.tokens] <= capacity
+        is_kept = torch.ones_like(experts, dtype=torch.bool)
+        # The last call of a row counts.
+        for tokens in layer.inputs.tokens_by_call:
+            is_kept[tokens] = _find_within(
+                experts[tokens], takes_room[tokens], factor=factor, num_experts=layer.spec.num_local_experts
+            )
+        return is_kept[layer.tokens]
 
     return keeps
+
+
+def _find_within(
+    experts: torch.Tensor, takes_room: torch.Tensor, *, factor: float, num_experts: int
+) -> torch.Tensor:
+    """Return which of the experts [t,k] of a call's tokens have room for them, bool [t,k]; `takes_room` is bool [t]."""
+    capacity = math.ceil(factor * int(takes_room.sum()) * experts.shape[1] / num_experts)
+    is_chosen = functional.one_hot(experts, num_experts).sum(1) * takes_room[:, None]
+    # Of a token and its expert: how many tokens up to this one chose the expert.
+    return is_chosen.cumsum(0).gather(-1, experts) <= capacity
 
 
 def _sum_in_bfloat16(layer: Evaluation) -> torch.Tensor:
