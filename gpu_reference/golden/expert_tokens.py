@@ -21,6 +21,8 @@ from minimax_tools.model.inputs import Inputs
 
 # Distance of the k-th from the (k+1)-th biased score: a smaller one could be closed by BF16's noise.
 _MARGIN = 0.02
+# Distance by which a natural token must choose an expert: another machine may leave out what is chosen by less.
+_LEAD = _MARGIN / 4
 # Distance to aim at, as the states are rounded.
 _AIM = 1.5 * _MARGIN
 # Scores to aim at: a sigmoid hardly moves beyond them.
@@ -108,6 +110,27 @@ class _Router:
         first = biased.masked_fill(wanted, torch.inf).topk(self.num_chosen, dim=-1).indices
         return torch.zeros_like(wanted).scatter(-1, first, True)
 
+    def assign(self, biased: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Assign each expert that natural tokens do not clearly choose to the expert token that scores it best.
+
+        Args:
+            biased: Scores [T,E] of the natural tokens.
+            places: The natural token, int64 [n], whose states each expert token begins with.
+
+        Returns:
+            The experts that each expert token is to choose, bool [n,E]: of each about as many, and at most k.
+        """
+        best = biased.topk(min(self.num_chosen + 1, self.num_experts), dim=-1).values
+        is_reached = (biased >= best[:, -1:] + _LEAD).any(0)
+        missing = () if len(self.bias) == self.num_chosen else (~is_reached).nonzero().flatten().tolist()
+        most = min(math.ceil(len(missing) / len(places)), self.num_chosen)
+        wanted = torch.zeros(len(places), self.num_experts, dtype=torch.bool)
+        for expert in missing:
+            is_free = wanted.sum(-1) < most
+            if bool(is_free.any()):
+                wanted[biased[places, expert].masked_fill(~is_free, -torch.inf).argmax(), expert] = True
+        return wanted
+
     def steer(self, states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Change states [n,H] as little as possible, so that each chooses its wanted experts, bool [n,E], clearly."""
         gram = self.gain @ self.gain.T
@@ -145,7 +168,7 @@ def _make_states(front: _LayerFront, hidden_states: torch.Tensor, inputs: Inputs
     biased = router.biased_scores(front.residual(hidden_states, all_rows)[is_natural].double())
     places = torch.linspace(0, len(biased) - 1, inputs.expert_tokens.count).round().long()
     states = hidden_states.cpu()[is_natural][places].double()
-    wanted = _assign(router.choose(biased, torch.zeros_like(biased, dtype=torch.bool)), biased[places])
+    wanted = router.assign(biased, places)
     rows = slice(host, host + 1)
     row, is_made = hidden_states[rows].cpu(), is_made[rows]
     for _ in range(_MOST_EVALUATIONS):
@@ -157,22 +180,6 @@ def _make_states(front: _LayerFront, hidden_states: torch.Tensor, inputs: Inputs
         steered = router.steer(residual, wanted) * _rms(residual)
         states = steered - (residual - row[is_made].double())
     return row[is_made]
-
-
-def _assign(chosen: torch.Tensor, biased: torch.Tensor) -> torch.Tensor:
-    """Assign each expert that no natural token chose, bool [T,E], to the expert token [n,E] that scores it best.
-
-    Each of the n tokens gets about as many, and not more than it can choose: bool [n,E].
-    """
-    missing = (~chosen.any(0)).nonzero().flatten().tolist()
-    num_chosen = int(chosen[0].sum())
-    most = min(math.ceil(len(missing) / len(biased)), num_chosen)
-    wanted = torch.zeros_like(biased, dtype=torch.bool)
-    for expert in missing:
-        is_free = wanted.sum(-1) < most
-        if bool(is_free.any()):
-            wanted[biased[:, expert].masked_fill(~is_free, -torch.inf).argmax(), expert] = True
-    return wanted
 
 
 def _are_clear(router: _Router, residual: torch.Tensor, wanted: torch.Tensor) -> bool:
