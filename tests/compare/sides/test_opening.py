@@ -157,7 +157,7 @@ class TestReadingAhead:
         return found
 
     def cached_after(self, options: list[str], folder: Path, *, awaited: str = "") -> dict[str, bool]:
-        """What is cached once the files `awaited`, a pattern, are; a look at any other fetches that one."""
+        """Tell what is cached once the files `awaited`, a pattern, are; a look at any other fetches that one."""
         run(options)
         for thread in threading.enumerate():
             if thread.name == "mm2-read-ahead":
