@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compare.prompts.noise_level import NoiseLevel
-from compare.prompts.prompt_judge import PortLogits, PromptJudge
-from minimax_tools.golden_logits.golden_logits import GoldenLogits
+from compare.prompts.prompt_judge import GoldenSource, PortLogits, PromptJudge
 from minimax_tools.results.prompt_results import PhaseResult, PhaseShare, PromptResult
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 
@@ -33,17 +32,14 @@ class LogitsVerdict:
 
 def judge_logits(
     prompts: Sequence[AnsweredPrompt],
-    goldens: Sequence[GoldenLogits],
     ports: Sequence[PortLogits],
+    source: GoldenSource,
     *,
     through: str,
 ) -> LogitsVerdict:
     """Judge the logits of rows; `through` names in words what right models pass, for the reason."""
-    judge = PromptJudge(level=NoiseLevel.of(goldens))
-    results = [
-        judge.judge(row, prompt, golden, port)
-        for row, (prompt, golden, port) in enumerate(zip(prompts, goldens, ports, strict=True))
-    ]
+    judge = PromptJudge(level=NoiseLevel.of(source.read(prompt.row) for prompt in prompts))
+    results = judge.judge_all(prompts, ports, source)
     together = judge.judge_together(results)
     first_pass, reason = _find_fault(results, together, through=through)
     phases = [phase for result in results for phase in result.phases if phase.tokens]

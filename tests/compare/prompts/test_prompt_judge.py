@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from compare.prompts.noise_level import NoiseLevel, rounding_noise, token_noise
-from compare.prompts.prompt_judge import PortLogits, PromptJudge
-from compare.prompts.prompt_limits import PromptLimits
+from compare.prompts.prompt_judge import PortLogits, PromptJudge, PromptLimits
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, following_tokens
 from minimax_tools.golden_logits.token_logits import TokenLogits, divergence
 from minimax_tools.results.prompt_results import PromptResult, rank_prompts
