@@ -23,6 +23,7 @@ class LogitsVerdict:
         int | None
     )  # first pass that differs: 0 for the prefill, t for the t-th step; None if none does
     reason: str  # what differs; empty if nothing does
+    num_flipped: int  # tokens that are near another right model than the exact one
 
     @property
     def is_right(self) -> bool:
@@ -48,7 +49,12 @@ def judge_logits(
         *(_excess(phase, token_limit=token_limit) for phase in phases),
         *(share.share / share.limit for share in together),
     ]
-    return LogitsVerdict(excess=max(excesses), first_pass=first_pass, reason=reason)
+    return LogitsVerdict(
+        excess=max(excesses),
+        first_pass=first_pass,
+        reason=reason,
+        num_flipped=sum(result.num_flipped for result in results),
+    )
 
 
 def _excess(phase: PhaseResult, *, token_limit: float) -> float:

@@ -139,6 +139,11 @@ class PromptResult:
         return max(phase.worst_excess for phase in self.phases)
 
     @property
+    def num_flipped(self) -> int:
+        """Number of tokens that are near another right model than the exact one."""
+        return sum(len(phase.flipped) for phase in self.phases)
+
+    @property
     def first(self) -> int | None:
         """First token that differs beyond noise by itself; None if none does."""
         firsts = [phase.first for phase in self.phases if phase.first is not None]
@@ -195,6 +200,16 @@ class PromptRanking:
     def verdict(self) -> Verdict:
         """Fail if a prompt differs beyond noise, or a phase of all prompts together does."""
         return Verdict.FAIL if self.differing or self.is_beyond_together else Verdict.PASS
+
+
+def word_flipped(num_tokens: int) -> str:
+    """Tell in words of tokens that are near another right model than the exact one; empty if there are none."""
+    if not num_tokens:
+        return ""
+    are = "1 token is" if num_tokens == 1 else f"{num_tokens} tokens are"
+    return (
+        f"{are} beyond noise from the exact model, and within it from a right model that chose other experts"
+    )
 
 
 def rank_prompts(

@@ -21,6 +21,7 @@ from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.prompt_results import word_flipped
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 from minimax_tools.text.answered_prompts import split_rows
 from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
@@ -73,6 +74,7 @@ def _conclude(comparison: Comparison, verdict: LogitsVerdict) -> Comparison:
             (*comparison.findings, *(() if finding is None else (finding,))), key=lambda found: found.order
         )
     )
+    flipped = word_flipped(verdict.num_flipped)
     return replace(
         comparison,
         verdict=_verdict(findings),
@@ -81,6 +83,7 @@ def _conclude(comparison: Comparison, verdict: LogitsVerdict) -> Comparison:
         notes=(
             "the port shows no layer: its logits alone were judged, by the noise of right models through all layers; "
             "a faint mistake passes",
+            *((flipped,) if flipped else ()),
             *comparison.notes,
         ),
     )

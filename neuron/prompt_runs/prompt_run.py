@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,13 +105,22 @@ class PromptRun:
 
         Raises:
             CheckpointError: A weight cannot be read.
-            CaptureError: Golden logits are missing or damaged, or others cannot be written.
+            CaptureError: Golden logits are missing or damaged, or cannot be written.
         """
         ports: dict[int, PortLogits] = {}
         for numbers in self.batches():
             logits = record.read([self.prompts[number] for number in numbers])
             assert logits is not None, "all batches have run"
             ports |= zip(numbers, logits, strict=True)
+        return self.judge(ports, num_known=num_known)
+
+    def judge(self, ports: Mapping[int, PortLogits], *, num_known: int) -> PromptRanking:
+        """Judge all prompts by a port's logits of each, and rank them.
+
+        Raises:
+            CheckpointError: A weight cannot be read.
+            CaptureError: Golden logits are missing or damaged, or cannot be written.
+        """
         in_order = [ports[number] for number in range(len(self.prompts))]
         results = self._judge.judge_all(self.prompts, in_order, self.goldens)
         return rank_prompts(
