@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from compare.prompts.noise_level import NoiseLevel
 from compare.prompts.prompt_judge import GoldenSource, PortLogits, PromptJudge
 from minimax_tools.results.prompt_results import PhaseResult, PhaseShare, PromptResult
@@ -23,7 +25,10 @@ class LogitsVerdict:
         int | None
     )  # first pass that differs: 0 for the prefill, t for the t-th step; None if none does
     reason: str  # what differs; empty if nothing does
-    num_flipped: int  # tokens that are near another right model than the exact one
+    num_flipped: int = 0  # tokens that are near another right model than the exact one
+    num_choices: int = 0  # tokens whose likeliest next token is another, beyond noise
+    # Divergence in nats that noise makes: mean and 95th percentile over the tokens; None if it was not computed
+    noise: tuple[float, float] | None = None
 
     @property
     def is_right(self) -> bool:
@@ -54,7 +59,14 @@ def judge_logits(
         first_pass=first_pass,
         reason=reason,
         num_flipped=sum(result.num_flipped for result in results),
+        num_choices=sum(phase.num_choices for phase in phases),
+        noise=_summarise(phases),
     )
+
+
+def _summarise(phases: Sequence[PhaseResult]) -> tuple[float, float]:
+    noises = torch.tensor([noise for phase in phases for noise in phase.noises], dtype=torch.float64)
+    return float(noises.mean()), float(noises.quantile(0.95))
 
 
 def _excess(phase: PhaseResult, *, token_limit: float) -> float:

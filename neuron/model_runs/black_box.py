@@ -16,6 +16,7 @@ import torch
 from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
 from compare.prompts.prompt_judge import PortLogits
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.model.sites import ModelSite
@@ -31,7 +32,7 @@ _LOGITS = str(ModelSite.LOGITS)
 
 def judge_black_box(
     comparison: Comparison,
-    golden: Capture,
+    golden: CaptureSource,
     capture: Capture,
     *,
     reader: CheckpointReader,
@@ -78,7 +79,7 @@ def _conclude(comparison: Comparison, verdict: LogitsVerdict) -> Comparison:
     return replace(
         comparison,
         verdict=_verdict(findings),
-        sites=tuple(_with_status(site, status, reason=verdict.reason) for site in comparison.sites),
+        sites=tuple(_with_verdict(site, status, verdict) for site in comparison.sites),
         findings=findings,
         notes=(
             "the port shows no layer: its logits alone were judged, by the noise of right models through all layers; "
@@ -106,7 +107,18 @@ def _verdict(findings: Sequence[ModelFinding]) -> Verdict:
     return Verdict.WARN if findings else Verdict.PASS
 
 
-def _with_status(site: SiteResult, status: SiteStatus, *, reason: str) -> SiteResult:
+def _with_verdict(site: SiteResult, status: SiteStatus, verdict: LogitsVerdict) -> SiteResult:
+    """Return the logits' result with the verdict, and with the noise of all layers in place of the head's alone."""
     if site.site != _LOGITS or site.layer is not None:
         return site
-    return replace(site, status=status, reason=reason)
+    logits = site.logits
+    if logits is not None and verdict.noise is not None:
+        mean, percentile = verdict.noise
+        logits = replace(
+            logits,
+            kl_mean_foreseen=mean,
+            kl_p95_foreseen=percentile,
+            num_explained=max(logits.num_disagreeing - verdict.num_choices, 0),
+            worst_choices=(),
+        )
+    return replace(site, status=status, reason=verdict.reason, logits=logits)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.golden_logits.golden_logits import (
@@ -110,7 +110,7 @@ class GoldenRows:
                 )
 
 
-def captured_logits(golden: Capture) -> dict[Row, torch.Tensor]:
+def captured_logits(golden: CaptureSource) -> dict[Row, torch.Tensor]:
     """Return a golden's own logits [T,V] by the token ids of its rows; empty if it stored none.
 
     Raises:
