@@ -153,11 +153,11 @@ class PromptRun:
         return PromptJudge(level=NoiseLevel.of(self.goldens.read(row) for row in rows))
 
 
-def refuse_other_golden(golden: Capture, run: PromptRun, *, model: str) -> None:
-    """Refuse a golden of another model, and one whose logits differ from mm2's reference beyond noise.
+def trust_golden(golden: Capture, run: PromptRun, *, model: str) -> PromptRun:
+    """Return a run that holds the golden's own logits to be right, of prompts where they agree with mm2's reference.
 
     A certified golden has right layers: few of its tokens may differ, as where noise sends them to other experts.
-    `model` is the checkpoint as the user named it.
+    Any other golden that differs is refused. `model` is the checkpoint as the user named it.
 
     Raises:
         IncomparableError: The golden must not be used with these golden logits.
@@ -176,7 +176,9 @@ def refuse_other_golden(golden: Capture, run: PromptRun, *, model: str) -> None:
     is_certified = golden.certificate is not None and golden.certificate.has_passed
     are_few = all(result.may_be_flips for result in differing)
     if not differing or (is_certified and are_few):
-        return
+        wrong = {run.prompts[result.number].row for result in differing}
+        captured = {row: logits for row, logits in run.goldens.captured.items() if row not in wrong}
+        return replace(run, goldens=replace(run.goldens, captured=captured))
     command = ["mm2-gpu", "extract-all", "--model", model]
     cause = "Its head or experts are of other weights: capture another, and give it to --golden"
     if are_few:
@@ -191,15 +193,14 @@ def refuse_other_golden(golden: Capture, run: PromptRun, *, model: str) -> None:
 
 
 def _judge_golden(run: PromptRun) -> list[PromptResult]:
-    """Judge a golden's own logits of the prompts as those of a port."""
-    alone = replace(run.goldens, captured={})
-    prompts = [prompt for prompt in run.prompts if prompt.row in run.goldens.captured]
+    """Judge a golden's own logits of the prompts as those of a port; it holds all of them, or none."""
+    captured, alone = run.goldens.captured, replace(run.goldens, captured={})
     ports = []
-    for prompt in prompts:
+    for prompt in run.prompts if captured else ():
         tokens = torch.arange(len(prompt.row))
-        logits = alone.read(prompt.row).measure(run.goldens.captured[prompt.row], tokens)
+        logits = alone.read(prompt.row).measure(captured[prompt.row], tokens)
         ports.append(PortLogits(tokens=tokens, logits=logits))
-    return replace(run, goldens=alone)._judge.judge_all(prompts, ports, alone) if prompts else []
+    return replace(run, goldens=alone)._judge.judge_all(run.prompts, ports, alone) if ports else []
 
 
 def _measure(model_pass: Pass, logits: torch.Tensor, row: int, golden: GoldenLogits) -> PortLogits | None:

@@ -42,7 +42,7 @@ from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.following import Follower
 from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 from neuron.prompt_runs.port_record import PortRecord
-from neuron.prompt_runs.prompt_run import PromptRun, refuse_other_golden
+from neuron.prompt_runs.prompt_run import PromptRun, trust_golden
 from reports.prompts import prompts_record, render_followed, render_prompts
 
 # Tokens of an answer that are decoded, and of a golden's rows, if --decode does not say.
@@ -99,7 +99,7 @@ def _run_port(
     """Run the port on the prompts that are not on record, rank all, and run the worst alone."""
     assert options.target is not None, "a run has a port"
     if options.golden is not None:
-        refuse_other_golden(Capture.open(options.golden), run, model=options.model)
+        run = trust_golden(Capture.open(options.golden), run, model=options.model)
     target = find_model_target(options.target)
     setup = ModelSetup(
         target=target,

@@ -166,7 +166,3 @@ def test_many_tokens_beyond_noise_need_no_other_models(
     """Flips are rare: a row of which many tokens differ has a mistake, whatever model is near it."""
     moved = EXACT[1] + draw(9, 1.0)
     assert not judge(goldens, [EXACT[0], moved, EXACT[2]], moved).is_right
-
-
-def test_flips_in_more_rows_than_chance_sends_there_are_wrong(goldens: list[GoldenLogits]) -> None:
-    pass
