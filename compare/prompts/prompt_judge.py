@@ -40,7 +40,7 @@ class PortLogits:
 
 
 class GoldenSource(Protocol):
-    """Where golden logits come from."""
+    """A source of golden logits, by their rows."""
 
     def read(self, row: Sequence[int]) -> GoldenLogits:
         """Return the golden logits of a row."""
