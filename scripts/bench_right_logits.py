@@ -1,7 +1,7 @@
 """Right ports judged by their logits alone, on many goldens: none of them may fail.
 
-    python scripts/bench_right_logits.py --goldens 100 --journal right_logits.jsonl       the tests' model
-    python scripts/bench_right_logits.py --model models/learned_j --model models/learned_k --journal right_logits.jsonl
+    python scripts/bench_right_logits.py --goldens 100 --journal right.jsonl                  the tests' model
+    python scripts/bench_right_logits.py --model models/learned_j --model models/learned_k --journal right.jsonl
 
 A golden is one or two pieces of the model's held-out text, captured by transformers in one of its implementations. Each
 port runs them as `mm2-test model`, `bisect --whole` and `prompts` do, and the functions of these commands judge its
@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click.testing
 import torch
@@ -69,29 +68,7 @@ class Judged:
     command: str
     failed: bool
     excess: float  # the largest error in units of its limit
-    num_flipped: int = 0
-    num_tokens: int = 0
-
-    @property
-    def key(self) -> tuple[str, int, str, str]:
-        """What was judged."""
-        return self.model, self.golden, self.port, self.command
-
-
-class Journal:
-    """The judgements made so far, in a file of JSON lines; without a path, in memory."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.is_file() else []
-        self.judged = {one.key: one for one in (Judged(**json.loads(line)) for line in lines)}
-
-    def add(self, one: Judged) -> None:
-        """Keep a judgement."""
-        self.judged[one.key] = one
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(one)) + "\n")
+    num_flipped: int  # tokens near another right model than the exact one; each was wrong without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +128,23 @@ class RightPort:
         )
         passes = plan_passes(stream.inputs, _DECODED)
         port = ReplacedPort(self.executor, passes=passes, stream=stream)
-        rows = port.run(None)
-        yield self._judge_model(number, golden, rows)
-        yield self._judge_bisection(number, stream, port)
-        yield self._judge_prompts(number, golden)
+        found = {
+            "model": self._judge_model(golden, port.run(None)),
+            "bisect --whole": self._judge_bisection(stream, port),
+            "prompts": self._judge_prompts(golden),
+        }
+        for command, (failed, excess, num_flipped) in found.items():
+            yield Judged(
+                model=self.ground.model.name,
+                golden=number,
+                port=self.name,
+                command=command,
+                failed=failed,
+                excess=excess,
+                num_flipped=num_flipped,
+            )
 
-    def _judge_model(self, number: int, golden: Capture, rows: Sequence[RowLogits]) -> Judged:
+    def _judge_model(self, golden: Capture, rows: Sequence[RowLogits]) -> tuple[bool, float, int]:
         goldens = self.ground.goldens(captured_logits(golden))
         prompts = split_rows(golden.read_inputs().real_rows(), num_decoded=_DECODED)
         goldens.make([prompt.row for prompt in prompts])
@@ -165,16 +153,9 @@ class RightPort:
             for row, prompt in zip(rows, prompts, strict=True)
         ]
         verdict = judge_logits(prompts, ports, goldens, through="all layers")
-        return self._judged(
-            number,
-            "model",
-            failed=not verdict.is_right,
-            excess=verdict.excess,
-            num_flipped=verdict.num_flipped,
-            num_tokens=sum(len(row.tokens) for row in rows),
-        )
+        return not verdict.is_right, verdict.excess, verdict.num_flipped
 
-    def _judge_bisection(self, number: int, stream: GoldenStream, port: ReplacedPort) -> Judged:
+    def _judge_bisection(self, stream: GoldenStream, port: ReplacedPort) -> tuple[bool, float, int]:
         judge = ReplacedJudge(
             stream=stream,
             num_decoded=_DECODED,
@@ -187,14 +168,9 @@ class RightPort:
             reference="golden",
             target=self.name,
         )
-        return self._judged(
-            number,
-            "bisect --whole",
-            failed=search.verdict is Verdict.FAIL,
-            excess=max(run.excess for run in search.runs),
-        )
+        return search.verdict is Verdict.FAIL, max(run.excess for run in search.runs), 0
 
-    def _judge_prompts(self, number: int, golden: Capture) -> Judged:
+    def _judge_prompts(self, golden: Capture) -> tuple[bool, float, int]:
         prompts = split_rows(golden.read_inputs().real_rows(), num_decoded=_DECODED)
         run = PromptRun(
             prompts=tuple(prompts),
@@ -205,21 +181,14 @@ class RightPort:
             batch_size=len(prompts),
         )
         ranking = run.judge(dict(enumerate(run.run_batch(self.executor, prompts))), num_known=0)
-        return self._judged(
-            number,
-            "prompts",
-            failed=ranking.verdict is Verdict.FAIL,
-            excess=max(result.excess / PromptLimits().excess for result in ranking.results),
-            num_flipped=sum(result.num_flipped for result in ranking.results),
-            num_tokens=sum(len(phase.tokens) for result in ranking.results for phase in result.phases),
-        )
-
-    def _judged(self, number: int, command: str, **found: Any) -> Judged:
-        return Judged(model=self.ground.model.name, golden=number, port=self.name, command=command, **found)
+        excess = max(result.excess for result in ranking.results) / PromptLimits().excess
+        num_flipped = sum(result.num_flipped for result in ranking.results)
+        return ranking.verdict is Verdict.FAIL, excess, num_flipped
 
 
-def judge_model(model: Path, journal: Journal, *, num_goldens: int, scratch: Path) -> None:
-    """Judge all ports on all goldens of a model that the journal lacks."""
+def judge_model(model: Path, known: Sequence[Judged], *, num_goldens: int, scratch: Path) -> Iterator[Judged]:
+    """Judge all ports on all goldens of a model that are not known."""
+    done = {(one.golden, one.port) for one in known if one.model == model.name and one.command == "prompts"}
     spec = ModelSpec.from_folder(model)
     with CheckpointReader(model) as reader, open_runtime("cpu", ranks=Ranks()) as runtime:
         ground = Ground(model=model, scratch=scratch, reader=reader, spec=spec)
@@ -230,12 +199,22 @@ def judge_model(model: Path, journal: Journal, *, num_goldens: int, scratch: Pat
             with ModelExecutor(setup, runtime=runtime, reader=reader) as executor:
                 port = RightPort(name=name, ground=ground, executor=executor)
                 for number in range(num_goldens):
-                    if (model.name, number, name, "prompts") in journal.judged:
-                        continue
-                    for judged in port.judge(number):
-                        journal.add(judged)
-                        if judged.failed:
-                            print(judged, file=sys.stderr, flush=True)
+                    if (number, name) not in done:
+                        yield from port.judge(number)
+
+
+def read_journal(path: Path) -> list[Judged]:
+    """Read the judgements made so far, of a file of JSON lines; there may be none."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    judged = [Judged(**json.loads(line)) for line in lines]
+    # A golden that was interrupted was judged again.
+    return list({(one.model, one.golden, one.port, one.command): one for one in judged}.values())
+
+
+def write_journal(path: Path, judged: Judged) -> None:
+    """Add a judgement to the file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(judged)) + "\n")
 
 
 def figures(judged: Sequence[Judged]) -> Iterator[Figure]:
@@ -247,8 +226,6 @@ def figures(judged: Sequence[Judged]) -> Iterator[Figure]:
         yield Figure.at_most(f"{command}: right ports that fail", sum(one.failed for one in part), 0)
         yield Figure.plain(f"{command}: largest share of a limit", max(one.excess for one in part))
     shown = [one for one in judged if one.command == "model"]
-    yield Figure.plain("model: tokens", sum(one.num_tokens for one in shown))
-    yield Figure.plain("model: flipped tokens", sum(one.num_flipped for one in shown))
     yield Figure.plain("model: judgements with flipped tokens", sum(bool(one.num_flipped) for one in shown))
 
 
@@ -259,13 +236,19 @@ def main() -> int:
         "--model", type=Path, action="append", help="checkpoint with held-out text (default: the tests')"
     )
     parser.add_argument("--goldens", type=int, default=21, help="goldens of each model (default: 21)")
-    parser.add_argument("--journal", type=Path, help="file of judgements, added to and not made again")
+    parser.add_argument(
+        "--journal", type=Path, required=True, help="file of the judgements, which it adds to"
+    )
     arguments = parser.parse_args()
-    journal = Journal(arguments.journal)
+    judged = read_journal(arguments.journal)
     for model in arguments.model or [_TRAINED]:
         with tempfile.TemporaryDirectory() as scratch:
-            judge_model(model, journal, num_goldens=arguments.goldens, scratch=Path(scratch))
-    return print_figures("right_logits", list(figures(list(journal.judged.values()))), as_json=arguments.json)
+            for one in judge_model(
+                model, tuple(judged), num_goldens=arguments.goldens, scratch=Path(scratch)
+            ):
+                judged.append(one)
+                write_journal(arguments.journal, one)
+    return print_figures("right_logits", list(figures(judged)), as_json=arguments.json)
 
 
 if __name__ == "__main__":
