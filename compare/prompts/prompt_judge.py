@@ -29,6 +29,11 @@ from minimax_tools.text.answered_prompts import AnsweredPrompt
 
 # Least noise to divide by.
 _TINY = 1e-12
+# Alternatives are not computed if more than this share of the prompts, and more than so many, need them: of right ports
+# one row in a hundred does.
+_MOST_DOUBTFUL_SHARE, _MOST_DOUBTFUL = 0.1, 8
+# Prompts whose alternatives are in memory at a time, 0.5 GB.
+_TOGETHER = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,9 +114,13 @@ class PromptJudge:
             for number, (prompt, port) in enumerate(zip(prompts, ports, strict=True))
         ]
         doubtful = [result.number for result in results if result.may_be_flips]
-        goldens = [source.read(prompts[number].row) for number in doubtful]
-        for number, golden in zip(doubtful, source.find_alternatives(goldens), strict=True):
-            results[number] = self.judge(number, prompts[number], golden, ports[number])
+        if len(doubtful) > max(_MOST_DOUBTFUL_SHARE * len(results), _MOST_DOUBTFUL):
+            return results
+        for start in range(0, len(doubtful), _TOGETHER):
+            numbers = doubtful[start : start + _TOGETHER]
+            goldens = [source.read(prompts[number].row) for number in numbers]
+            for number, golden in zip(numbers, source.find_alternatives(goldens), strict=True):
+                results[number] = self.judge(number, prompts[number], golden, ports[number])
         return results
 
     def judge(
