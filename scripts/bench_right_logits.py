@@ -11,6 +11,7 @@ the exact one are counted as *flipped*. What the journal holds is not run again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -186,20 +187,22 @@ class RightPort:
         return ranking.verdict is Verdict.FAIL, excess, num_flipped
 
 
-def judge_model(model: Path, known: Sequence[Judged], *, num_goldens: int, scratch: Path) -> Iterator[Judged]:
-    """Judge all ports on all goldens of a model that are not known."""
+def judge_model(
+    model: Path, known: Sequence[Judged], *, num_goldens: int, num_ports: int, scratch: Path
+) -> Iterator[Judged]:
+    """Judge some ports, in turn, on each golden of a model; what is known is left out."""
     done = {(one.golden, one.port) for one in known if one.model == model.name and one.command == "prompts"}
     spec = ModelSpec.from_folder(model)
     with CheckpointReader(model) as reader, open_runtime("cpu", ranks=Ranks()) as runtime:
         ground = Ground(model=model, scratch=scratch, reader=reader, spec=spec)
-        for name, target in RIGHT.items():
+        for turn, (index, (name, target)) in itertools.product(range(num_ports), enumerate(RIGHT.items())):
             setup = ModelSetup(
                 target=find_model_target(target), spec=spec, folder=model, dtype=torch.bfloat16, sites=()
             )
             with ModelExecutor(setup, runtime=runtime, reader=reader) as executor:
                 port = RightPort(name=name, ground=ground, executor=executor)
                 for number in range(num_goldens):
-                    if (number, name) not in done:
+                    if (number + turn) % len(RIGHT) == index and (number, name) not in done:
                         yield from port.judge(number)
 
 
@@ -219,6 +222,7 @@ def write_journal(path: Path, judged: Judged) -> None:
 
 def figures(judged: Sequence[Judged]) -> Iterator[Figure]:
     """Return how many goldens were judged, how many right ports failed, and how near they came to a limit."""
+    yield Figure.plain("models", len({one.model for one in judged}))
     yield Figure.plain("goldens", len({(one.model, one.golden) for one in judged}))
     for command in ("model", "bisect --whole", "prompts"):
         part = [one for one in judged if one.command == command]
@@ -237,6 +241,9 @@ def main() -> int:
     )
     parser.add_argument("--goldens", type=int, default=21, help="goldens of each model (default: 21)")
     parser.add_argument(
+        "--ports", type=int, default=len(RIGHT), help="ports judged on each golden (default: all)"
+    )
+    parser.add_argument(
         "--journal", type=Path, required=True, help="file of the judgements, which it adds to"
     )
     arguments = parser.parse_args()
@@ -244,7 +251,11 @@ def main() -> int:
     for model in arguments.model or [_TRAINED]:
         with tempfile.TemporaryDirectory() as scratch:
             for one in judge_model(
-                model, tuple(judged), num_goldens=arguments.goldens, scratch=Path(scratch)
+                model,
+                tuple(judged),
+                num_goldens=arguments.goldens,
+                num_ports=arguments.ports,
+                scratch=Path(scratch),
             ):
                 judged.append(one)
                 write_journal(arguments.journal, one)
