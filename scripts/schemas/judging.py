@@ -182,6 +182,7 @@ def bisection() -> Schema:
     return record(
         {
             "verdict": VERDICT,
+            "headline": text("The result in a sentence."),
             "compared": whole("Layers whose own output was judged."),
             "of": whole("Layers of the search."),
             "blame": listed(schema_of(Blame), "Layers that are wrong alone."),
@@ -222,6 +223,7 @@ def stream_search() -> Schema:
     return record(
         {
             "verdict": VERDICT,
+            "headline": text("The result in a sentence."),
             "compared": whole("Parts of the model that were judged."),
             "of": whole("Parts of the model: its layers, and what lies before and behind them."),
             "blame": listed(record(blame), "The last wrong part; empty if none is."),

@@ -87,7 +87,7 @@ def run_model(options: ModelOptions) -> None:
             if is_black_box(capture) and options.dtype is torch.bfloat16:
                 logits_folder = options.store.captures / LOGITS_FOLDER
                 comparison = judge_black_box(
-                    judged.comparison, capture, reader=reader, spec=spec, folder=logits_folder
+                    judged.comparison, golden, capture, reader=reader, spec=spec, folder=logits_folder
                 )
                 judged = replace(judged, comparison=comparison)
             named = name_first(
