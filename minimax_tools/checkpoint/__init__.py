@@ -13,6 +13,7 @@
 - `layer_storage`: memory for one layer of a golden, and the places of experts in grouped storage
 - `layer_loader`: a golden's layers, loaded one after the other
 - `read_ahead`: layers fetched into the page cache before they are needed
+- `line_sums`: checksums of rows and columns, which tell a line in any layout
 - `fingerprint`: digests that tell models apart
 - `content_digest`: digest of some bytes of every tensor, for what is kept of a model's results
 """
