@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
@@ -27,7 +28,7 @@ from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample, TrialMemory
 from neuron.weight_trace.trial import TrialOutcome, run_trial
-from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.weight_finding import Severity, WeightFinding
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +109,9 @@ def inspect_weights(
     compared = None
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
-        loaded = port.load_checkpoint(checkpoint_spec)
-        check = check_loaded(loaded, by_rank[0], known_kinds=_wrong_kinds(findings))
-        findings += check.findings
-        compared = check.compared
+        loaded = shared.load_checkpoint(checkpoint_spec)
+        findings += check_loaded(loaded, by_rank[0], findings)
+        compared = loaded.held.compared
     return WeightInspection(
         target=port.target.name,
         conversion=port.target.conversion,
@@ -199,7 +199,3 @@ def _settle(suspect: WeightFinding, trial: TrialOutcome) -> WeightFinding:
     # The port ran, and nothing else explains its error. If it could not run, the names alone prove a mistake.
     is_wrong = trial.has_run or suspect.contradicts_names
     return replace(suspect, severity=Severity.WRONG) if is_wrong else suspect
-
-
-def _wrong_kinds(findings: list[WeightFinding]) -> set[str]:
-    return {kind for finding in findings if finding.severity is Severity.WRONG for kind in finding.kinds}

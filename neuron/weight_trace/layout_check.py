@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from minimax_tools.capture.held_weights import WeightMistake
 from neuron.weight_trace.layout_segment import Disorder, LayoutSegment
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, name_pattern
 from neuron.weight_trace.source_tensors import (
@@ -24,7 +25,7 @@ from neuron.weight_trace.source_tensors import (
 )
 from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
 from neuron.weight_trace.tensor_origin import TensorOrigin
-from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.weight_finding import Severity, WeightFinding
 from reports.order_words import word_order
 
 # Relative rounding up to 8 float32 steps (2⁻²³) still counts as float32: a scale and its inverse cost a few.

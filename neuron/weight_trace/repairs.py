@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight
 from neuron.weight_trace.generated_tensors import LazyTensors, Tensors
 from neuron.weight_trace.layout_segment import Disorder
 from neuron.weight_trace.source_tensors import SourceTensors, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
-from neuron.weight_trace.weight_finding import WeightMistake
 from reports.order_words import word_order
 
 # Returns the tensors that a repair changes, and no others.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Verdict
 from neuron.weight_trace.inspection import WeightInspection
@@ -13,7 +14,7 @@ from neuron.weight_trace.inspection_group import InspectionGroup
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, kinds_of, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout
-from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.weight_finding import Severity, WeightFinding
 from reports.json_values import to_json
 
 _MARKS = {Severity.WRONG: "[wrong]", Severity.SUSPECT: "[unclear]", Severity.NOTE: "[note]"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.model.weight_names import K_PROJ
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.weight_trace.repairs import Repair, candidate_repairs
 from neuron.weight_trace.source_tensors import SourceTensors
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 from neuron.weight_trace.tensor_origin import TensorOrigin
-from neuron.weight_trace.weight_finding import WeightMistake
 
 # Four heads of 32: q_proj [128,128] and o_proj are square, and so are the experts' matrices.
 SPEC = SyntheticModel(

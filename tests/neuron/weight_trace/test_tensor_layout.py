@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.model.weight_names import K_PROJ, Q_PROJ, V_PROJ
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.weight_trace.layout_check import check_layouts
 from neuron.weight_trace.source_tensors import SourceTensors
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 from neuron.weight_trace.tensor_origin import CONSTANT, TensorOrigin
-from neuron.weight_trace.weight_finding import WeightMistake
 
 SOURCES = SourceTensors.of(SyntheticModel().spec())
 
