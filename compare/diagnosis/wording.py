@@ -32,7 +32,9 @@ def word_headline(diagnosis: Diagnosis, parts: Sequence[SiteDiagnosis | LayerGro
     """Return the first wrong place with its mistake, and the number of further ones."""
     if not diagnosis.exit_code:
         return "nothing to explain" if parts else "nothing differs: there is nothing to diagnose"
-    wrong = [_word_part(part, diagnosis) for part in parts if not part.is_right]
+    weights = [blame.layer for blame in diagnosis.weights]
+    wrong = [f"{word_layers(weights)}, the weights are wrong"] if weights else []
+    wrong += [_word_part(part, diagnosis) for part in parts if not part.is_right]
     if not wrong:
         return "the comparison fails, and nothing was found to diagnose"
     more = f" (and {format_count(len(wrong) - 1, 'more place')})" if len(wrong) > 1 else ""
