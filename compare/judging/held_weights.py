@@ -14,7 +14,7 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.held_weights import HeldWeights, WeightFault
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import WEIGHTS, Blame, LayerWeights, SiteResult, SiteStatus
+from minimax_tools.results.results import WEIGHTS, Blame, SiteResult, SiteStatus, WeightsResult
 
 # The site that reads each kind of weight.
 _READERS: Mapping[str, Site] = MappingProxyType(
@@ -36,7 +36,7 @@ _READERS: Mapping[str, Site] = MappingProxyType(
 )
 
 
-def judge_weights(sides: Sides, sites: Sequence[SiteResult]) -> tuple[LayerWeights, ...]:
+def judge_weights(sides: Sides, sites: Sequence[SiteResult]) -> tuple[WeightsResult, ...]:
     """Judge the weights of every layer that were compared when they were loaded; `sites` are all results."""
     layers = dict.fromkeys(site.layer for site in sites if site.layer is not None)
     return tuple(
@@ -48,7 +48,7 @@ def judge_weights(sides: Sides, sites: Sequence[SiteResult]) -> tuple[LayerWeigh
     )
 
 
-def blame_weights(blame: Sequence[Blame], weights: Sequence[LayerWeights]) -> tuple[Blame, ...]:
+def blame_weights(blame: Sequence[Blame], weights: Sequence[WeightsResult]) -> tuple[Blame, ...]:
     """Return the blame with the wrong weights of a layer before its sites, and without the sites that they explain."""
     explained = {(layer.layer, site) for layer in weights for site in layer.explains}
     merged = [
@@ -67,7 +67,7 @@ def blame_weights(blame: Sequence[Blame], weights: Sequence[LayerWeights]) -> tu
     return tuple(merged)
 
 
-def note_weights(weights: Sequence[LayerWeights]) -> tuple[str, ...]:
+def note_weights(weights: Sequence[WeightsResult]) -> tuple[str, ...]:
     """Say which weights lie otherwise than most, and may on purpose, and which were not compared, and why."""
     layers_of: dict[str, list[int]] = {}
     for layer in weights:
@@ -83,7 +83,7 @@ def note_weights(weights: Sequence[LayerWeights]) -> tuple[str, ...]:
 
 def _judge_layer(
     sides: Sides, layer: int, held: HeldWeights, statuses: Mapping[Site, SiteStatus]
-) -> LayerWeights:
+) -> WeightsResult:
     reached = _reached_experts(sides, layer) if any(fault.experts for fault in held.faults) else frozenset()
     wrong = tuple(fault for fault in held.faults if _is_wrong(fault, statuses, reached))
     explains = (
@@ -92,7 +92,7 @@ def _judge_layer(
         if not fault.experts or not reached.isdisjoint(fault.experts)
         for kind in fault.kinds
     )
-    return LayerWeights(
+    return WeightsResult(
         layer=layer,
         compared=held.compared,
         not_compared=held.not_compared,

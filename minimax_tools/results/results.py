@@ -212,8 +212,8 @@ class RouterDtype:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """What the port holds of a layer's weights, by kind (`q_proj`, `w1`): compared when they were loaded."""
+class WeightsResult:
+    """Comparison of a layer's weights with the checkpoint, by kind (`q_proj`, `w1`), as they were loaded."""
 
     layer: int
     compared: tuple[str, ...]  # kinds of which it holds every number of the checkpoint
@@ -241,7 +241,7 @@ class Comparison:
     notes: tuple[str, ...] = ()  # what a reader must know beside the verdict
     router_dtypes: tuple[RouterDtype, ...] = ()  # parts of the router that the port holds in another dtype
     # Weights of the layers whose weights were compared when they were loaded
-    weights: tuple[LayerWeights, ...] = ()
+    weights: tuple[WeightsResult, ...] = ()
     # What is wrong in a whole port's run, what came first at the front
     findings: tuple[ModelFinding, ...] = ()
     pass_logits: tuple[PassLogits, ...] = ()  # next tokens of a whole port by pass, which judge nothing

@@ -19,6 +19,8 @@ of an inspection:
 - `matrix_segments`: a matrix read as such segments
 - `tensor_layout`: the source tensors that a port tensor holds, as text too
 - `weight_finding`: one fault, or something that may be one
+- `scales`: factors by which a port multiplied its weights, and scales that it moved
+- `agreement`: weights that belong together lie alike
 - `layout_check`: findings from the layouts
 - `repairs`: inverses of known mistakes
 - `quantisation`: generated weights that FP8 or INT8 hold exactly

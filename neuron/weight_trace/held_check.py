@@ -45,7 +45,7 @@ _MOST_EXPERTS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldPart:
-    """One rank's part of a layer."""
+    """A rank's part of a layer, as far as it holds the checkpoint's lines."""
 
     held: Bits  # for each line of the layer, whether this rank holds it
     deviations: tuple[Deviation, ...]

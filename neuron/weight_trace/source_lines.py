@@ -115,6 +115,7 @@ class SourceLines:
 
     def __init__(self, table: LineTable) -> None:
         self.table = table
+        self._num_read = np.zeros(table.size, dtype=np.int32)  # numbers of each line that were read
         self._is_known = np.zeros(table.size, dtype=np.bool_)
         self._sums = np.zeros(table.size, dtype=np.uint64)
         # Of float32 values the sums once they are rounded to BF16, as a port may hold them.
@@ -124,35 +125,43 @@ class SourceLines:
     def note(
         self, name: str, values: torch.Tensor, *, rows: range | None = None, columns: range | None = None
     ) -> None:
-        """Note the lines of a tensor that was read, or of some rows or columns of it; parts of lines do not count."""
+        """Note the lines of a tensor that was read, or of some of its rows and columns.
+
+        A line that is read in parts is known once all of it was read.
+        """
+        num_rows, num_columns = self.table.matrices[name]
         if values.device.type != "cpu":
             return
-        matrix = values
         if values.dim() == 1:
-            width = self.table.matrices[name][1]
-            if len(values) % width:
+            if len(values) % num_columns:
                 return
-            matrix = values.reshape(-1, width)
-            rows = None if rows is None else range(rows.start // width, rows.stop // width)
-        is_wide = values.dtype == torch.float32
-        for noted, of in ((self._sums, matrix), *([(self._rounded, matrix.bfloat16())] if is_wide else [])):
-            sums = LineSums.of(of)
-            with self._lock:
-                if columns is None:
-                    self._note(noted, name, Direction.ROWS, sums.rows, rows)
-                if rows is None and values.dim() == 2:
-                    self._note(noted, name, Direction.COLUMNS, sums.columns, columns)
-
-    def _note(self, noted: Sums, name: str, direction: Direction, sums: Sums, cut: range | None) -> None:
-        lines = self.table.lines(name, direction)
-        if cut is not None:
-            lines = slice(lines.start + cut.start, lines.start + cut.stop)
-        noted[lines] = sums
-        self._is_known[lines] = True
+            values = values.reshape(-1, num_columns)
+            rows = None if rows is None else range(rows.start // num_columns, rows.stop // num_columns)
+        exact = LineSums.of(values)
+        rounded = LineSums.of(values.bfloat16()) if values.dtype == torch.float32 else None
+        is_whole = rows is None and columns is None
+        spans = (
+            (Direction.ROWS, rows or range(num_rows), num_columns, values.shape[1]),
+            (Direction.COLUMNS, columns or range(num_columns), num_rows, values.shape[0]),
+        )
+        with self._lock:
+            for direction, cut, length, num_read in spans:
+                lines = self.table.lines(name, direction)
+                if lines.start == lines.stop:
+                    continue  # a vector has no columns
+                lines = slice(lines.start + cut.start, lines.start + cut.stop)
+                if is_whole:
+                    self._sums[lines] = self._rounded[lines] = self._num_read[lines] = 0
+                self._sums[lines] += getattr(exact, direction.value)
+                if rounded is not None:
+                    self._rounded[lines] += getattr(rounded, direction.value)
+                self._num_read[lines] += num_read
+                # What was read more often in parts is not known.
+                self._is_known[lines] = self._num_read[lines] == length
 
     @property
     def is_empty(self) -> Flags:
-        """Whether each line was given, and holds nothing but zeros."""
+        """Flags of lines that were given, and hold nothing but zeros."""
         is_empty: Flags = self._is_known & (self._sums == 0)
         return is_empty
 
@@ -160,21 +169,22 @@ class SourceLines:
     def exact(self) -> Mapping[Direction, LineIndex]:
         """Lines by the sums of their values."""
         return {
-            direction: LineIndex(self._sums, numbers)
+            direction: LineIndex(np.where(self._is_known, self._sums, 0), numbers)
             for direction, numbers in self.table.by_direction.items()
         }
 
     @cached_property
     def rounded(self) -> Mapping[Direction, LineIndex]:
         """Lines by the sums of their values rounded to BF16, where these are others."""
-        rounded = np.where(self._rounded == self._sums, 0, self._rounded)
+        is_other = self._is_known & (self._rounded != self._sums)
+        rounded = np.where(is_other, self._rounded, 0)
         return {
             direction: LineIndex(rounded, numbers) for direction, numbers in self.table.by_direction.items()
         }
 
 
 class LineIndex:
-    """Some lines, found by their sums.
+    """Lines of one direction, found by their sums.
 
     Args:
         sums: The sum of each line by its number, uint64; lines whose sum is 0 are left out.

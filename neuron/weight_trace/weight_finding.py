@@ -24,6 +24,7 @@ class WeightFinding:
     severity: Severity
     kinds: tuple[str, ...]  # kinds of the source tensors concerned: `q_proj`, `w1`
     text: str
+    details: str = ""  # what lies where, if the text does not say
     port_tensors: tuple[str, ...] = ()  # names of the port's tensors concerned
     # True if the name of the port's tensor claims another weight than lies there: wrong, unless the trial is right.
     contradicts_names: bool = False

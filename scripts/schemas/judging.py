@@ -13,10 +13,10 @@ from minimax_tools.results.results import (
     Comparison,
     Curve,
     GeneratedRow,
-    LayerWeights,
     RouterDtype,
     SiteResult,
     Verdict,
+    WeightsResult,
 )
 from schemas.parts import (
     Schema,
@@ -73,7 +73,7 @@ def conclusion() -> Schema:
             "port": text(told["port"]),
             "notes": listed(text(), told["notes"]),
             "router_dtypes": listed(schema_of(RouterDtype), told["router_dtypes"]),
-            "weights": listed(schema_of(LayerWeights), told["weights"]),
+            "weights": listed(schema_of(WeightsResult), told["weights"]),
             "generated": listed(schema_of(GeneratedRow), told["generated"]),
             "passes": listed(schema_of(PassLogits), told["pass_logits"]),
             "findings": listed(schema_of(ModelFinding), told["findings"]),

@@ -54,6 +54,7 @@ def weights() -> Schema:
             "findings": listed(record(finding), "What is wrong or unclear; empty if all is right."),
             "places": listed(record(place), "Every tensor that the port holds."),
             "trial": record(trial, "The port's forward on generated weights, beside the reference layer."),
+            "explains_all": flag("Whether the output is right once the wrong weights are mended."),
             "memory": listed(text(), "Memory that the run does not need: float32 weights and temporaries."),
             "is_loaded": flag("Whether the checkpoint's own layer was loaded too."),
             "compared": listed(text(), "Kinds of tensors whose loaded values were all compared."),

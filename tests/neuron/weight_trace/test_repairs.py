@@ -44,7 +44,7 @@ def numbers_of(name: str) -> torch.Tensor:
 
 
 def repairs_of(layouts: list[TensorLayout], mistake: WeightMistake) -> list[Repair]:
-    return [repair for repair in candidate_repairs(layouts, SOURCES, SPEC) if repair.mistake is mistake]
+    return [repair for repair in candidate_repairs([layouts], SOURCES, SPEC) if repair.mistake is mistake]
 
 
 @pytest.mark.parametrize(
@@ -93,5 +93,5 @@ def test_exchanged_experts_are_named() -> None:
     ]
     origin = layout_of(torch.stack(stacked)).origin
     layout = read_layout(origin, sources)
-    texts = [repair.text for repair in candidate_repairs([layout], sources, spec)]
+    texts = [repair.text for repair in candidate_repairs([[layout]], sources, spec)]
     assert "w2 (down): experts 0 and 1, 2 and 3 are exchanged" in texts
