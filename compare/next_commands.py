@@ -23,7 +23,7 @@ from minimax_tools.command_line.capture_commands import judge_port, make_golden
 from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.model.run import Mode, single_layer_run
 from minimax_tools.model.sites import SITE_LEVELS, Site
-from minimax_tools.results.results import WEIGHTS, Comparison, Verdict
+from minimax_tools.results.results import Comparison, Verdict
 
 # Sites that no weight enters between their inputs and them. Where inputs were not shown, a blame names those too.
 _WITHOUT_WEIGHTS = frozenset({Site.Q_ROPE, Site.K_ROPE, Site.ATTN_CONTEXT, Site.ROUTER_WEIGHTS})
@@ -77,7 +77,7 @@ def _after_failure(comparison: Comparison, commands: RunCommands) -> tuple[str, 
         for blame in comparison.blame
         if blame.layer is not None and not _WITHOUT_WEIGHTS.issuperset(blame.sites)
     ]
-    if all(blame.sites == (WEIGHTS,) for blame in comparison.blame) and blamed:
+    if blamed and all(blame.is_of_weights for blame in comparison.blame):
         # They were seen: there is nothing to search.
         return (*_trace_weights(blamed, commands), commands.again())
     curve = comparison.curve

@@ -156,7 +156,7 @@ def diagnose_run(
         for blamed in comparison.blame
         if (includes_outside if blamed.layer is None else layers is None or blamed.layer in layers)
     ]
-    blame = [blamed for blamed in wrong if not _is_of_weights(blamed)]
+    blame = [blamed for blamed in wrong if blamed.sites != (WEIGHTS,)]
     return Diagnosis(
         reference=address_of(reference.directory),
         target=address_of(target.directory),
@@ -165,7 +165,7 @@ def diagnose_run(
         or _is_any_wrong_on_port_input(run, diagnoses),
         layers=diagnoses,
         sites=sites,
-        weights=tuple(filter(_is_of_weights, wrong)),
+        weights=tuple(blamed for blamed in wrong if blamed.sites == (WEIGHTS,)),
         unexplained_blame=tuple(blamed for blamed in blame if not _is_explained(blamed, diagnoses, sites)),
         passed_over=_passed_over(run, judgeable, diagnoses),
         notes=(
@@ -201,13 +201,8 @@ def _diagnose_outside(
 
 
 def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:
-    blamed = (blame for blame in comparison.blame if not _is_of_weights(blame))
+    blamed = (blame for blame in comparison.blame if blame.sites != (WEIGHTS,))
     return tuple(sorted({blame.layer for blame in blamed if blame.layer is not None}))
-
-
-def _is_of_weights(blame: Blame) -> bool:
-    """Decide whether a blame is of wrong weights: where these are seen, no mistake is searched."""
-    return blame.sites == (WEIGHTS,)
 
 
 def _has_finite_input(run: JudgedRun, layer: int) -> bool:
@@ -319,7 +314,7 @@ def _diagnose_shapes(
 
 def _blame_of(run: JudgedRun, layer: int) -> tuple[Blame, ...]:
     return tuple(
-        blame for blame in run.comparison.blame if blame.layer == layer and not _is_of_weights(blame)
+        blame for blame in run.comparison.blame if blame.layer == layer and blame.sites != (WEIGHTS,)
     )
 
 

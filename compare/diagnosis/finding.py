@@ -143,6 +143,13 @@ class Diagnosis:
     notes: tuple[str, ...] = ()  # sentences on layers and sites that were not diagnosed
 
     @property
+    def has_wrong_weights(self) -> bool:
+        """True if wrong weights, which were seen, explain something: nothing need prove them."""
+        return bool(self.weights) or any(
+            blame.is_of_weights for layer in self.layers for blame in layer.blame
+        )
+
+    @property
     def findings(self) -> tuple[MistakeFinding, ...]:
         """The named mistakes in the model's order: embedding, layers, final norm, logits; in each place best first."""
         before = [site for site in self.sites if site.site is ModelSite.EMBEDDING]

@@ -15,6 +15,7 @@ from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.proof.wording import MEND_FIRST, draw_proofs, word_outcomes
 from compare.diagnosis.wording import (
     NOT_OF_SHAPE,
+    WRONG_WEIGHTS,
     capitalise,
     formulas_of,
     parts_of,
@@ -81,7 +82,7 @@ def render_diagnosis(
     canvas = Canvas(width=width, is_terminal=is_terminal)
     parts = parts_of(diagnosis)
     _draw_verdict(canvas, diagnosis, parts)
-    if proves and not diagnosis.findings and not diagnosis.weights:
+    if proves and not diagnosis.findings and not diagnosis.has_wrong_weights:
         canvas.line(_NOTHING_TO_PROVE)
     canvas.facts([("golden", diagnosis.reference), ("run", diagnosis.target)])
     _draw_weights(canvas, diagnosis)
@@ -108,7 +109,7 @@ def render_nothing_to_prove(diagnosis: Diagnosis) -> str:
     canvas = Canvas(width=None, is_terminal=None)
     _draw_verdict(canvas, diagnosis, parts_of(diagnosis))
     _draw_weights(canvas, diagnosis)
-    if not diagnosis.weights:
+    if not diagnosis.has_wrong_weights:
         canvas.line(_NOTHING_TO_PROVE)
     of_shape = [layer for layer in diagnosis.layers if layer.is_of_shape]
     told = {layer.layer for layer in of_shape}
@@ -189,7 +190,7 @@ def _draw_weights(canvas: Canvas, diagnosis: Diagnosis) -> None:
         layers_of.setdefault(blame.reason, []).append(blame.layer)
     for reason, layers in layers_of.items():
         canvas.gap()
-        canvas.line(f"{capitalise(word_layers(layers))}: the weights are wrong", style="bold")
+        canvas.line(f"{capitalise(word_layers(layers))}: {WRONG_WEIGHTS}", style="bold")
         canvas.paragraph(reason)
 
 
@@ -240,7 +241,8 @@ def _draw_group(canvas: Canvas, group: LayerGroup, diagnosis: Diagnosis) -> None
         return
     else:
         them = "it" if is_single else "them"
-        canvas.line(f"{where}: no known mistake explains {them} (ρ {before})", style="bold")
+        unnamed = WRONG_WEIGHTS if group.is_of_weights else f"no known mistake explains {them}"
+        canvas.line(f"{where}: {unnamed} (ρ {before})", style="bold")
         for cause in group.causes:
             _draw_place(canvas, cause)
         for sentence in word_passed_over(group, diagnosis):

@@ -8,6 +8,7 @@ tell, weights that lie otherwise than most of their kind are wrong; of others it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from compare.sides.sides import Sides
@@ -49,20 +50,23 @@ def judge_weights(sides: Sides, sites: Sequence[SiteResult]) -> tuple[WeightsRes
 
 
 def blame_weights(blame: Sequence[Blame], weights: Sequence[WeightsResult]) -> tuple[Blame, ...]:
-    """Return the blame with the wrong weights of a layer before its sites, and without the sites that they explain."""
-    explained = {(layer.layer, site) for layer in weights for site in layer.explains}
-    merged = [
-        blamed for blamed in blame if not any((blamed.layer, site) in explained for site in blamed.sites)
-    ]
+    """Return the blame with wrong weights as the reason of the sites that they explain, or else before the sites."""
+    merged = list(blame)
     for layer in weights:
-        if layer.wrong:
-            reason = "; ".join(fault.text for fault in layer.wrong)
-            behind = (
-                place
-                for place, blamed in enumerate(merged)
-                if blamed.layer is not None and blamed.layer >= layer.layer
-            )
-            cause = Blame(layer=layer.layer, sites=(WEIGHTS,), reason=reason)
+        if not layer.wrong:
+            continue
+        text = "; ".join(fault.text for fault in layer.wrong)
+        places = [
+            place
+            for place, blamed in enumerate(merged)
+            if blamed.layer == layer.layer and not set(layer.explains).isdisjoint(blamed.sites)
+        ]
+        for place in places:
+            reason = f"its weights are wrong: {text}; {merged[place].reason}"
+            merged[place] = replace(merged[place], reason=reason, is_of_weights=True)
+        if not places:
+            behind = (n for n, blamed in enumerate(merged) if (blamed.layer or 0) >= layer.layer)
+            cause = Blame(layer=layer.layer, sites=(WEIGHTS,), reason=text, is_of_weights=True)
             merged.insert(next(behind, len(merged)), cause)
     return tuple(merged)
 

@@ -163,6 +163,7 @@ class Blame:
     right: tuple[str, ...] = ()
     # Operation that computes this site and another blamed one of the layer, if both are one cause; empty if not.
     operation: str = ""
+    is_of_weights: bool = False  # whether wrong weights, which were seen when they were loaded, explain it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,7 +99,12 @@ def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
     partial = {kind: of_kind for kind, of_kind in shares.items() if kind not in (*compared, *others)}
     deviations = dict.fromkeys(deviation for part in parts for deviation in part.deviations)
     held = [deviation for deviation in deviations if deviation.is_held]
-    lost = [deviation for deviation in deviations if not deviation.is_held and deviation.kind in partial]
+    lost = [
+        deviation
+        for deviation in deviations
+        if not deviation.is_held
+        and (deviation.kind in partial or deviation.is_certain and deviation.kind in others)
+    ]
     num_experts = len(next(iter(table.of_experts[Direction.ROWS].values())))
     return HeldWeights(
         compared=tuple(compared),

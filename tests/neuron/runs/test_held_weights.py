@@ -119,13 +119,18 @@ def test_weights_that_a_token_reached_explain_the_site_that_reads_them(
     chosen, _ = experts
     code, record = sweep(UNLOADED, chosen[:2])
     assert code == 1
-    assert [blame["sites"] for blame in record["blame"]] == [["weights"]]
-    assert "moe_delta" in [site["site"] for site in record["sites"] if site["status"] == "fail"]
+    (blame,) = record["blame"]
+    assert (blame["sites"], blame["is_of_weights"]) == (["moe_delta"], True)
+    few = ", ".join(map(str, chosen[:2]))
+    assert blame["reason"].startswith(
+        f"its weights are wrong: w2 (down) of experts {few}: zeros in their place"
+    )
     sides = ("--model", toy, "--golden", short_golden, "--run", tmp_path / "run", "--quiet")
     told = command(mm2_diagnose, *sides, "--prove").stdout
-    assert told.startswith(f"FAIL: layer {WRONG_LAYER}, the weights are wrong")
+    assert told.startswith(f"FAIL: layer {WRONG_LAYER}, moe_delta: the weights are wrong")
     assert "zeros in their place" in told
     assert "no known mistake" not in told
+    assert "Nothing to prove" not in told
 
 
 def test_what_a_port_undoes_is_a_note_once_a_token_reached_it(
