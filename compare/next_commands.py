@@ -77,6 +77,9 @@ def _after_failure(comparison: Comparison, commands: RunCommands) -> tuple[str, 
         for blame in comparison.blame
         if blame.layer is not None and not _WITHOUT_WEIGHTS.issuperset(blame.sites)
     ]
+    if blamed and all(blame.is_of_weights for blame in comparison.blame):
+        # They were seen: there is nothing to search.
+        return (*_trace_weights(blamed, commands), commands.again())
     curve = comparison.curve
     if curve is None:
         return (*_trace_weights(blamed, commands), commands.diagnose())

@@ -111,6 +111,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "port": comparison.port,
         "notes": list(comparison.notes),
         "router_dtypes": to_json(comparison.router_dtypes),
+        "weights": to_json(comparison.weights),
         "generated": to_json(comparison.generated),
         **({"passes": to_json(comparison.pass_logits)} if comparison.pass_logits else {}),
         **({"findings": to_json(comparison.findings)} if comparison.findings else {}),

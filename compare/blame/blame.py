@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from minimax_tools.model.sites import SITE_INPUTS, Site
-from minimax_tools.results.results import Blame, BlameGroup, NearestLimit, SiteResult, SiteStatus
+from minimax_tools.results.results import WEIGHTS, Blame, BlameGroup, NearestLimit, SiteResult, SiteStatus
 
 # Sites that show every fault of a site, since they are plain products of it. Other operations may hide a fault: a norm
 # hides a wrong scale, attention a shift, a residual add an error that is small beside the stream. Only sites that
@@ -79,9 +79,11 @@ def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[
     `grounds` are the results of all sites, which tell the worst layer; of a site judged again, the later one counts.
     """
     by_site = {(result.layer, result.site): result for result in grounds}
-    groups: dict[tuple[tuple[str, ...], ...], list[tuple[Blame, ...]]] = {}
+    groups: dict[tuple[tuple[tuple[str, ...], str], ...], list[tuple[Blame, ...]]] = {}
     for cause in join_causes(blame):
-        groups.setdefault(tuple(blamed.sites for blamed in cause), []).append(cause)
+        # Of weights the reason is all: no site tells which layer is the worst.
+        key = tuple((blamed.sites, blamed.reason if blamed.sites == (WEIGHTS,) else "") for blamed in cause)
+        groups.setdefault(key, []).append(cause)
     return tuple(_build_group(causes, by_site) for causes in groups.values())
 
 

@@ -135,9 +135,19 @@ class Diagnosis:
     is_failed: bool  # whether the comparison of the chosen layers fails
     layers: tuple[LayerDiagnosis, ...]  # diagnoses of the layers that were looked at, ascending
     sites: tuple[SiteDiagnosis, ...] = ()  # diagnoses of the sites outside the layers
-    unexplained_blame: tuple[Blame, ...] = ()  # blame of the comparison that no named mistake explains
+    weights: tuple[
+        Blame, ...
+    ] = ()  # wrong weights, which explain the sites that read them: no mistake is searched
+    unexplained_blame: tuple[Blame, ...] = ()  # other blame of the comparison that no named mistake explains
     passed_over: tuple[PassedOver, ...] = ()  # layers that are like others, which nothing explains
     notes: tuple[str, ...] = ()  # sentences on layers and sites that were not diagnosed
+
+    @property
+    def has_wrong_weights(self) -> bool:
+        """True if wrong weights, which were seen, explain something: nothing need prove them."""
+        return bool(self.weights) or any(
+            blame.is_of_weights for layer in self.layers for blame in layer.blame
+        )
 
     @property
     def findings(self) -> tuple[MistakeFinding, ...]:

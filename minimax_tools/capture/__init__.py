@@ -13,6 +13,7 @@
 - `manifest`: the JSON file that lists a capture
 - `digests`: sha256 of tensors and files, and their lists in a manifest
 - `certificate`: the checks that a golden went through
+- `held_weights`: what a port holds of a layer's weights
 - `generation`: the tokens generated after each prompt
 - `passes`: calls, cache and chosen tokens of a whole port's run
 - `read_record`: the tensors that a node read of a checkpoint

@@ -24,6 +24,7 @@ from minimax_tools.capture.digests import (
     describe_tensor,
     require_plain_name,
 )
+from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, Mm2Error, shorten
 from minimax_tools.json_codec import decode, encode, omit_default
@@ -115,6 +116,8 @@ class Manifest:
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
     # Dtypes of the router's gate and correction bias as the port loaded them
     observed_dtypes: Mapping[str, str] = field(default_factory=dict)
+    # What the port holds of each layer's weights, as far as they were compared when they were loaded
+    held_weights: Mapping[int, HeldWeights] = field(default_factory=dict)
     complete_layers: tuple[int, ...] = ()  # layers stored whole, ascending
     is_complete: bool = False  # whether the run came to its end
     certificate: Certificate | None = None  # checks of a golden, added by `mm2-gpu certify`
@@ -157,6 +160,7 @@ class Manifest:
         *,
         not_exposed: tuple[Site, ...],
         observed_dtypes: Mapping[str, str],
+        held_weights: HeldWeights | None = None,
         digests: Iterable[FileDigests] = (),
     ) -> Manifest:
         """Add a whole layer; `digests` are those of its twins and floors."""
@@ -166,6 +170,9 @@ class Manifest:
             digests=None if self.digests is None else self.digests.with_files(digests),
             observed_dtypes={**self.observed_dtypes, **observed_dtypes},
             not_exposed={**self.not_exposed, layer: not_exposed} if not_exposed else self.not_exposed,
+            held_weights=(
+                self.held_weights if held_weights is None else {**self.held_weights, layer: held_weights}
+            ),
             complete_layers=tuple(sorted((*self.complete_layers, layer))),
         )
 
@@ -197,8 +204,10 @@ class Manifest:
         return {
             "schema_version": _SCHEMA_WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **encode(self.description),
-            "not_exposed": {str(layer): encode(sites) for layer, sites in self.not_exposed.items()},
+            "not_exposed": _by_layer(self.not_exposed),
             "observed_dtypes": dict(self.observed_dtypes),
+            # Absent from goldens, and from runs of an older mm2.
+            **({"held_weights": _by_layer(self.held_weights)} if self.held_weights else {}),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
             # Absent, not null: manifests without one stay as they were before certificates existed.
@@ -252,6 +261,7 @@ class Manifest:
             ),
             not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
             observed_dtypes=decode(dict[str, str], record["observed_dtypes"]),
+            held_weights=decode(dict[int, HeldWeights], record.get("held_weights", {})),
             complete_layers=decode(tuple[int, ...], record["complete_layers"]),
             is_complete=decode(bool, record["complete"]),
             certificate=(decode(Certificate, record["certificate"]) if "certificate" in record else None),
@@ -271,6 +281,10 @@ class Manifest:
 
 def _as_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _by_layer(values: Mapping[int, object]) -> dict[str, Any]:
+    return {str(layer): encode(value) for layer, value in values.items()}
 
 
 @lru_cache(maxsize=1 << 14)

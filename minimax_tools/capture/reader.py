@@ -37,6 +37,7 @@ class Capture(CaptureSource):
         self.is_complete = manifest.is_complete
         self.certificate = manifest.certificate
         self.observed_dtypes = manifest.observed_dtypes
+        self.held_weights = manifest.held_weights
         # A whole port may show some of its layers, or none.
         self.may_omit_inputs = _is_of_whole_port(manifest)
         self.digest_note = _word_missing_digests(manifest)

@@ -15,6 +15,7 @@ import torch
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
 from minimax_tools.capture.further import further_file
+from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.parts import add_part, remove_parts
 from minimax_tools.capture.passes import CachePair, cache_file
@@ -68,6 +69,7 @@ class CaptureWriter:
         not_exposed: tuple[Site, ...] = (),
         observed_dtypes: Mapping[str, str] | None = None,
         cache: CachePair | None = None,
+        held_weights: HeldWeights | None = None,
     ) -> None:
         """Store one whole layer; readers see nothing of it until all of it is written.
 
@@ -80,6 +82,7 @@ class CaptureWriter:
             not_exposed: Sites that the run wanted and the port does not expose.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
             cache: Keys and values [B,K,S,D] in the cache of a whole port.
+            held_weights: What the port holds of the layer's weights.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
@@ -95,6 +98,7 @@ class CaptureWriter:
                 entries,
                 not_exposed=not_exposed,
                 observed_dtypes=observed_dtypes or {},
+                held_weights=held_weights,
                 digests=digests,
             )
         )

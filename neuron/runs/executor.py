@@ -14,6 +14,7 @@ from torch import nn
 
 from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.further import require_further, verify_further
+from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
@@ -31,6 +32,8 @@ from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun
 from neuron.runs.rank_assembly import RankAssembly
 from neuron.runs.resident_layer import ResidentLayer
 from neuron.runs.stopwatch import LayerStopwatch
+from neuron.weight_trace.held_check import HeldPart, conclude
+from neuron.weight_trace.source_lines import LineTable
 
 # Names of the arguments that every port gets, in their order.
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")
@@ -128,6 +131,7 @@ class LayerExecutor:
         with device_memory_errors(f"when the weights of layer {request.layer} were written to it"):
             module = self._resident.load(request.layer, next_layer=request.next_layer)
         self.setup.budget.require(self.footprint.activation_bytes, f"what layer {request.layer} computes")
+        held_weights = self._join_held(self._resident.take_held())
         stopwatch.mark_loaded()
         exposure = self._find_exposure(module, request, what=what)
         batch_shape = (layer_input.batch_size, layer_input.num_columns)  # [B,S]
@@ -166,8 +170,16 @@ class LayerExecutor:
             router_dtypes=router_dtypes(module),
             key_values=key_values,
             further=joined_further,
+            held_weights=held_weights,
             times=stopwatch.times(),
         )
+
+    def _join_held(self, part: HeldPart | None) -> HeldWeights | None:
+        """Return what all ranks hold of a layer; None on other ranks than the lead, and if nothing was compared."""
+        if part is None:
+            return None
+        parts = self.runtime.messages.gather(part)
+        return conclude(parts, LineTable(self.setup.spec)) if parts else None
 
     def _find_exposure(self, module: nn.Module, request: LayerRequest, *, what: str) -> Exposure:
         """Find the sites that the port exposes; raise TargetError if it cannot serve the request."""

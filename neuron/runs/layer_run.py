@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from minimax_tools.capture.further import FurtherPlace
+from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
@@ -89,4 +90,6 @@ class LayerRun:
     # Rotated keys and values of this pass's columns, [B,K,S,D] each; None unless `keeps_past` was asked for.
     key_values: KeyValues | None = None
     further: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further outputs by name
+    # What the port holds of the layer's weights; None if they were not loaded for this run, or not compared.
+    held_weights: HeldWeights | None = None
     times: LayerTimes = field(default_factory=LayerTimes)  # time by phase

@@ -128,6 +128,7 @@ class DeviceRun:
                 further=result.further,
                 not_exposed=result.not_exposed,
                 observed_dtypes=result.router_dtypes,
+                held_weights=result.held_weights,
             )
             self._show(layer)
 
