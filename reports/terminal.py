@@ -101,7 +101,11 @@ def _headline(comparison: Comparison) -> str:
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
     for site in comparison.sites:
         if site.status is worst:
-            return f"{verdict}: first at {word_place(site.layer, [site.site])}"
+            reason = f": {site.reason}" if comparison.verdict is Verdict.WARN and site.reason else ""
+            return f"{verdict}: first at {word_place(site.layer, [site.site])}{reason}"
+    if comparison.router_dtypes and comparison.verdict is Verdict.WARN:
+        part = comparison.router_dtypes[0]
+        return f"{verdict}: {part.name} is {part.target}, the golden's {part.reference}"
     if comparison.shows_outputs_only and comparison.verdict is Verdict.PASS:
         return f"{verdict}: outputs only, {comparison.compared} of {format_count(comparison.of, 'site')}"
     if comparison.shows_logits_only and comparison.verdict is Verdict.PASS:

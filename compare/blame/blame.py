@@ -216,8 +216,7 @@ def _build_blame(
     right = _in_order(ancestry.known - {*inheriting, *warned})
     if right:
         reason += f"; {_join(right)} {'is' if len(right) == 1 else 'are'} right"
-    if warned:
-        reason += f"; {_join(warned)} {'is' if len(warned) == 1 else 'are'} a little beyond the limit"
+    reason += "".join(f"; {known} warns: {results[known].reason}" for known in warned)
     if inheriting:
         verb = "fails" if len(inheriting) == 1 else "fail"
         reason += f"; {_join(inheriting)} {verb} by too little to account for it"

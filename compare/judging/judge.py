@@ -18,6 +18,7 @@ from compare.limits.limits import NoiseLimits
 from compare.noise.rho import noise_ratio
 from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY, square_difference, square_rows
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.results import RelativeError, SiteResult, SiteStatus
@@ -135,10 +136,13 @@ def _describe_nonfinite(rows: Rows, metrics: PairMetrics) -> str:
 
 
 def _note_dtype(judgement: Judgement, rows: Rows) -> Judgement:
-    """Turn a pass in another dtype than the golden's into a warning."""
-    if judgement[0] is SiteStatus.PASS and rows.dtype != rows.target.dtype:
-        return SiteStatus.WARN, f"dtype: expected {rows.dtype}, found {rows.target.dtype}"
-    return judgement
+    """Note a pass in another dtype than the golden's; one that cannot hold all of the golden's values warns."""
+    golden, port = rows.dtype, rows.target.dtype
+    if judgement[0] is not SiteStatus.PASS or golden == port:
+        return judgement
+    if torch.promote_types(golden, port) == port:
+        return SiteStatus.PASS, f"shown in {dtype_name(port)}, where the golden holds {dtype_name(golden)}"
+    return SiteStatus.WARN, f"dtype: expected {golden}, found {port}"
 
 
 def _conclude(result: SiteResult, judgement: Judgement) -> SiteResult:
