@@ -35,7 +35,7 @@ from compare.sides.sides import Sides
 from minimax_tools.metrics.error_sums import sum_errors
 from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, ROUTER_NOISE, error_name, massive_channels
 from minimax_tools.model.sites import Site
-from minimax_tools.results.results import SiteResult, SiteStatus
+from minimax_tools.results.results import NOT_EXPOSED, SiteResult, SiteStatus
 
 # Sites behind the choice of experts.
 # A port may round the affinities of all experts to BF16, and then the weights that it makes of them, as NxD does.
@@ -104,7 +104,8 @@ class LayerJudge:
         result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
         if site not in self._target.sites(self._layer):
             if site in self._target.not_exposed(self._layer):
-                return replace(result, status=SiteStatus.NOT_EXPOSED, reason="the port does not expose it")
+                reason = self._explain_absence(site)
+                return replace(result, status=SiteStatus.NOT_EXPOSED, reason=reason)
             return replace(result, reason="missing: the run declared it and did not store it")
         if site not in self._reference.sites(self._layer):
             reason = "the golden was captured without it"
@@ -129,6 +130,12 @@ class LayerJudge:
             set_aside=self._find_set_aside(replayed_tokens),
             replayed=None if replay is None else replay.rows(site, rows),
         )
+
+    def _explain_absence(self, site: Site) -> str:
+        num_calls = self._target.num_calls(self._layer).get(site)
+        if num_calls is None:
+            return NOT_EXPOSED
+        return f"computed {num_calls} times in a forward, in parts that cannot be joined to the batch"
 
     def judged_rows(self, site: Site) -> Rows | None:
         """Return the tokens that ρ of a site judges, past a flip against the golden with the port's experts.

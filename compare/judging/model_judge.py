@@ -19,7 +19,7 @@ from compare.sides.proven_floor import refuse_other_floor, refuse_wrong_sums
 from compare.sides.sides import Sides
 from minimax_tools.metrics.noise_floor import error_name, massive_channels, variant_name
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.results import GeneratedRow, SiteResult, SiteStatus
+from minimax_tools.results.results import NOT_EXPOSED, GeneratedRow, SiteResult, SiteStatus
 
 
 class ModelJudge:
@@ -36,7 +36,7 @@ class ModelJudge:
         if site not in target.model_sites():
             if target.read_passes() is not None:
                 # A whole port shows what it has.
-                reason = "the port does not expose it"
+                reason = NOT_EXPOSED
                 return replace(result, status=SiteStatus.NOT_EXPOSED, reason=reason)
             return replace(result, reason="missing: the run declared it and did not store it")
         if site not in reference.model_sites():

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -113,6 +114,8 @@ class Manifest:
     digests: Digests | None = field(default_factory=Digests)
     # Sites by layer that the run wanted and the port does not expose
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
+    # How often the port computed those of them that it computed several times, by layer
+    num_calls: Mapping[int, Mapping[Site, int]] = field(default_factory=dict)
     # Dtypes of the router's gate and correction bias as the port loaded them
     observed_dtypes: Mapping[str, str] = field(default_factory=dict)
     complete_layers: tuple[int, ...] = ()  # layers stored whole, ascending
@@ -156,6 +159,7 @@ class Manifest:
         entries: tuple[Entry, ...],
         *,
         not_exposed: tuple[Site, ...],
+        num_calls: Mapping[Site, int] = MappingProxyType({}),
         observed_dtypes: Mapping[str, str],
         digests: Iterable[FileDigests] = (),
     ) -> Manifest:
@@ -166,6 +170,7 @@ class Manifest:
             digests=None if self.digests is None else self.digests.with_files(digests),
             observed_dtypes={**self.observed_dtypes, **observed_dtypes},
             not_exposed={**self.not_exposed, layer: not_exposed} if not_exposed else self.not_exposed,
+            num_calls={**self.num_calls, layer: num_calls} if num_calls else self.num_calls,
             complete_layers=tuple(sorted((*self.complete_layers, layer))),
         )
 
@@ -198,6 +203,8 @@ class Manifest:
             "schema_version": _SCHEMA_WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **encode(self.description),
             "not_exposed": {str(layer): encode(sites) for layer, sites in self.not_exposed.items()},
+            # Absent, not empty: most ports compute each site once.
+            **({"num_calls": encode(self.num_calls)} if self.num_calls else {}),
             "observed_dtypes": dict(self.observed_dtypes),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
@@ -251,6 +258,7 @@ class Manifest:
                 else Digests.decode(record["digests"], record["text_digests"])
             ),
             not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
+            num_calls=decode(dict[int, dict[Site, int]], record.get("num_calls", {})),
             observed_dtypes=decode(dict[str, str], record["observed_dtypes"]),
             complete_layers=decode(tuple[int, ...], record["complete_layers"]),
             is_complete=decode(bool, record["complete"]),

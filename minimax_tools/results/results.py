@@ -11,6 +11,9 @@ from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.regions import WrongRegion
 from minimax_tools.text_enum import TextEnum
 
+# Reason of a site that the port does not expose, if no other is known.
+NOT_EXPOSED = "the port does not expose it"
+
 
 class Verdict(TextEnum):
     """Conclusion of a comparison."""

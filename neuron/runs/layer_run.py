@@ -89,4 +89,6 @@ class LayerRun:
     # Rotated keys and values of this pass's columns, [B,K,S,D] each; None unless `keeps_past` was asked for.
     key_values: KeyValues | None = None
     further: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further outputs by name
+    # How often the port computed sites that it does not expose because their parts do not add up to the batch
+    num_calls: Mapping[Site, int] = field(default_factory=dict)
     times: LayerTimes = field(default_factory=LayerTimes)  # time by phase
