@@ -153,6 +153,15 @@ class LayerJudge:
             rows = replay.rows(site, rows)
         return rows if set_aside is None else rows.select(~set_aside)
 
+    def judge_rows(self, site: Site, rows: Rows) -> SiteResult:
+        """Judge a site on some of its tokens or channels, or on other values of the port or the golden."""
+        result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
+        return judge_values(result, rows, criteria=self._criteria, context=self.limit_context(site))
+
+    def is_right(self, site: Site, rows: Rows) -> bool:
+        """Decide whether a site passes on such rows."""
+        return self.judge_rows(site, rows).status is not SiteStatus.FAIL
+
     def _judge_experts(self, result: SiteResult) -> SiteResult:
         assert self._experts is not None, "both sides hold experts of one shape here"
         judged = self.judge_choice(result, self._experts[0], self.choice_noise)

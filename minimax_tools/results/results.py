@@ -147,6 +147,8 @@ class SiteResult:
     # Sentences on what the wrong tokens and channels have in common; only of sites to blame.
     where: tuple[str, ...] = ()
     regions: tuple[WrongRegion, ...] = ()  # the tokens and channels that `where` names, as numbers
+    # Row and token of each wrong token; only of sites to blame, if the others are right and these are few
+    wrong_tokens: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
