@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from compare.blame.recompute import Recomputation
 from compare.judging.layer_judge import LayerJudge
@@ -36,15 +37,17 @@ class RecomputingJudge:
         self._layer = layer
         self._judge = judge
         self._stack = ExitStack()
-        self._held = set(sides.reference.sites(layer)) & set(sides.target.sites(layer))
-        source, golden = sides.weights, sides.reference
-        self._recomputation: Recomputation | None = None
-        if source is not None and sides.criteria.name != "classic" and golden.known_description is not None:
 
-            def open_weights() -> GoldenWeights:
-                return self._stack.enter_context(source.open_layer(layer, golden))
+    @cached_property
+    def _recomputation(self) -> Recomputation | None:
+        source, golden = self._sides.weights, self._sides.reference
+        if source is None or self._sides.is_classic or golden.known_description is None:
+            return None
 
-            self._recomputation = Recomputation(sides, layer=layer, open_weights=open_weights)
+        def open_weights() -> GoldenWeights:
+            return self._stack.enter_context(source.open_layer(self._layer, golden))
+
+        return Recomputation(self._sides, layer=self._layer, open_weights=open_weights)
 
     def __enter__(self) -> RecomputingJudge:
         return self
@@ -82,10 +85,13 @@ class RecomputingJudge:
         Possible are the port's values, which come first, and the golden's in place of those of `doubted` sites (see
         `Recomputation.rows`).
         """
-        if self._recomputation is None or not {site, *SITE_INPUTS[site]} <= self._held:
+        reference, target = self._sides.reference, self._sides.target
+        if self._recomputation is None:
+            return
+        held = set(reference.sites(self._layer)) & set(target.sites(self._layer))
+        if not {site, *SITE_INPUTS[site]} <= held:
             return
         result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
-        reference, target = self._sides.reference, self._sides.target
         mismatch = find_mismatch(reference.read(self._layer, site), target.read(self._layer, site))
         if mismatch is not None:
             # A wrong shape or dtype is the site's own fault if its inputs have the right ones.

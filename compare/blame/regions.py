@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -79,7 +80,7 @@ class Region:
         return _log_chance(wrong[items], self.items[items], self.num_choices) < math.log(_CHANCE_WITHIN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenList:
     """Tokens as numbers. `str()` lists a dozen, such as `row 0: 31, 63, 95: every 32nd`, and counts the others."""
 
@@ -103,6 +104,19 @@ class TokenList:
         """Number of single tokens and ranges that are listed."""
         return sum(len(_runs(tokens)) for _, tokens in self.groups)
 
+    @cached_property
+    def rule(self) -> tuple[int, int, bool] | None:
+        """The first token, the step from each to the next, and whether none is left out; None if that may be chance."""
+        numbers = sorted({token for _, tokens in self.groups for token in tokens})
+        step = math.gcd(*(number - numbers[0] for number in numbers))
+        if len(numbers) < _FEWEST_STEPS or step < 2:
+            return None
+        steps = {later - earlier for _, tokens in self.groups for earlier, later in pairwise(tokens)}
+        is_whole = steps == {step}
+        return (
+            (numbers[0], step, is_whole) if is_whole or step ** (1 - len(numbers)) < _CHANCE_WITHIN else None
+        )
+
     def region(self, *, of: int) -> WrongRegion | None:
         """Return the list as a region of so many judged tokens; None if rows have other tokens than others."""
         if len(self.groups) > 1:
@@ -115,7 +129,7 @@ class TokenList:
             of=of,
             rows=rows,
             tokens=_runs(tokens),
-            every=_find_step(tokens),
+            every=self.rule[1] if self.rule is not None and self.rule[2] else None,
         )
 
     def __str__(self) -> str:
@@ -123,11 +137,20 @@ class TokenList:
         for rows, tokens in self.groups:
             runs = _runs(tokens)[:num_left]
             num_left -= len(runs)
-            step = _find_step(tokens)
-            rule = "" if step is None else f": every {word_ordinal(step)}"
-            words += [f"{_count_words('row', rows)}: {_word_runs(runs)}{rule}"] if runs else []
+            words += [f"{_count_words('row', rows)}: {_word_runs(runs)}"] if runs else []
         more = f" and {self.size - MOST_LISTED} more" if self.size > MOST_LISTED else ""
-        return ", and ".join(words) + more
+        return ", and ".join(words) + more + self._rule_in_words
+
+    @property
+    def _rule_in_words(self) -> str:
+        if self.rule is None:
+            return ""
+        first, step, is_whole = self.rule
+        return (
+            f": every {word_ordinal(step)}"
+            if is_whole
+            else f": each {first % step} plus a multiple of {step}"
+        )
 
 
 def list_channels(wrong: torch.Tensor, word: str) -> tuple[str, WrongRegion]:
@@ -289,10 +312,3 @@ def _runs(numbers: Sequence[int]) -> tuple[Range, ...]:
 
 def _word_runs(runs: Iterable[Range]) -> str:
     return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs)
-
-
-def _find_step(numbers: Sequence[int]) -> int | None:
-    """Return the step between ascending numbers, if it is the same between all and more than 1; else None."""
-    steps = {later - earlier for earlier, later in pairwise(numbers)}
-    step = min(steps, default=1)
-    return step if len(numbers) >= _FEWEST_STEPS and len(steps) == 1 and step > 1 else None

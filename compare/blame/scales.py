@@ -29,9 +29,10 @@ class Scale:
         least, most = (float(factor) for factor in (self.factors.min(), self.factors.max()))
         if not self.of:
             return f"the port's values are {least:.4g} times the golden's"
-        return (
-            f"each {self.of} is a multiple of the golden's, {word_figure(least)} to {word_figure(most)} times"
-        )
+        first, last = word_figure(least), word_figure(most)
+        if first == last:
+            return f"the port's values are about {first} times the golden's"
+        return f"each {self.of} is a multiple of the golden's, {first} to {last} times"
 
 
 def find_scale(

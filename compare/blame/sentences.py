@@ -8,7 +8,7 @@ T judged tokens, F channels of a site, D channels of a head, k experts per token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,7 +89,18 @@ class _Part:
     """The wrong tokens or channels of a site, bool [T] or [F]."""
 
     wrong: torch.Tensor
-    others: str  # what the others are, such as `right`
+    region: Region | None = None  # a region that holds them; None to list them
+    others: str = "right"  # what those outside the region, or the list, are
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The tokens or channels of the region or the list, bool."""
+        return self.wrong if self.region is None else self.region.items
+
+    @property
+    def others_in_words(self) -> str:
+        """The number of the others, and what they are."""
+        return f"the {len(self.wrong) - int(self.held.sum())} others are {self.others}"
 
 
 IsRight = Callable[[Rows], bool]
@@ -116,26 +127,32 @@ def describe_regions(
     """
     broken = ~rows.target.isfinite().all(dim=1)
     if bool(broken.any()):
-        return _tell_tokens("NaN or Inf", _Part(wrong=broken, others="finite"), rows, facts)
+        region = likeliest(broken, _token_regions(broken, rows.places, facts))
+        return _tell_tokens("NaN or Inf", _Part(wrong=broken, region=region, others="finite"), rows)
     ratios = token_ratios(rows)
     tokens = _find_wrong_tokens(rows, ratios, bounds, is_right, facts)
-    where = Where() if tokens is None else _tell_tokens("wrong tokens", tokens, rows, facts)
+    where = Where() if tokens is None else _tell_tokens("wrong tokens", tokens, rows)
     order = describe_order(rows, head_dim, channel_word) if bool((ratios > bounds.token).any()) else None
     if order is not None:
         return where + Where(sentences=(order,))
     within = rows if tokens is None else rows.select(tokens.wrong)
     # A few tokens are each off in channels of their own: what these have in common is chance.
     if tokens is None or within.num_tokens >= FEWEST_FOR_STRUCTURE:
-        channels = _find_wrong_channels(within, bounds, is_right)
-        told = None if channels is None else _tell_channels(channels, head_dim, channel_word)
-        if channels is not None and told is not None:
+        channels = _find_wrong_channels(within, bounds, is_right, head_dim, channel_word)
+        if channels is not None:
             values = _describe_values(within, channels.wrong, head_dim)
-            return where + told + Where(sentences=tuple(values))
+            return where + _tell_channels(channels, channel_word) + Where(sentences=tuple(values))
     if tokens is not None:
         everywhere = torch.ones(rows.reference.shape[1], dtype=torch.bool)
         return where + Where(sentences=tuple(_describe_values(within, everywhere, head_dim)))
+    if is_right(rows):
+        # It is to blame for another site's sake, and nothing sticks out of the noise.
+        return where
     scale = find_scale(rows, head_dim=head_dim, is_right=is_right, channel_word=channel_word)
-    return _tell_least(ratios) if scale is None else Where(sentences=(str(scale),))
+    if scale is not None:
+        return Where(sentences=(str(scale),))
+    worse = _find_worse_tokens(rows, ratios > bounds.token, facts)
+    return _tell_least(ratios) if worse is None else _tell_tokens("wrong tokens", worse, rows)
 
 
 def _tell_least(ratios: torch.Tensor) -> Where:
@@ -149,15 +166,39 @@ def _tell_least(ratios: torch.Tensor) -> Where:
 def _find_wrong_tokens(
     rows: Rows, ratios: torch.Tensor, bounds: Bounds, is_right: IsRight, facts: TokenFacts
 ) -> _Part | None:
-    """Find the tokens without which a site is right, or nearly so; None without any, or if its error is everywhere."""
+    """Find the tokens without which a site is right; None without any."""
     # The limit of one token is far above right ones, and an error may be small in many tokens: those that are half way
     # to it, as factors go, are wrong too, if they have something in common, or if all others are far below them.
     off, wrong = ratios > min(bounds.token, bounds.token**0.5), ratios > bounds.token
-    choices = [off] if _is_place(off, rows, facts) else []
-    for items in (*choices, _far_above_others(ratios, off), wrong):
-        if bool(items.any()) and not bool(items.all()) and is_right(rows.select(~items)):
-            return _Part(wrong=items, others="right")
-    return _tell_apart(rows, wrong)
+    for items, may_list in ((off, False), (_far_above_others(ratios, off), True), (wrong, True)):
+        regions = _token_regions(items, rows.places, facts)
+        part = _find_part(items, regions, lambda others: is_right(rows.select(others)), may_list=may_list)
+        if part is not None:
+            return part
+    return None
+
+
+def _find_part(
+    wrong: torch.Tensor,
+    regions: Iterable[Region],
+    are_right: Callable[[torch.Tensor], bool],
+    *,
+    may_list: bool,
+) -> _Part | None:
+    """Find how to tell wrong items, bool [T] or [F], so that the others are right; None if they are not, or no way is.
+
+    By the likeliest region; or by a list, if there are few, or no region: not if most are wrong, since it would rather
+    say which are right.
+    """
+    if not bool(wrong.any()):
+        return None
+    num_wrong, region = int(wrong.sum()), likeliest(wrong, regions)
+    ways: list[Region | None] = [] if region is None else [region]
+    if (may_list and num_wrong <= len(wrong) // 2) or ways:
+        prefers_list = num_wrong <= MOST_LISTED and (region is None or region.is_of_places)
+        ways = [None, *ways] if prefers_list else [*ways, None]
+    parts = (_Part(wrong=wrong, region=way) for way in ways)
+    return next((part for part in parts if not part.held.all() and are_right(~part.held)), None)
 
 
 def _far_above_others(ratios: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
@@ -170,23 +211,22 @@ def _far_above_others(ratios: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _is_place(tokens: torch.Tensor, rows: Rows, facts: TokenFacts) -> bool:
-    return likeliest(tokens, _token_regions(tokens, rows.places, facts)) is not None
+def _find_worse_tokens(rows: Rows, wrong: torch.Tensor, facts: TokenFacts) -> _Part | None:
+    """Find wrong tokens whose error is far beyond that of the others, which are not right either; None without any."""
 
+    def are_far_below(others: torch.Tensor) -> bool:
+        of_others, of_wrong = (noise_ratio(rows.select(items)).whole for items in (others, ~others))
+        return of_others <= _FAR_BELOW * of_wrong
 
-def _tell_apart(rows: Rows, wrong: torch.Tensor) -> _Part | None:
-    """Return wrong tokens whose error is far beyond that of the others, which are not right; else None."""
-    if bool(wrong.all()) or not bool(wrong.any()):
+    part = _find_part(wrong, _token_regions(wrong, rows.places, facts), are_far_below, may_list=True)
+    if part is None:
         return None
-    of_wrong, of_others = (noise_ratio(rows.select(items)).whole for items in (wrong, ~wrong))
-    return (
-        _Part(wrong=wrong, others=f"at ρ {word_figure(of_others)}")
-        if of_others <= _FAR_BELOW * of_wrong
-        else None
-    )
+    return replace(part, others=f"at ρ {word_figure(noise_ratio(rows.select(~part.held)).whole)}")
 
 
-def _find_wrong_channels(rows: Rows, bounds: Bounds, is_right: IsRight) -> _Part | None:
+def _find_wrong_channels(
+    rows: Rows, bounds: Bounds, is_right: IsRight, head_dim: int | None, channel_word: str
+) -> _Part | None:
     """Find the channels without which a site is right; None without any, and if nothing tells.
 
     Nothing does without a twin or a limit on channels, and if the layer inherits an error.
@@ -199,44 +239,43 @@ def _find_wrong_channels(rows: Rows, bounds: Bounds, is_right: IsRight) -> _Part
     # A channel whose own floor is below the median channel's is judged by the median.
     ratios = (error / floor.clamp(min=max(float(floor.median()), TINY_FLOAT32))).sqrt()
     wrong = ratios > bounds.channel
-    if not bool(wrong.any()) or bool(wrong.all()) or not is_right(rows.of_channels(~wrong)):
-        return None
-    return _Part(wrong=wrong, others="right")
-
-
-def _tell_tokens(subject: str, part: _Part, rows: Rows, facts: TokenFacts) -> Where:
-    """Tell wrong tokens: as a list if they are few, by the region that holds them if it says more."""
-    wrong, num_wrong = part.wrong, int(part.wrong.sum())
-    few = (
-        tuple((row, token) for row, token in rows.places[wrong].tolist()) if num_wrong <= MOST_LISTED else ()
+    return _find_part(
+        wrong,
+        channel_regions(wrong, head_dim, channel_word) if bool(wrong.any()) else (),
+        lambda others: is_right(rows.of_channels(others)),
+        may_list=int(wrong.sum()) <= MOST_LISTED,
     )
-    region = likeliest(wrong, _token_regions(wrong, rows.places, facts))
-    if region is not None and not (few and region.is_of_places):
-        return replace(_tell_region(subject, part, region), tokens=few)
-    listed = TokenList.of(rows.places[wrong].tolist())
-    count = "" if listed.size <= MOST_LISTED else f"{num_wrong} of {len(wrong)}, "
-    sentence = f"{subject}: {count}{listed}; the {len(wrong) - num_wrong} others are {part.others}"
-    found = listed.region(of=len(wrong)) if region is None else region.as_result(wrong)
-    return Where(sentences=(sentence,), regions=() if found is None else (found,), tokens=few)
 
 
-def _tell_channels(part: _Part, head_dim: int | None, channel_word: str) -> Where | None:
-    """Tell wrong channels, by the region that holds them, or as a list if they are few; None if neither is possible."""
-    wrong, num_wrong, subject = part.wrong, int(part.wrong.sum()), f"wrong {channel_word}s"
-    region = likeliest(wrong, channel_regions(wrong, head_dim, channel_word))
-    if region is not None:
-        return _tell_region(subject, part, region)
-    if num_wrong > MOST_LISTED:
-        return None
-    words, found = list_channels(wrong, channel_word)
-    sentence = f"{subject}: {words}; the {len(wrong) - num_wrong} others are {part.others}"
-    return Where(sentences=(sentence,), regions=(found,))
+def _tell_tokens(subject: str, part: _Part, rows: Rows) -> Where:
+    """Tell wrong tokens, by their region or as a list."""
+    num_wrong, places = int(part.wrong.sum()), rows.places[part.wrong].tolist()
+    few = tuple((row, token) for row, token in places) if num_wrong <= MOST_LISTED else ()
+    if part.region is not None:
+        return replace(_tell_region(subject, part), tokens=few)
+    listed = TokenList.of(places)
+    count = "" if listed.size <= MOST_LISTED else f"{num_wrong} of {len(part.wrong)}, "
+    found = listed.region(of=len(part.wrong))
+    return Where(
+        sentences=(f"{subject}: {count}{listed}; {part.others_in_words}",),
+        regions=() if found is None else (found,),
+        tokens=few,
+    )
 
 
-def _tell_region(subject: str, part: _Part, region: Region) -> Where:
-    num_wrong, num_others = int(part.wrong.sum()), len(part.wrong) - region.size
+def _tell_channels(part: _Part, channel_word: str) -> Where:
+    """Tell wrong channels, by their region or as a list."""
+    if part.region is not None:
+        return _tell_region(f"wrong {channel_word}s", part)
+    words, found = list_channels(part.wrong, channel_word)
+    return Where(sentences=(f"wrong {words}; {part.others_in_words}",), regions=(found,))
+
+
+def _tell_region(subject: str, part: _Part) -> Where:
+    region, num_wrong = part.region, int(part.wrong.sum())
+    assert region is not None, "a list is told otherwise"
     share = f"all {num_wrong}" if num_wrong == region.size else f"{num_wrong} of the {region.size}"
-    sentence = f"{subject}: {share} {region.words}; the {num_others} others are {part.others}"
+    sentence = f"{subject}: {share} {region.words}; {part.others_in_words}"
     return Where(sentences=(sentence,), regions=(region.as_result(part.wrong),))
 
 
