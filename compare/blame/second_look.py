@@ -191,4 +191,5 @@ def _notices(scaled: Iterable[Site], judged: Iterable[Recomputed]) -> bool:
 
 
 def _join(sites: Iterable[Site]) -> str:
-    return " and ".join(map(str, sites))
+    *first, last = map(str, sites)
+    return f"{', '.join(first)} and {last}" if first else last
