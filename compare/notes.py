@@ -131,7 +131,7 @@ def _unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
 def _nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
     """Name the first site with NaN or Inf on a real token, unless it is blamed already."""
     for site in sites:
-        if site.metrics is not None and site.metrics.num_nonfinite_target:
+        if site.judged_metrics is not None and site.judged_metrics.num_nonfinite_target:
             if any(site.layer == blamed.layer and site.site in blamed.sites for blamed in blame):
                 return ()
             place = site.site if site.layer is None else f"{site.site} of layer {site.layer}"

@@ -13,7 +13,7 @@ from compare.blame.recomputed_judge import Recomputed, RecomputingJudge
 from compare.blame.second_look import SecondLook, look_again
 from compare.chains.curve import measure_point
 from compare.judging.coverage import is_proved, leave_undecided
-from compare.judging.layer_judge import LayerJudge
+from compare.judging.layer_judge import LayerJudge, measure_golden_site
 from compare.judging.model_judge import ModelJudge
 from compare.model_runs.cache import CacheJudgement, judge_cache
 from compare.model_runs.decoding import is_right_on_own_cache
@@ -78,6 +78,9 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         sides, layer_input = port_sides, replace(captured, error=None)
     judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
     judged: Mapping[Site, SiteResult] = {site: judge.judge(site) for site in sites}
+    if port_sides is not None:
+        # The figures of a chained run are golden against port, whatever judges it.
+        judged = {site: measure_golden_site(result, golden_sides) for site, result in judged.items()}
     # Without the layer's input, a site that differs may be wrong, or got a wrong input.
     is_decided = layer_input.is_recorded or sides.is_classic
     results = dict(judged) if is_decided else leave_undecided(judged, sides.target)
@@ -199,6 +202,9 @@ def judge_outside(
     port_sides = on_port_output(sides, last_layer) if is_head and sites else None
     judge = ModelJudge(port_sides or sides, last_layer=last_layer)
     judged = {site: _of_head(judge.judge(site), is_alone=port_sides is not None) for site in sites}
+    if port_sides is not None:
+        of_golden = ModelJudge(sides, last_layer=last_layer)
+        judged = {site: of_golden.measure_golden(result) for site, result in judged.items()}
     is_input_unknown = is_head and Site.OUTPUT not in sides.target.sites(last_layer)
     results = leave_undecided(judged, sides.target) if is_input_unknown else judged
     blame = _blame_first(results.values())
@@ -297,7 +303,7 @@ def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult
     nonfinite = {
         str(site)
         for site, result in results.items()
-        if result.metrics is not None and result.metrics.num_nonfinite_target
+        if result.judged_metrics is not None and result.judged_metrics.num_nonfinite_target
     }
     # The last site of a blame is the one that fails; those before it were not compared.
     return tuple(blamed for blamed in blame if blamed.sites[-1] in nonfinite)

@@ -73,6 +73,24 @@ def judge_values(
     return _judge_without_floor(result, judged, judged_metrics, criteria.noise, context)
 
 
+def measure_golden(
+    result: SiteResult, golden: torch.Tensor, port: torch.Tensor, places: torch.Tensor, *, criteria: Criteria
+) -> SiteResult:
+    """Measure the golden's own values [T,F] against the port's, where a site was judged by others.
+
+    The figures of the others are kept as `own_input_metrics`. `places` [T,2] are row and position of the tokens.
+    """
+    massive = torch.zeros(golden.shape[1], dtype=torch.bool)
+    rows = Rows(reference=golden, target=port, massive=massive, places=places)
+    metrics = _measure(rows, criteria)
+    return replace(
+        result,
+        metrics=metrics,
+        own_input_metrics=result.metrics,
+        classic_failures=criteria.classic.failures(metrics),
+    )
+
+
 def _judge_with_floor(
     result: SiteResult, rows: Rows, metrics: PairMetrics, limits: NoiseLimits, context: LimitContext
 ) -> SiteResult:

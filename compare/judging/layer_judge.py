@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from compare.judging.derived_choice import DerivedChoice, derive_choice, find_contradictions
-from compare.judging.judge import judge_values
+from compare.judging.judge import judge_values, measure_golden
 from compare.judging.nearest_choice import find_nearest_choice
 from compare.judging.replay import Replay
 from compare.judging.routing import (
@@ -323,3 +323,23 @@ class LayerJudge:
         usual = floor.double().square().mean()
         added = (self._input_error.inherited * logits.double().norm(dim=-1)).square()
         return ((usual + added) / usual).sqrt() if float(usual) > 0.0 else None
+
+
+def measure_golden_site(result: SiteResult, sides: Sides) -> SiteResult:
+    """Measure the golden itself against the port at a layer's site that was judged on the port's own input.
+
+    Without values of the golden, no figure of the golden is left.
+    """
+    layer, site = result.layer, Site(result.site)
+    if result.metrics is None or layer is None:
+        return result
+    pair = sides.read_rows(layer, site)
+    if pair is None or pair[0].numel() == 0:
+        return replace(result, metrics=None, own_input_metrics=result.metrics, classic_failures=())
+    golden, port = pair
+    if site is Site.ROUTER_WEIGHTS:
+        experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
+        aligned = map(align_by_size, pair) if experts is None else map(align_by_expert, pair, experts)
+        golden, port = aligned
+    places = sides.batch.places(sides.reference.read(layer, site), site)
+    return measure_golden(result, golden, port, places, criteria=sides.criteria)

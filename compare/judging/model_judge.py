@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from compare.judging.generated import FirstLogits, compare_generated
-from compare.judging.judge import judge_values
+from compare.judging.judge import judge_values, measure_golden
 from compare.judging.logits import TokenLimits, compare_logits, judge_logits, logit_noise
 from compare.noise.input_error import InputError, measure_input_error
 from compare.noise.rows import Rows
@@ -54,6 +54,13 @@ class ModelJudge:
             result, rows, criteria=self._sides.criteria, context=self._sides.limit_context()
         )
         return self._judge_tokens(judged, rows) if site is ModelSite.LOGITS else judged
+
+    def measure_golden(self, result: SiteResult) -> SiteResult:
+        """Measure the golden itself against the port at a site that was judged on the port's own last layer."""
+        rows = None if result.metrics is None else self.judged_rows(ModelSite(result.site))
+        if rows is None or rows.num_tokens == 0:
+            return result
+        return measure_golden(result, rows.reference, rows.target, rows.places, criteria=self._sides.criteria)
 
     def judged_rows(self, site: ModelSite) -> Rows | None:
         """Return the tokens of a site that `judge` judges; None if both sides' values cannot be compared."""
