@@ -265,7 +265,7 @@ def _build_blame(
     folded: frozenset[Site],
 ) -> Blame:
     """Build the blame of a site; its reason tells what is right before it and what was not compared."""
-    # An input that passes may still hand on all of the error.
+    # All of the error may be inherited from an input that passes.
     carrying = set() if is_proved else set(inputs_carrying(site, results)) & ancestry.known
     suspects = _in_order({*ancestry.hidden, *carrying, site})
     reason = results[site].reason if len(suspects) == 1 else f"{site}: {results[site].reason}"

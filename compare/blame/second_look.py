@@ -24,7 +24,7 @@ from minimax_tools.results.results import SiteResult, SiteStatus
 
 # Sites into which a scale can be folded, since weights behind them, or the attention's own scale, can undo it; and the
 # site behind each that then shows it too.
-_HANDED_ON: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
+_SHOWN_BEHIND: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     {
         Site.INPUT_NORM: (),
         Site.V_PROJ: (Site.ATTN_CONTEXT,),
@@ -58,7 +58,7 @@ def look_again(
     """
     folded: dict[Site, SiteResult] = {}
     for site in _culprits(results, layer, given):
-        if site in _HANDED_ON and site not in folded:
+        if site in _SHOWN_BEHIND and site not in folded:
             folded |= _find_folded(site, results, judge=judge, recomputing=recomputing)
     corrected = {**results, **folded}
     passed = frozenset(site for site, result in folded.items() if result.status is SiteStatus.PASS)
@@ -85,7 +85,7 @@ def _on_own_inputs(site: Site, recomputing: RecomputingJudge) -> Recomputed | No
 
 
 def _find_origin(site: Site, results: Results) -> Site:
-    """Follow the largest error that sites which pass hand on to a failing one, to where it begins."""
+    """Follow the largest error that a failing site inherits from sites that pass, to where it begins."""
     broken = results[site].nearest
     assert broken is not None, "a site that others' errors make fail has a figure"
     origin = site
@@ -98,7 +98,7 @@ def _blamed_by(site: Site, origin: Site, results: Results) -> SiteResult:
     """Let a site fail by whose error another fails."""
     broken, result = results[site].nearest, results[origin]
     assert broken is not None, "a site that others' errors make fail has a figure"
-    assert result.noise is not None, "an error that is handed on has figures"
+    assert result.noise is not None, "an inherited error has figures"
     value = getattr(result.noise, broken.figure)
     reason = (
         f"{describe_figure(replace(broken, value=value), result.noise)}, within its own limit; {site} is beyond its "
@@ -148,7 +148,7 @@ def _find_folded(
 def _find_scaled(site: Site, results: Results, judge: LayerJudge) -> dict[Site, SiteResult]:
     """Return results of a site, and of one that shows its scale too, judged without the factors; {} without any."""
     scaled: dict[Site, SiteResult] = {}
-    for one in (site, *_HANDED_ON[site]):
+    for one in (site, *_SHOWN_BEHIND[site]):
         is_failing = one in results and results[one].status is SiteStatus.FAIL
         rows = judge.judged_rows(one) if is_failing else None
         if rows is None or rows.num_tokens == 0 or not bool(rows.target.isfinite().all()):

@@ -69,7 +69,7 @@ class TokenFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Where the error of a site lies, and what its wrong values are; empty if that is everywhere and nothing known."""
+    """Place of a site's error, and what its wrong values are; empty if it is everywhere, and nothing is known."""
 
     sentences: tuple[str, ...] = ()
     regions: tuple[WrongRegion, ...] = ()  # the tokens and channels that the sentences name

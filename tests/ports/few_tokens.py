@@ -33,7 +33,7 @@ class SeesNext(port.DecoderLayer):
 
 
 class UpByExpert(port.DecoderLayer):
-    """Each expert's up_proj is off by a factor of its own."""
+    """Up projections that are off by a factor for each expert."""
 
     def convert_state_dict(self, tensors, config, layer_idx):
         tensors = dict(tensors)

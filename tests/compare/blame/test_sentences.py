@@ -95,7 +95,7 @@ def test_few_wrong_tokens_are_listed_with_their_rule() -> None:
 
 
 def test_others_are_not_called_right_if_they_are_not() -> None:
-    """Some tokens are more wrong than others, and none is right: no pattern is told."""
+    """No token is right, and some are more wrong than others: no pattern is told."""
     more = torch.arange(ROWS * LENGTH) % LENGTH >= 20
     rows = spoilt(everywhere())
     half = rows.reference + (rows.target - rows.reference) / 8
