@@ -41,7 +41,7 @@ from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import WEIGHTS, Blame, Comparison, SiteResult, SiteStatus
+from minimax_tools.results.results import WEIGHTS, Blame, Comparison, SiteResult, SiteStatus, Verdict
 
 # Layers blamed for the same sites that are diagnosed in vain, before the others are passed over: each costs a whole
 # search, and the first alone may be an exception.
@@ -150,6 +150,7 @@ def diagnose_run(
                 progress=progress,
             )
         )
+    unproved = _word_unproved(comparison, layers, diagnoses)
     # The blame of the chosen layers, and of sites outside the layers if these are diagnosed.
     wrong = [
         blamed
@@ -172,8 +173,20 @@ def diagnose_run(
             *site_notes,
             *(str(_lacks_input(run, layer)) for layer in chosen if layer not in judgeable),
             *(_chain_notes(run, chosen) if layers is None else ()),
+            *(comparison.notes if unproved else ()),
         ),
+        unproved=unproved,
     )
+
+
+def _word_unproved(
+    comparison: Comparison, layers: tuple[int, ...] | None, diagnoses: Sequence[LayerDiagnosis]
+) -> str:
+    """Tell how much an incomparable run showed; empty if each of the chosen layers was diagnosed all the same."""
+    is_settled = layers is not None and set(layers) <= {diagnosis.layer for diagnosis in diagnoses}
+    if comparison.verdict is not Verdict.INCOMPARABLE or is_settled:
+        return ""
+    return f"compared {comparison.compared} of {comparison.of} sites"
 
 
 def _diagnose_outside(

@@ -141,6 +141,8 @@ class Diagnosis:
     unexplained_blame: tuple[Blame, ...] = ()  # other blame of the comparison that no named mistake explains
     passed_over: tuple[PassedOver, ...] = ()  # layers that are like others, which nothing explains
     notes: tuple[str, ...] = ()  # sentences on layers and sites that were not diagnosed
+    # How much the comparison saw, if it found no difference and proves nothing, as `compared 13 of 68 sites`.
+    unproved: str = ""
 
     @property
     def has_wrong_weights(self) -> bool:
@@ -158,9 +160,11 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        """Fail if the port differs, whether its mistake is named or not; else pass."""
+        """Fail if the port differs, whether its mistake is named or not; else as the comparison: pass if it proves."""
         is_wrong = any(not site.is_right for site in self.sites)
-        return Verdict.FAIL if self.is_failed or is_wrong or self.findings else Verdict.PASS
+        if self.is_failed or is_wrong or self.findings:
+            return Verdict.FAIL
+        return Verdict.INCOMPARABLE if self.unproved else Verdict.PASS
 
     @property
     def exit_code(self) -> int:

@@ -12,7 +12,7 @@ from minimax_tools.errors import format_count
 from minimax_tools.model.formulas import FORMULAS
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import Blame
+from minimax_tools.results.results import Blame, Verdict
 from reports.wording import word_figure, word_sites
 
 NOT_OF_SHAPE = "No mistake of the catalogue was tried: none changes a shape."
@@ -31,6 +31,8 @@ def parts_of(diagnosis: Diagnosis) -> tuple[SiteDiagnosis | LayerGroup, ...]:
 
 def word_headline(diagnosis: Diagnosis, parts: Sequence[SiteDiagnosis | LayerGroup]) -> str:
     """Return the first wrong place with its mistake, and the number of further ones."""
+    if diagnosis.verdict is Verdict.INCOMPARABLE:
+        return f"nothing that was compared differs, which is no pass: {diagnosis.unproved}"
     if not diagnosis.exit_code:
         return "nothing to explain" if parts else "nothing differs: there is nothing to diagnose"
     weights = [blame.layer for blame in diagnosis.weights]

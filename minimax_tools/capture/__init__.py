@@ -1,6 +1,7 @@
 """Captures: mm2's own directories of activations, written, read and checked.
 
 - `recorder`: hooks that keep the tensors at a module's sites
+- `calls`: several calls of a site in one forward, joined
 - `further`: a port's tensors that are no sites, kept on request
 - `taps`: places of sites in a module tree
 - `writer`: a capture directory being written, layer by layer

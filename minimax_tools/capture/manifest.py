@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -114,6 +115,8 @@ class Manifest:
     digests: Digests | None = field(default_factory=Digests)
     # Sites by layer that the run wanted and the port does not expose
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
+    # How often the port computed those of them that it computed several times, by layer
+    num_calls: Mapping[int, Mapping[Site, int]] = field(default_factory=dict)
     # Dtypes of the router's gate and correction bias as the port loaded them
     observed_dtypes: Mapping[str, str] = field(default_factory=dict)
     # What the port holds of each layer's weights, as far as they were compared when they were loaded
@@ -159,6 +162,7 @@ class Manifest:
         entries: tuple[Entry, ...],
         *,
         not_exposed: tuple[Site, ...],
+        num_calls: Mapping[Site, int] = MappingProxyType({}),
         observed_dtypes: Mapping[str, str],
         held_weights: HeldWeights | None = None,
         digests: Iterable[FileDigests] = (),
@@ -173,6 +177,7 @@ class Manifest:
             held_weights=(
                 self.held_weights if held_weights is None else {**self.held_weights, layer: held_weights}
             ),
+            num_calls={**self.num_calls, layer: num_calls} if num_calls else self.num_calls,
             complete_layers=tuple(sorted((*self.complete_layers, layer))),
         )
 
@@ -205,6 +210,8 @@ class Manifest:
             "schema_version": _SCHEMA_WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **encode(self.description),
             "not_exposed": _by_layer(self.not_exposed),
+            # Absent, not empty: most ports compute each site once.
+            **({"num_calls": encode(self.num_calls)} if self.num_calls else {}),
             "observed_dtypes": dict(self.observed_dtypes),
             # Absent from goldens, and from runs of an older mm2.
             **({"held_weights": _by_layer(self.held_weights)} if self.held_weights else {}),
@@ -260,6 +267,7 @@ class Manifest:
                 else Digests.decode(record["digests"], record["text_digests"])
             ),
             not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
+            num_calls=decode(dict[int, dict[Site, int]], record.get("num_calls", {})),
             observed_dtypes=decode(dict[str, str], record["observed_dtypes"]),
             held_weights=decode(dict[int, HeldWeights], record.get("held_weights", {})),
             complete_layers=decode(tuple[int, ...], record["complete_layers"]),

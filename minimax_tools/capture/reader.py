@@ -5,6 +5,7 @@ Tensors are read one at a time, and checked against their digests (see `proof`) 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -104,6 +105,9 @@ class Capture(CaptureSource):
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         return self.manifest.not_exposed.get(layer, ())
+
+    def num_calls(self, layer: int) -> Mapping[Site, int]:
+        return self.manifest.num_calls.get(layer, {})
 
     def further(self, layer: int) -> tuple[str, ...]:
         return self._manifest.names_in(further_file(layer))

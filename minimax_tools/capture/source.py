@@ -142,6 +142,10 @@ class CaptureSource(ABC):
         """Return the sites that the run wanted and the port does not expose."""
         return ()
 
+    def num_calls(self, layer: int) -> Mapping[Site, int]:
+        """Return how often the port computed those of them that it computed several times."""
+        return {}
+
     def further(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's further outputs, which are stored and never judged."""
         return ()

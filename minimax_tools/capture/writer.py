@@ -67,6 +67,7 @@ class CaptureWriter:
         floor: Mapping[str, torch.Tensor] | None = None,
         further: Mapping[str, torch.Tensor] | None = None,
         not_exposed: tuple[Site, ...] = (),
+        num_calls: Mapping[Site, int] | None = None,
         observed_dtypes: Mapping[str, str] | None = None,
         cache: CachePair | None = None,
         held_weights: HeldWeights | None = None,
@@ -80,6 +81,7 @@ class CaptureWriter:
             floor: Statistics of the noise floor by name (see `minimax_tools.metrics.noise_floor`).
             further: Further outputs of a port by name (see `further`).
             not_exposed: Sites that the run wanted and the port does not expose.
+            num_calls: How often the port computed those of them that it computed several times.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
             cache: Keys and values [B,K,S,D] in the cache of a whole port.
             held_weights: What the port holds of the layer's weights.
@@ -97,6 +99,7 @@ class CaptureWriter:
                 layer,
                 entries,
                 not_exposed=not_exposed,
+                num_calls=num_calls or {},
                 observed_dtypes=observed_dtypes or {},
                 held_weights=held_weights,
                 digests=digests,

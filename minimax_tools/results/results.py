@@ -14,6 +14,8 @@ from minimax_tools.text_enum import TextEnum
 
 # Stands for a site in a blame of weights.
 WEIGHTS = "weights"
+# Reason of a site that the port does not expose, if no other is known.
+NOT_EXPOSED = "the port does not expose it"
 
 
 class Verdict(TextEnum):
@@ -130,8 +132,11 @@ class SiteResult:
     site: str
     status: SiteStatus
     reason: str = ""  # sentence that explains the status; empty for a plain pass
-    # Classic metrics, such as cosine similarity, also of sites that are not judged; None if they were not measured.
+    # Classic metrics, such as cosine similarity, golden against port, also of sites that are not judged; None if they
+    # were not measured.
     metrics: PairMetrics | None = None
+    # The same against the golden's layer computed on the port's own input; None unless the layer is judged by that.
+    own_input_metrics: PairMetrics | None = None
     noise: NoiseRatio | None = None  # ρ; None without a floor
     routing: RoutingResult | None = None  # comparison of the chosen experts; only at `router_experts`
     relative: RelativeError | None = None  # the relative error, if there is no floor; else None
@@ -148,6 +153,13 @@ class SiteResult:
     # Sentences on what the wrong tokens and channels have in common; only of sites to blame.
     where: tuple[str, ...] = ()
     regions: tuple[WrongRegion, ...] = ()  # the tokens and channels that `where` names, as numbers
+    # Row and token of each wrong token; only of sites to blame, if the others are right and these are few
+    wrong_tokens: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def judged_metrics(self) -> PairMetrics | None:
+        """The metrics against the values that the site is judged by."""
+        return self.metrics if self.own_input_metrics is None else self.own_input_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

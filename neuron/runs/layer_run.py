@@ -92,4 +92,6 @@ class LayerRun:
     further: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further outputs by name
     # What the port holds of the layer's weights; None if they were not loaded for this run, or not compared.
     held_weights: HeldWeights | None = None
+    # How often the port computed sites that it does not expose because their parts do not add up to the batch
+    num_calls: Mapping[Site, int] = field(default_factory=dict)
     times: LayerTimes = field(default_factory=LayerTimes)  # time by phase

@@ -103,7 +103,7 @@ def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
         deviation
         for deviation in deviations
         if not deviation.is_held
-        and (deviation.kind in partial or deviation.is_certain and deviation.kind in others)
+        and (deviation.kind in partial or (deviation.is_certain and deviation.kind in others))
     ]
     num_experts = len(next(iter(table.of_experts[Direction.ROWS].values())))
     return HeldWeights(

@@ -153,5 +153,5 @@ def _print_text(named: NamedRun) -> None:
     if named.isolated is not None:
         layer = named.isolated.layers[0]
         write(f"\nLayer {layer} alone, on the golden's input: {str(named.isolated.verdict).upper()}")
-    if named.diagnosis is not None and named.diagnosis.exit_code:
+    if named.diagnosis is not None and named.diagnosis.verdict is Verdict.FAIL:
         write(render_diagnosis(named.diagnosis))
