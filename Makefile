@@ -72,7 +72,7 @@ mutants: $(STAMP) ## Plant small faults in changed lines (ALL=1: in all, MODULES
 	  $(if $(BASE),--base $(BASE)) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(TESTS),--tests $(TESTS))
 
 models: $(STAMP) ## Train the learned models again (output: mm2-models)
-	@echo "Running scripts/train_models.py: ten small models, 5-20 minutes of one core each, into mm2-models."
+	@echo "Running scripts/train_models.py: fourteen small models, 5-20 minutes of one core each, into mm2-models."
 	$(BIN)/python scripts/train_models.py
 
 check: $(STAMP) ## Check format, lint, types, floors, the house, packages and the project's files

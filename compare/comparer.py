@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from compare.blame.blame import group_blame
 from compare.blame.operations import join_alike, join_findings
 from compare.chains.curve import trace_curve
+from compare.judging.held_weights import blame_weights, judge_weights, note_weights
 from compare.judging.model_judge import ModelJudge
 from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
@@ -173,6 +174,8 @@ def _conclude(
     if sides.is_classic and _is_chained(target, layers):
         # The classic limits cannot tell a layer's mistake from one before it.
         blame = ()
+    weights = judge_weights(sides, sites)
+    blame = blame_weights(blame, weights)
     outputs_missing = layers_without_output(sites) if sides.is_classic else ()
     # Sites that differ, perhaps through an input that was not captured.
     num_undecided = sum(part.num_undecided for part in (*layers, head))
@@ -213,8 +216,10 @@ def _conclude(
             router_dtypes=router_dtypes,
             outputs_missing=outputs_missing,
         )
-        + _cache_notes(layers),
+        + _cache_notes(layers)
+        + note_weights(weights),
         router_dtypes=router_dtypes,
+        weights=weights,
         generated=generated,
         findings=join_findings(findings, blame),
         pass_logits=pass_logits,

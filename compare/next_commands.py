@@ -46,8 +46,10 @@ def after_diagnosis(
     diagnosis: Diagnosis, commands: RunCommands | None, *, options: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
     """Return what to run after a diagnosis; `options` chose the layers and the mistakes that were tried."""
-    if commands is None or not diagnosis.exit_code:
+    if commands is None or diagnosis.verdict is Verdict.PASS:
         return ()
+    if diagnosis.verdict is Verdict.INCOMPARABLE:
+        return (_settle(commands),)
     proofs = [finding.proof for finding in diagnosis.findings if finding.proof is not None]
     if diagnosis.findings and not proofs:
         return (commands.diagnose(*options, "--prove"),)
@@ -77,6 +79,9 @@ def _after_failure(comparison: Comparison, commands: RunCommands) -> tuple[str, 
         for blame in comparison.blame
         if blame.layer is not None and not _WITHOUT_WEIGHTS.issuperset(blame.sites)
     ]
+    if blamed and all(blame.is_of_weights for blame in comparison.blame):
+        # They were seen: there is nothing to search.
+        return (*_trace_weights(blamed, commands), commands.again())
     curve = comparison.curve
     if curve is None:
         return (*_trace_weights(blamed, commands), commands.diagnose())

@@ -15,7 +15,7 @@ from minimax_tools.model.inputs import format_positions
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS
-from minimax_tools.results.results import Blame, RouterDtype, SiteResult
+from minimax_tools.results.results import Blame, RouterDtype, SiteResult, SiteStatus
 
 _MAX_NAMED = 8
 
@@ -44,6 +44,7 @@ def gather_notes(
         *_undecided_notes(num_undecided),
         *_unproved_notes(unproved, sides=sides),
         *_nonfinite_notes(sites, blame),
+        *_pass_notes(sites),
         *_side_notes(sides.reference, sides.target),
         *_certificate_notes(sides.reference),
         *_digest_notes(sides),
@@ -131,12 +132,26 @@ def _unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
 def _nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
     """Name the first site with NaN or Inf on a real token, unless it is blamed already."""
     for site in sites:
-        if site.metrics is not None and site.metrics.num_nonfinite_target:
+        if site.judged_metrics is not None and site.judged_metrics.num_nonfinite_target:
             if any(site.layer == blamed.layer and site.site in blamed.sites for blamed in blame):
                 return ()
             place = site.site if site.layer is None else f"{site.site} of layer {site.layer}"
             return (f"the first NaN or Inf on a real token is at {place}",)
     return ()
+
+
+def _pass_notes(sites: tuple[SiteResult, ...]) -> tuple[str, ...]:
+    """Tell what the sites that pass are not alike in, such as their dtype: a note for each reason."""
+    places: dict[str, list[SiteResult]] = {}
+    for site in sites:
+        # Flips within the noise are counted elsewhere.
+        if site.status is SiteStatus.PASS and site.reason and site.routing is None:
+            places.setdefault(site.reason, []).append(site)
+    return tuple(
+        f"{word_layers(site.layer for site in alike)}, "
+        f"{', '.join(dict.fromkeys(site.site for site in alike))}: {reason}"
+        for reason, alike in places.items()
+    )
 
 
 def _side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:

@@ -9,10 +9,11 @@ from itertools import islice
 
 from compare.blame.blame import blame_layer, excused_sites
 from compare.blame.location import locate_blamed
-from compare.blame.recomputed_judge import Recomputed, judge_recomputed
+from compare.blame.recomputed_judge import Recomputed, RecomputingJudge
+from compare.blame.second_look import SecondLook, look_again
 from compare.chains.curve import measure_point
 from compare.judging.coverage import is_proved, leave_undecided
-from compare.judging.layer_judge import LayerJudge
+from compare.judging.layer_judge import LayerJudge, measure_golden_site
 from compare.judging.model_judge import ModelJudge
 from compare.model_runs.cache import CacheJudgement, judge_cache
 from compare.model_runs.decoding import is_right_on_own_cache
@@ -77,6 +78,9 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         sides, layer_input = port_sides, replace(captured, error=None)
     judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
     judged: Mapping[Site, SiteResult] = {site: judge.judge(site) for site in sites}
+    if port_sides is not None:
+        # The figures of a chained run are golden against port, whatever judges it.
+        judged = {site: measure_golden_site(result, golden_sides) for site, result in judged.items()}
     # Without the layer's input, a site that differs may be wrong, or got a wrong input.
     is_decided = layer_input.is_recorded or sides.is_classic
     results = dict(judged) if is_decided else leave_undecided(judged, sides.target)
@@ -84,7 +88,9 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         # Experts that contradict the port's own logits are wrong, whatever the input was.
         results[Site.ROUTER_EXPERTS] = judged[Site.ROUTER_EXPERTS]
     logger.info("Layer %d compared.", layer)
-    recomputed = _judge_excused(results, layer, layer_input=layer_input, judge=judge, sides=sides)
+    decided = results
+    look, recomputed = _look_closer(results, layer, layer_input=layer_input, judge=judge, sides=sides)
+    results = dict(look.results)
     second_results = {site: again.result for site, again in recomputed.items()}
     blame = blame_layer(
         results,
@@ -92,6 +98,8 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         given=layer_input.known,
         is_chained=layer_input.is_inherited,
         recomputed=second_results,
+        proved=look.proved,
+        folded=look.folded,
     )
     located: Mapping[Site, SiteResult] = results
     fault, blame_of_all = None, blame
@@ -99,7 +107,11 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         fault = find_pass_fault(
             split,
             lambda batch: _blame_batch(
-                replace(sides, batch=batch), layer=layer, sites=sites, layer_input=layer_input
+                replace(sides, batch=batch),
+                layer=layer,
+                sites=sites,
+                layer_input=layer_input,
+                passed={site: results[site] for site in look.folded},
             ),
         )
         blame = blame or (() if fault is None else fault.blame)
@@ -126,13 +138,18 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         fault=fault,
         cache=cache,
         recomputed=tuple(
-            replace(result, where=located[site].where, regions=located[site].regions)
+            replace(
+                result,
+                where=located[site].where,
+                regions=located[site].regions,
+                wrong_tokens=located[site].wrong_tokens,
+            )
             for site, result in second_results.items()
         ),
         captured_input=captured,
         is_inherited=layer_input.is_inherited,
         # `leave_undecided` gives another object for each result that it changes, and the same for all others.
-        num_undecided=sum(results[site] is not judged[site] for site in results),
+        num_undecided=sum(decided[site] is not judged[site] for site in decided),
         # The curve shows the distance from the golden itself, whatever the layer was judged against.
         point=measure_point(golden_sides, layer, results, input_error=captured.error),
     )
@@ -156,7 +173,8 @@ def _is_of_cache(
     others = tuple(site for site in Site if site in blamed and site is not Site.ATTN_CONTEXT)
     if Site.ATTN_CONTEXT not in blamed or any(site.order < Site.ATTN_CONTEXT.order for site in others):
         return False
-    again = judge_recomputed(others, layer=layer, failing=blamed, judge=judge, sides=sides)
+    with RecomputingJudge(sides, layer=layer, judge=judge) as recomputing:
+        again = recomputing.judge_sites(others, failing=blamed)
     return all(site in again and again[site].result.status is not SiteStatus.FAIL for site in others)
 
 
@@ -184,6 +202,9 @@ def judge_outside(
     port_sides = on_port_output(sides, last_layer) if is_head and sites else None
     judge = ModelJudge(port_sides or sides, last_layer=last_layer)
     judged = {site: _of_head(judge.judge(site), is_alone=port_sides is not None) for site in sites}
+    if port_sides is not None:
+        of_golden = ModelJudge(sides, last_layer=last_layer)
+        judged = {site: of_golden.measure_golden(result) for site, result in judged.items()}
     is_input_unknown = is_head and Site.OUTPUT not in sides.target.sites(last_layer)
     results = leave_undecided(judged, sides.target) if is_input_unknown else judged
     blame = _blame_first(results.values())
@@ -220,11 +241,16 @@ def _blame_first(results: Iterable[SiteResult]) -> tuple[Blame, ...]:
 
 
 def _blame_batch(
-    sides: Sides, *, layer: int, sites: tuple[Site, ...], layer_input: CapturedInput
+    sides: Sides,
+    *,
+    layer: int,
+    sites: tuple[Site, ...],
+    layer_input: CapturedInput,
+    passed: Mapping[Site, SiteResult],
 ) -> tuple[Blame, ...]:
-    """Blame sites of a layer by the tokens of the sides' batch alone."""
+    """Blame sites of a layer by the tokens of the sides' batch alone, without those that are `passed`."""
     judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
-    results = {site: judge.judge(site) for site in sites}
+    results = {site: passed[site] if site in passed else judge.judge(site) for site in sites}
     return blame_layer(results, layer=layer, given=layer_input.known, is_chained=False)
 
 
@@ -250,23 +276,26 @@ def declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:
     return tuple(site for site in Site if site in known and site is not Site.INPUT)
 
 
-def _judge_excused(
+def _look_closer(
     results: Mapping[Site, SiteResult],
     layer: int,
     *,
     layer_input: CapturedInput,
     judge: LayerJudge,
     sides: Sides,
-) -> Mapping[Site, Recomputed]:
-    """Judge failing sites behind another failure again, each recomputed from the port's values of its input sites.
+) -> tuple[SecondLook, Mapping[Site, Recomputed]]:
+    """Look again at the sites to blame; judge those that fail behind them on the port's own values of their inputs.
 
-    {} unless the layer's input is the golden's, or the golden was computed on the port's own.
+    Nothing is looked at unless the layer's input is the golden's, or the golden was computed on the port's own.
     """
     if layer_input.is_inherited or not layer_input.is_recorded:
-        return {}
-    failing = frozenset(site for site, result in results.items() if result.status is SiteStatus.FAIL)
-    excused = excused_sites(results, given=layer_input.known)
-    return judge_recomputed(excused, layer=layer, failing=failing, judge=judge, sides=sides)
+        return SecondLook(results=results), {}
+    with RecomputingJudge(sides, layer=layer, judge=judge) as recomputing:
+        given = layer_input.known
+        look = look_again(results, layer=layer, given=given, judge=judge, recomputing=recomputing)
+        failing = {site for site, result in look.results.items() if result.status is SiteStatus.FAIL}
+        excused = excused_sites(look.results, given=given)
+        return look, recomputing.judge_sites(excused, failing=look.folded | failing)
 
 
 def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult]) -> tuple[Blame, ...]:
@@ -274,7 +303,7 @@ def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult
     nonfinite = {
         str(site)
         for site, result in results.items()
-        if result.metrics is not None and result.metrics.num_nonfinite_target
+        if result.judged_metrics is not None and result.judged_metrics.num_nonfinite_target
     }
     # The last site of a blame is the one that fails; those before it were not compared.
     return tuple(blamed for blamed in blame if blamed.sites[-1] in nonfinite)

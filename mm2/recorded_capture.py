@@ -31,6 +31,7 @@ class RecordedCapture(CaptureSource):
         declared: Sites that the run is to be judged at; those without a tensor count as not exposed.
         golden: The layer of the golden that the run is to be compared with; None if there is no golden.
         backend: Backend that computed.
+        num_parts: How often the module computed sites without a tensor, if in parts that do not add up.
     """
 
     digest_note = ""  # nothing was stored, so nothing can have changed since
@@ -44,9 +45,11 @@ class RecordedCapture(CaptureSource):
         declared: tuple[Site, ...],
         golden: GoldenLayer | None,
         backend: str,
+        num_parts: Mapping[Site, int] | None = None,
     ) -> None:
         self.directory = Path(name)
         self._tensors = dict(tensors)
+        self._num_parts = dict(num_parts or {})
         self._layer = layer
         self._declared = declared
         self._golden = golden
@@ -100,6 +103,7 @@ class RecordedCapture(CaptureSource):
             declared=tuple(site for site in Site if site in golden.sites or site in tensors),
             golden=golden,
             backend=recording.backend,
+            num_parts=recording.num_parts,
         )
 
     @property
@@ -114,6 +118,10 @@ class RecordedCapture(CaptureSource):
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         """Return the declared sites without a tensor."""
         return tuple(site for site in self._declared if site not in self._tensors)
+
+    def num_calls(self, layer: int) -> Mapping[Site, int]:
+        """Return how often the module computed those of them that it computed in parts."""
+        return self._num_parts
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Return nothing: a layer has no sites outside it."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minimax_tools.capture.calls import Calls, join_calls
 from minimax_tools.capture.further import (
     FurtherRecorder,
     parse_further,
@@ -41,6 +42,8 @@ class Recording:
     further: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further outputs by name, on the CPU
     backend: str = "unknown"  # backend that computed, such as `cpu`
     num_calls: int = 0  # number of times that the module was called
+    # How often it computed sites whose parts do not add up to the batch; they are left out.
+    num_parts: Mapping[Site, int] = field(default_factory=dict)
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -109,7 +112,19 @@ def record(
     require_further(places, further.tensors, what=name)
     recording.further = MappingProxyType({key: kept.to("cpu") for key, kept in further.tensors.items()})
     recording.backend = _backend_of(recorder.tensors)
-    recording.tensors = MappingProxyType({site: kept.to("cpu") for site, kept in recorder.tensors.items()})
+    calls = {
+        site: Calls(*(tuple(tensor.to("cpu") for tensor in group) for group in of_site))
+        for site, of_site in recorder.calls().items()
+    }
+    joined = join_calls(calls, _batch_shape(recorder.tensors))
+    recording.tensors = MappingProxyType(joined)
+    recording.num_parts = {site: len(calls[site].tensors) for site in calls if site not in joined}
+
+
+def _batch_shape(tensors: Mapping[Site, torch.Tensor]) -> tuple[int, int]:
+    """Return the shape [B,S] of the module's input; (0, 0) if it is not known."""
+    states = tensors.get(Site.INPUT)
+    return (0, 0) if states is None or states.ndim < 3 else (states.shape[0], states.shape[1])
 
 
 def backend_name(device: torch.device) -> str:

@@ -35,7 +35,7 @@ _COLUMNS = (
 def render_bisection(
     bisection: Bisection, *, width: int | None = None, is_terminal: bool | None = None
 ) -> str:
-    """Draw a bisection as text: verdict, probes, what they could not see, and what to run next (see `Canvas`)."""
+    """Draw a bisection as text: result, probes, what they could not see, and what to run next (see `Canvas`)."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(bisection), style=_STYLES[bisection.verdict])
     canvas.line(_extent(bisection))
@@ -56,6 +56,7 @@ def bisection_record(bisection: Bisection) -> dict[str, Any]:
     """Return a bisection as JSON: verdict, blame, every probe with its chains, and what they could not see."""
     return {
         "verdict": bisection.verdict.value,
+        "headline": _headline(bisection),
         "compared": bisection.compared,
         "of": bisection.of,
         "blame": [
@@ -130,9 +131,11 @@ def _sweep(span: Span, options: str) -> str:
 
 
 def _headline(bisection: Bisection) -> str:
-    verdict = str(bisection.verdict).upper()
     if not bisection.findings:
-        return f"{verdict}: nothing found in {_word_span(bisection.span)}"
+        # No pass: what is smaller was not seen.
+        visible = max(bisection.chained_visible or 0.0, bisection.single_visible or 0.0)
+        return f"Nothing above {_percent(visible)} found in {_word_span(bisection.span)}"
+    verdict = str(bisection.verdict).upper()
     # A drift little above its limit is no proof.
     first = next((finding for finding in bisection.findings if finding.is_proof), bisection.findings[0])
     num_others = len(bisection.findings) - 1

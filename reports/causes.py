@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import BlameGroup, Comparison
+from minimax_tools.results.results import WEIGHTS, BlameGroup, Comparison
 from reports.wording import word_layer, word_sites
 
 
@@ -27,7 +27,8 @@ def word_cause(cause: BlameGroup) -> str:
 
 def word_reasons(comparison: Comparison, cause: BlameGroup) -> tuple[str, ...]:
     """Return why a cause is to blame, in the worst of its layers; of one operation's sites a sentence each."""
-    worst = f"worst in {word_layer(cause.worst_layer)}" if len(cause.layers) > 1 else ""
+    has_worst = len(cause.layers) > 1 and cause.sites != (WEIGHTS,)
+    worst = f"worst in {word_layer(cause.worst_layer)}" if has_worst else ""
     if not cause.operation:
         return (f"{worst}: {cause.reason}" if worst else cause.reason,)
     reasons = (

@@ -50,6 +50,8 @@ _ROUTING_COLUMNS = (
 _NEAREST_COLUMNS: Mapping[str, str] = {f"nearest_{field.name}": field.name for field in fields(NearestLimit)}
 _COUNT_COLUMNS = ("num_judged", "num_set_aside", "num_replayed")
 _METRIC_COLUMNS = tuple(field.name for field in fields(PairMetrics))
+# The same figures on the port's own input, in a chained run.
+_OWN_INPUT_COLUMNS: Mapping[str, str] = {f"own_input_{name}": name for name in _METRIC_COLUMNS}
 _COLUMNS = (
     "layer",
     "site",
@@ -61,6 +63,7 @@ _COLUMNS = (
     *_NEAREST_COLUMNS,
     *_COUNT_COLUMNS,
     "classic_failures",
+    *_OWN_INPUT_COLUMNS,
 )
 
 
@@ -111,6 +114,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "port": comparison.port,
         "notes": list(comparison.notes),
         "router_dtypes": to_json(comparison.router_dtypes),
+        "weights": to_json(comparison.weights),
         "generated": to_json(comparison.generated),
         **({"passes": to_json(comparison.pass_logits)} if comparison.pass_logits else {}),
         **({"findings": to_json(comparison.findings)} if comparison.findings else {}),
@@ -205,6 +209,9 @@ def _table_row(site: SiteResult) -> dict[str, str]:
         **{column: getattr(site.nearest, name, None) for column, name in _NEAREST_COLUMNS.items()},
         **{name: getattr(site, name) if site.status.is_compared else None for name in _COUNT_COLUMNS},
         "classic_failures": "; ".join(site.classic_failures),
+        **{
+            column: getattr(site.own_input_metrics, name, None) for column, name in _OWN_INPUT_COLUMNS.items()
+        },
     }
     return {column: _cell(value) for column, value in values.items()}
 

@@ -40,7 +40,7 @@ _MAP_HEAD = """\
 # "layers.{{layer}}.self_attn.qkv_proj:output[0][0:768]@shard(-1)". Terms are added up by {{sum: [PLACE, PLACE]}}.
 format: {format}
 # ranks: {num_ranks}
-# steps: {steps}  # the passes to read, an inner list for passes that follow each other
+# steps: {steps}
 # lengths: [48, 33]  # real tokens of each prompt; else the golden's
 # padding: right
 # Below, what a token holds at each site, to know it by: H hidden, N heads, K kv heads, D head_dim, E experts, k chosen
@@ -135,7 +135,7 @@ def _template_lines(source: CaptureSource, listing: DumpListing) -> Iterator[str
         directory=printable(str(source.directory), keep=""),
         format=listing.format,
         num_ranks=listing.num_ranks,
-        steps=printable_values([list(group) for group in listing.passes]),
+        steps=_word_passes(listing),
     )
     mapped_sites = {site for tensor in listing.tensors for site in tensor.sites}
     for site, width in _WIDTHS.items():
@@ -147,6 +147,16 @@ def _template_lines(source: CaptureSource, listing: DumpListing) -> Iterator[str
     for tensor in sorted(listing.tensors, key=lambda tensor: bool(tensor.sites)):
         mapped = f"  ({', '.join(tensor.sites)})" if tensor.sites else ""
         yield f'#   "{printable(tensor.name, keep="")}"  {word_shape(tensor.shapes[0])} {tensor.dtypes[0]}{mapped}'
+
+
+def _word_passes(listing: DumpListing) -> str:
+    """Return the passes to read as a map's line names them, and what the line does."""
+    if listing.joins_requests:
+        return (
+            "[[...]]  # passes to read; without this line they are joined by the requests that the dump tells"
+        )
+    passes = printable_values([list(group) for group in listing.passes])
+    return f"{passes}  # the passes to read, an inner list for passes that follow each other"
 
 
 def _cells(tensor: ListedTensor) -> tuple[str, ...]:

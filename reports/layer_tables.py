@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
+from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.choices import Flip
 from minimax_tools.results.results import Comparison, NoiseRatio, SiteResult, SiteStatus
@@ -39,8 +40,8 @@ _METRIC_COLUMNS = tuple(
     for title in ("max\n|diff|", "mean\n|diff|", "close\n%", "output\ncosine", "output\nPearson")
 )
 _METRIC_LEGEND = (
-    "|diff|, close, cosine and Pearson: of the layer's output, and of the model's logits. close: elements within "
-    "atol + rtol * |golden|."
+    "|diff|, close, cosine and Pearson: golden against port, of the layer's output and of the model's logits. close: "
+    "elements within atol + rtol * |golden|."
 )
 
 
@@ -70,7 +71,11 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
         sites = comparison.of_layer(layer)
         cells = (
             *_layer_cells(layer, sites),
-            *(_metric_cells(sites) if shows_metrics else ()),
+            *(
+                _metric_cells([site.metrics for site in sites if site.site in _METRIC_SITES])
+                if shows_metrics
+                else ()
+            ),
             *(_worst_cells(sites, has_noise=has_noise) if shows_worst else ()),
             *([_suspects_word(sites)] if has_suspects else []),
         )
@@ -82,9 +87,24 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
     if shows_metrics:
         canvas.gap()
         canvas.paragraph(_METRIC_LEGEND, style="dim")
+        _draw_own_input_metrics(canvas, comparison, layers)
     if has_noise:
         canvas.gap()
         canvas.paragraph(_legend(comparison), style="dim")
+
+
+def _draw_own_input_metrics(canvas: Canvas, comparison: Comparison, layers: Sequence[int | None]) -> None:
+    """Draw the five figures of each layer on the port's own input, if it is judged by that, as in a chained run."""
+    rows = []
+    for layer in layers:
+        measured = [
+            site.own_input_metrics for site in comparison.of_layer(layer) if site.site in _METRIC_SITES
+        ]
+        if any(measured):
+            rows.append(Row(cells=(_layer_word(layer), *_metric_cells(measured))))
+    if rows:
+        canvas.section("On the port's own input: the error of each layer alone")
+        canvas.table((Column(title="layer"), *_METRIC_COLUMNS), rows)
 
 
 def worst_site(sites: Sequence[SiteResult]) -> str:
@@ -121,8 +141,11 @@ def draw_layer(
 def _layer_cells(layer: int | None, sites: Sequence[SiteResult]) -> tuple[str, ...]:
     """Return the layer, its verdict, and the number of sites compared."""
     num_compared = sum(site.status.is_compared for site in sites)
-    name = "model" if layer is None else str(layer)
-    return name, _status_word(_layer_status(sites)), f"{num_compared}/{len(sites)}"
+    return _layer_word(layer), _status_word(_layer_status(sites)), f"{num_compared}/{len(sites)}"
+
+
+def _layer_word(layer: int | None) -> str:
+    return "model" if layer is None else str(layer)
 
 
 def _layer_status(sites: Sequence[SiteResult]) -> SiteStatus | None:
@@ -134,9 +157,9 @@ def _layer_status(sites: Sequence[SiteResult]) -> SiteStatus | None:
     return None
 
 
-def _metric_cells(sites: Sequence[SiteResult]) -> tuple[str, ...]:
+def _metric_cells(measured: Iterable[PairMetrics | None]) -> tuple[str, ...]:
     """Return the five figures of a layer's output or of the logits; `-` if not measured, or if all are NaN or Inf."""
-    metrics = next((site.metrics for site in sites if site.site in _METRIC_SITES and site.metrics), None)
+    metrics = next(filter(None, measured), None)
     if metrics is None or metrics.num_nonfinite_target == metrics.num_elements:
         return ("-",) * len(_METRIC_COLUMNS)
     return (
@@ -185,10 +208,11 @@ def _role_word(site: SiteResult, roles: Mapping[str, str]) -> str:
 def _sentences(site: SiteResult, *, with_reason: bool) -> list[str]:
     """Return sentences on what the figures in a site's row do not show."""
     sentences = [site.reason] if with_reason and site.reason else []
-    if site.metrics and (site.metrics.num_nonfinite_target or site.metrics.num_nonfinite_reference):
+    metrics = site.judged_metrics
+    if metrics and (metrics.num_nonfinite_target or metrics.num_nonfinite_reference):
         sentences.append(
-            f"{site.metrics.num_nonfinite_target} of {site.metrics.num_elements} elements are NaN or Inf "
-            f"in the port, {site.metrics.num_nonfinite_reference} in the golden; "
+            f"{metrics.num_nonfinite_target} of {metrics.num_elements} elements are NaN or Inf "
+            f"in the port, {metrics.num_nonfinite_reference} in the golden; "
             "the figures leave them out"
         )
     return [*sentences, *flip_sentences(site)]

@@ -9,7 +9,7 @@ from minimax_tools.errors import format_count
 from minimax_tools.json_codec import decode
 from minimax_tools.results.followed import Followed
 from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.prompt_results import PhaseResult, PromptRanking, PromptResult
+from minimax_tools.results.prompt_results import PhaseResult, PromptRanking, PromptResult, word_flipped
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
@@ -67,6 +67,9 @@ def render_prompts(
                 style=style,
             )
     canvas.line(_extent(ranking))
+    flipped = word_flipped(sum(result.num_flipped for result in ranking.results))
+    if flipped:
+        canvas.line(flipped)
     canvas.facts(
         [
             ("golden", f"{ranking.golden_logits} ({ranking.num_known} kept from earlier runs)"),

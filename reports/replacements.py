@@ -23,7 +23,7 @@ _COLUMNS = (
 def render_stream_search(
     search: StreamSearch, *, width: int | None = None, is_terminal: bool | None = None
 ) -> str:
-    """Draw a search as text: verdict, runs, the wrong part, and what was not seen (see `Canvas`)."""
+    """Draw a search as text: result, runs, the wrong part, and what was not seen (see `Canvas`)."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(search), style=_STYLES[search.verdict])
     canvas.line(
@@ -64,6 +64,7 @@ def stream_search_record(search: StreamSearch) -> dict[str, Any]:
     ]
     return {
         "verdict": search.verdict.value,
+        "headline": _headline(search),
         "compared": search.num_judged,
         "of": search.num_parts,
         "blame": blame,
@@ -107,7 +108,9 @@ def _headline(search: StreamSearch) -> str:
         where = name_point(search.waits_for, num_layers=search.num_layers)
         return f"{verdict}: the run with the stream replaced at {where} is missing"
     if search.finding is None:
-        return f"{verdict}: the logits are right wherever the stream is replaced"
+        # No pass: what rounding hides in the logits was not seen.
+        largest = word_figure(max(run.excess for run in search.runs))
+        return f"Nothing above the noise of the logits found: the largest error is {largest} of its limit"
     return f"{verdict}: {_name_suspects(search)}"
 
 

@@ -10,6 +10,7 @@ from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.choices import LogitsResult
 from minimax_tools.results.results import (
+    NOT_EXPOSED,
     BlameGroup,
     Comparison,
     GeneratedRow,
@@ -101,7 +102,11 @@ def _headline(comparison: Comparison) -> str:
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
     for site in comparison.sites:
         if site.status is worst:
-            return f"{verdict}: first at {word_place(site.layer, [site.site])}"
+            reason = f": {site.reason}" if comparison.verdict is Verdict.WARN and site.reason else ""
+            return f"{verdict}: first at {word_place(site.layer, [site.site])}{reason}"
+    if comparison.router_dtypes and comparison.verdict is Verdict.WARN:
+        part = comparison.router_dtypes[0]
+        return f"{verdict}: {part.name} is {part.target}, the golden's {part.reference}"
     if comparison.shows_outputs_only and comparison.verdict is Verdict.PASS:
         return f"{verdict}: outputs only, {comparison.compared} of {format_count(comparison.of, 'site')}"
     if comparison.shows_logits_only and comparison.verdict is Verdict.PASS:
@@ -203,13 +208,13 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
         if not missing:
             continue
         canvas.section(f"{words}: {format_count(len(missing), 'site')}")
-        if status is SiteStatus.NOT_EXPOSED:
-            missing = [replace(site, reason="") for site in missing]
+        # The title says it already.
+        missing = [replace(site, reason="") if site.reason == NOT_EXPOSED else site for site in missing]
         for reason in dict.fromkeys(site.reason for site in missing):
             places = ((site.layer, site.site) for site in missing if site.reason == reason)
             for line in word_sites_by_layer(places):
                 canvas.paragraph(f"{line} ({reason})" if reason else line)
-        if status is SiteStatus.NOT_EXPOSED:
+        if status is SiteStatus.NOT_EXPOSED and not all(site.reason for site in missing):
             canvas.paragraph(
                 "An attribute `sites` of the port's class names their places: see docs/ports.md."
             )

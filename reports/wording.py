@@ -29,6 +29,13 @@ def word_figure(value: float | None) -> str:
     return f"{value:.0f}" if size >= _WHOLE_FROM else f"{value:#.3g}".rstrip(".")
 
 
+def word_ordinal(number: int) -> str:
+    """Return a number with its ending, such as `32nd`."""
+    is_teen = number % 100 in (11, 12, 13)
+    ending = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
 def word_fraction(value: float | None, *, decimals: int) -> str:
     """Return a figure, such as a cosine, to so many decimals; a large one as `word_figure`, `-` for None."""
     if value is None:

@@ -33,7 +33,7 @@ from neuron.devices.runtime import open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.targets import find_model_target
-from neuron.prompt_runs.golden_maker import make_golden_logits
+from neuron.prompt_runs.golden_rows import GoldenRows
 from neuron.prompt_runs.port_record import PortRecord
 from neuron.prompt_runs.prompt_run import PromptRun
 
@@ -113,12 +113,14 @@ def main() -> int:
     prompts: list[AnsweredPrompt] = token_rows(arguments.model, inputs, num_decoded=_DECODED)
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as kept, CheckpointReader(arguments.model) as reader:
-        store = LogitsStore.open(Path(kept), reader=reader, spec=spec)
-        make_golden_logits(store, [prompt.row for prompt in prompts], reader=reader, spec=spec)
+        goldens = GoldenRows(
+            store=LogitsStore.open(Path(kept), reader=reader, spec=spec), reader=reader, spec=spec
+        )
+        goldens.make([prompt.row for prompt in prompts])
         run = PromptRun(
             prompts=tuple(prompts),
             spec=spec,
-            store=store,
+            goldens=goldens,
             padding_side=arguments.padding_side,
             buckets=(),
             batch_size=4,

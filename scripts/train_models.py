@@ -51,6 +51,18 @@ RECIPES = {
     "i": "--text python-standard-library --steps 900 --seed 9 --hidden-size 256 --num-attention-heads 8 "
     "--num-key-value-heads 2 --head-dim 64 --rotary-dim 32 --num-hidden-layers 6 --num-local-experts 40 "
     "--num-experts-per-tok 5 --intermediate-size 64 --vocab-size 576",
+    # Small ones of other shapes and texts, on which right ports are judged by their logits alone.
+    "j": "--text licences --steps 1500 --seed 11 --hidden-size 128 --num-attention-heads 4 --head-dim 32 "
+    "--rotary-dim 16 --num-hidden-layers 4 --num-local-experts 16 --num-experts-per-tok 4 --vocab-size 320",
+    "k": "--text python-asyncio-and-email --steps 700 --seed 12 --hidden-size 128 --num-attention-heads 4 "
+    "--num-key-value-heads 1 --head-dim 32 --rotary-dim 24 --num-hidden-layers 5 --num-local-experts 32 "
+    "--num-experts-per-tok 2 --intermediate-size 48 --vocab-size 384",
+    "l": "--text python-standard-library --steps 600 --seed 13 --hidden-size 128 --num-attention-heads 4 "
+    "--num-key-value-heads 2 --head-dim 32 --rotary-dim 32 --num-hidden-layers 6 --num-local-experts 8 "
+    "--num-experts-per-tok 2 --vocab-size 352",
+    "m": "--text prose --steps 700 --seed 14 --hidden-size 96 --num-attention-heads 4 --num-key-value-heads 2 "
+    "--head-dim 32 --rotary-dim 16 --num-hidden-layers 3 --num-local-experts 24 --num-experts-per-tok 6 "
+    "--intermediate-size 48 --vocab-size 300",
     # Small enough to be committed.
     "tiny": "--text prose --steps 4000 --seed 4 --hidden-size 128 --num-attention-heads 4 --head-dim 32 "
     "--rotary-dim 16 --num-hidden-layers 4 --num-local-experts 8 --num-experts-per-tok 2 --vocab-size 320",

@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from compare.blame.regions import MOST_LISTED, TokenList
 from minimax_tools.model.sites import SITE_INPUTS, Site
-from minimax_tools.results.results import Blame, BlameGroup, NearestLimit, SiteResult, SiteStatus
+from minimax_tools.results.results import WEIGHTS, Blame, BlameGroup, NearestLimit, SiteResult, SiteStatus
 
 # Sites that show every fault of a site, since they are plain products of it. Other operations may hide a fault: a norm
 # hides a wrong scale, attention a shift, a residual add an error that is small beside the stream. Only sites that
@@ -27,6 +28,9 @@ _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
         Site.POST_NORM: (Site.ROUTER_LOGITS,),
     }
 )
+
+# Least share of a figure beyond its limit that an input's own must be, to account for it alone.
+_LEAST_CARRIED = 0.5
 
 # A site that is judged with the port's own choice of experts: a wrong choice does not excuse it.
 _JUDGED_WITH_PORTS: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
@@ -50,16 +54,27 @@ def blame_layer(
     given: tuple[Site, ...],
     is_chained: bool,
     recomputed: Mapping[Site, SiteResult] = MappingProxyType({}),
+    proved: frozenset[Site] = frozenset(),
+    folded: frozenset[Site] = frozenset(),
 ) -> tuple[Blame, ...]:
     """Return the sites of one layer to blame, in execution order, as `results` are.
 
     `given` are sites whose values were given to the layer, which are right by construction. If the
     layer inherits errors (`is_chained`), its blame shows only where errors begin. `recomputed` are results of excused
-    sites, judged on the port's own values of their inputs.
+    sites, judged on the port's own values of their inputs. Sites that are `proved` to fail on these fail whatever
+    errors they inherit. `folded` sites pass but for a scale that others undo.
     """
     culprits, excused = _sort_failures(results, given)
     blame = {
-        site: _build_blame(layer, site, results, ancestry, is_chained=is_chained)
+        site: _build_blame(
+            layer,
+            site,
+            results,
+            ancestry,
+            is_chained=is_chained,
+            is_proved=site in proved,
+            folded=folded,
+        )
         for site, ancestry in culprits.items()
     }
     for site in excused:
@@ -79,9 +94,11 @@ def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[
     `grounds` are the results of all sites, which tell the worst layer; of a site judged again, the later one counts.
     """
     by_site = {(result.layer, result.site): result for result in grounds}
-    groups: dict[tuple[tuple[str, ...], ...], list[tuple[Blame, ...]]] = {}
+    groups: dict[tuple[tuple[tuple[str, ...], str], ...], list[tuple[Blame, ...]]] = {}
     for cause in join_causes(blame):
-        groups.setdefault(tuple(blamed.sites for blamed in cause), []).append(cause)
+        # Of weights the reason is all: no site tells which layer is the worst.
+        key = tuple((blamed.sites, blamed.reason if blamed.sites == (WEIGHTS,) else "") for blamed in cause)
+        groups.setdefault(key, []).append(cause)
     return tuple(_build_group(causes, by_site) for causes in groups.values())
 
 
@@ -107,6 +124,25 @@ def badness(result: SiteResult) -> float:
     return math.inf if result.nearest is None else result.nearest.excess
 
 
+def inputs_carrying(
+    site: Site, results: Mapping[Site, SiteResult], *, broken: NearestLimit | None = None
+) -> tuple[Site, ...]:
+    """Return the inputs of a site that pass, and whose error may be all that makes it fail.
+
+    Their figure is at least half of the one that `broken` a limit, by default the site's own.
+    """
+    own = results[site].nearest if broken is None else broken
+    if own is None:
+        return ()
+    passing = (one for one in SITE_INPUTS[site] if _has_status(results, one, SiteStatus.PASS))
+    return tuple(
+        source
+        for source in passing
+        if carries(results[source], own) >= (_LEAST_CARRIED * own.value) ** 2
+        and own.value**2 <= own.limit**2 + carries(results[source], own)
+    )
+
+
 def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
     """Decide whether a failing site breaks its limit by no more than the errors of its inputs account for.
 
@@ -117,9 +153,25 @@ def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
     if broken is None or not broken.excess > 1.0:
         return False
     # The inputs' errors come from one failure, so the worst of them counts, not their sum.
-    carried = max((_carried(source, broken) for source in inputs), default=0.0)
+    carried = max((carries(source, broken) for source in inputs), default=0.0)
     # What the site adds is independent of it, so the squares add up.
     return broken.value**2 <= broken.limit**2 + carried
+
+
+def carries(source: SiteResult, broken: NearestLimit) -> float:
+    """Return the square of the error that a site passes on, in the unit of the figure broken behind it.
+
+    That figure is of ρ, in units of the noise floor, or the relative error. A choice of experts has none of these.
+    """
+    if source.noise is not None:
+        value: float | None = getattr(source.noise, broken.figure, None)
+        # Up to 1, the error is the floor's own, which the site behind counts in its floor already.
+        return 0.0 if value is None else max(value**2 - 1.0, 0.0)
+    if source.relative is not None and source.nearest is not None:
+        # Without a floor, nothing tells how much of the error is noise: all of it may be passed on. An error of so many
+        # limits here becomes one of as many limits there.
+        return (broken.limit * source.nearest.excess) ** 2
+    return 0.0
 
 
 def _sort_failures(
@@ -205,22 +257,32 @@ def _has_status(results: Mapping[Site, SiteResult], site: Site, status: SiteStat
 
 
 def _build_blame(
-    layer: int, site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry, *, is_chained: bool
+    layer: int,
+    site: Site,
+    results: Mapping[Site, SiteResult],
+    ancestry: _Ancestry,
+    *,
+    is_chained: bool,
+    is_proved: bool,
+    folded: frozenset[Site],
 ) -> Blame:
     """Build the blame of a site; its reason tells what is right before it and what was not compared."""
-    suspects = _in_order({*ancestry.hidden, site})
+    # All of the error may be inherited from an input that passes.
+    carrying = set() if is_proved else set(inputs_carrying(site, results)) & ancestry.known
+    suspects = _in_order({*ancestry.hidden, *carrying, site})
     reason = results[site].reason if len(suspects) == 1 else f"{site}: {results[site].reason}"
     # The errors of failing sites among the known ones are merely inherited, else they would excuse this site.
     inheriting = _in_order({known for known in ancestry.known if _fails(results, known)})
     warned = _in_order({known for known in ancestry.known if _has_status(results, known, SiteStatus.WARN)})
-    right = _in_order(ancestry.known - {*inheriting, *warned})
+    right = _in_order(ancestry.known - {*inheriting, *warned, *carrying, *folded})
     if right:
         reason += f"; {_join(right)} {'is' if len(right) == 1 else 'are'} right"
-    if warned:
-        reason += f"; {_join(warned)} {'is' if len(warned) == 1 else 'are'} a little beyond the limit"
+    reason += "".join(f"; {known} warns: {results[known].reason}" for known in warned)
     if inheriting:
         verb = "fails" if len(inheriting) == 1 else "fail"
         reason += f"; {_join(inheriting)} {verb} by too little to account for it"
+    if carrying:
+        reason += f"; {_join(_in_order(carrying))} passes, and its error may account for it"
     if Site.INPUT in ancestry.hidden:
         reason += "; the layer's input was not captured"
     if ancestry.hidden - {Site.INPUT}:
@@ -255,6 +317,9 @@ def _build_group(
 
     worst = max(causes, key=lambda cause: max(map(badness, results_of(cause)), default=0.0))
     first, *others = worst
+    alike = _word_tokens_of_all(
+        [result for cause in causes for result in results_of(cause)], results_of(worst)
+    )
     # Of several sites each sentence names its own.
     reasons = [f"{blame.sites[-1]}: {blame.reason}" for blame in worst] if others else [first.reason]
     return BlameGroup(
@@ -266,23 +331,21 @@ def _build_group(
             f"{result.site}: {sentence}" if others else sentence
             for result in results_of(worst)
             for sentence in result.where
-        ),
+        )
+        + alike,
         regions=tuple(region for result in results_of(worst) for region in result.regions),
         operation=first.operation if others else "",
     )
 
 
-def _carried(source: SiteResult, broken: NearestLimit) -> float:
-    """Return the square of the error that a site passes on, in the unit of the figure broken behind it.
-
-    That figure is of ρ, in units of the noise floor, or the relative error. A choice of experts has none of these.
-    """
-    if source.noise is not None:
-        value: float | None = getattr(source.noise, broken.figure, None)
-        # Up to 1, the error is the floor's own, which the site behind counts in its floor already.
-        return 0.0 if value is None else max(value**2 - 1.0, 0.0)
-    if source.relative is not None and source.nearest is not None:
-        # Without a floor, nothing tells how much of the error is noise: all of it may be passed on. An error of so many
-        # limits here becomes one of as many limits there.
-        return (broken.limit * source.nearest.excess) ** 2
-    return 0.0
+def _word_tokens_of_all(results: Sequence[SiteResult], told: Sequence[SiteResult]) -> tuple[str, ...]:
+    """List the wrong tokens of all layers together, if those of the layer that is told are not all; () if many are."""
+    places = {place for result in results for place in result.wrong_tokens}
+    is_known = all(result.wrong_tokens for result in results)
+    if (
+        not is_known
+        or len(places) > MOST_LISTED
+        or places == {p for result in told for p in result.wrong_tokens}
+    ):
+        return ()
+    return (f"wrong tokens of all these layers together: {TokenList.of(places)}",)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from compare.blame.recomputed_judge import Recomputed
-from compare.blame.sentences import Bounds, describe_regions
+from compare.blame.sentences import Bounds, TokenFacts, Where, describe_regions
 from compare.judging.layer_judge import LayerJudge
 from compare.noise.rows import Rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.inputs import decoded_tokens
 from minimax_tools.model.sites import Site
-from minimax_tools.results.regions import WrongRegion
 from minimax_tools.results.results import Blame, SiteResult
 
 # Sites whose error may lie in the tokens of some experts, and sites whose channels are heads side by side.
@@ -52,32 +52,32 @@ def locate_blamed(
     # The last site of a blame failed; those before it were not compared.
     for site in {Site(blamed.sites[-1]) for blamed in blame}:
         rows = recomputed[site].rows if site in recomputed else judge.judged_rows(site)
-        where, regions = _locate(site, rows, layer=results[site].layer, sides=sides)
-        located[site] = replace(results[site], where=where, regions=regions)
+        where = _locate(results[site], rows, judge=judge, sides=sides)
+        located[site] = replace(
+            results[site], where=where.sentences, regions=where.regions, wrong_tokens=where.tokens
+        )
     return located
 
 
-def _locate(
-    site: Site, rows: Rows | None, *, layer: int | None, sides: Sides
-) -> tuple[tuple[str, ...], tuple[WrongRegion, ...]]:
-    """Locate an error in `rows`: the judged tokens of both sides, [T,F], and their `places` [T,2] (prompt, column).
-
-    Returns:
-        Sentences, and the regions that they name.
-    """
+def _locate(result: SiteResult, rows: Rows | None, *, judge: LayerJudge, sides: Sides) -> Where:
+    """Locate an error in `rows`: the judged tokens of both sides, [T,F], and their `places` [T,2] (prompt, column)."""
+    layer, site = result.layer, Site(result.site)
     if layer is None or rows is None or rows.num_tokens == 0 or not rows.has_floor:
-        return (), ()
+        return Where()
     bounds = _bounds(site, rows, sides)
     if bounds is None:
-        return (), ()
+        return Where()
     return describe_regions(
         rows,
         bounds=bounds,
-        decoded=_find_decoded(rows, sides),
-        experts=_read_experts(layer, rows, sides) if site in _OF_EXPERTS else None,
+        is_right=partial(judge.is_right, site),
+        facts=TokenFacts(
+            positions=_read_positions(rows, sides.reference),
+            decoded=_find_decoded(rows, sides),
+            experts=_read_experts(layer, rows, sides) if site in _OF_EXPERTS else None,
+            later_rows=_find_later_rows(sides),
+        ),
         head_dim=_head_dim(layer, sides.reference) if site in _OF_HEADS else None,
-        positions=_read_positions(rows, sides.reference),
-        later_rows=_find_later_rows(sides),
         channel_word="expert" if site is Site.ROUTER_LOGITS else "channel",
     )
 

@@ -23,7 +23,7 @@ from minimax_tools.results.results import Blame, SiteResult
 _ABOUT_AS_LARGE = 1.5
 # Fields of `WrongRegion` that must be equal, must be about the same, and only be named by both sites or by neither.
 _OF_TOKENS, _RANGES, _OF_HEADS = (
-    ("rows", "experts", "is_decoded"),
+    ("rows", "every", "experts", "is_decoded"),
     ("tokens", "positions", "dims"),
     ("heads", "channels"),
 )

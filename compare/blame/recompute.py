@@ -59,8 +59,12 @@ class Recomputation:
     def _float32_layer(self) -> Float32Layer:
         return Float32Layer(self._weights.spec, self._weights.tensors)
 
-    def rows(self, site: Site, stored: Rows, *, doubted: frozenset[Site]) -> Iterator[Rows]:
+    def rows(
+        self, site: Site, stored: Rows, *, doubted: frozenset[Site]
+    ) -> Iterator[tuple[Rows, frozenset[Site]]]:
         """Yield rows of a site whose golden is computed from possible inputs (see `SiteInputs.possible_inputs`).
+
+        With each, the inputs of which the port's own values were taken.
 
         First from what the port shows; this may be a scaled or reordered copy of what it computes with. So next with
         the golden's values for `doubted` sites, which may be wrong by themselves. A site that is right with any of them
@@ -87,7 +91,8 @@ class Recomputation:
                 floor = floor.times(self._score_growth(values, site_inputs.golden)[tokens].square())
             is_finite = computed.isfinite().all() & (floor is None or floor.whole.isfinite().all())
             if bool(is_finite):
-                yield Rows(
+                own = frozenset(name for name in values if values[name] is not site_inputs.golden[name])
+                rows = Rows(
                     reference=computed,
                     target=selected.target,
                     massive=selected.massive,
@@ -98,6 +103,7 @@ class Recomputation:
                     stored_dtype=selected.dtype,
                     num_roundings=selected.num_roundings,
                 )
+                yield rows, own
             elif number == 0:
                 # The port's own values, which come first, are so large that what is computed from them overflows.
                 return

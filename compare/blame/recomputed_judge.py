@@ -1,15 +1,16 @@
-"""Judgement of excused sites (failing sites behind a failing one), each recomputed from the port's own values."""
+"""RecomputingJudge: judges sites of one layer, each recomputed from the port's own values of its inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from compare.blame.recompute import Recomputation
-from compare.judging.judge import judge_values
 from compare.judging.layer_judge import LayerJudge
 from compare.noise.rows import Rows
+from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import SITE_INPUTS, Site
@@ -22,83 +23,103 @@ class Recomputed:
 
     result: SiteResult
     rows: Rows | None = None  # the judged rows; None for a choice of experts, and for a wrong shape or dtype
+    own: frozenset[Site] = frozenset()  # the inputs of which the port's values were taken, not the golden's
 
 
-def judge_recomputed(
-    sites: tuple[Site, ...], *, layer: int, failing: frozenset[Site], judge: LayerJudge, sides: Sides
-) -> Mapping[Site, Recomputed]:
-    """Judge excused sites of one layer, in execution order, on the port's own values of their inputs.
+class RecomputingJudge:
+    """Judges sites of one layer on the port's own values of their inputs; the layer's input is the golden's.
 
-    The layer's input is the golden's; `failing` are all of its failing sites. A site is left out if:
-
-    - the golden is not mm2's own, or the weights are not known
-    - a side lacks one of the site's inputs, or holds NaN or Inf there
-    - the golden has no floor, and the site is the choice of experts or attention
-
-    Raises:
-        IncomparableError: The weights are another model's.
-        CheckpointError: They cannot be read.
+    A context manager: the weights are opened when the first site needs them, and closed with the block.
     """
-    golden, source = sides.reference, sides.weights
-    if not sites or source is None or sides.criteria.name == "classic" or golden.known_description is None:
-        return {}
-    held = set(golden.sites(layer)) & set(sides.target.sites(layer))
-    with ExitStack() as stack:
-        recomputation = Recomputation(
-            sides, layer=layer, open_weights=lambda: stack.enter_context(source.open_layer(layer, golden))
-        )
+
+    def __init__(self, sides: Sides, *, layer: int, judge: LayerJudge) -> None:
+        self._sides = sides
+        self._layer = layer
+        self._judge = judge
+        self._stack = ExitStack()
+
+    @cached_property
+    def _recomputation(self) -> Recomputation | None:
+        source, golden = self._sides.weights, self._sides.reference
+        if source is None or self._sides.is_classic or golden.known_description is None:
+            return None
+
+        def open_weights() -> GoldenWeights:
+            return self._stack.enter_context(source.open_layer(self._layer, golden))
+
+        return Recomputation(self._sides, layer=self._layer, open_weights=open_weights)
+
+    def __enter__(self) -> RecomputingJudge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def judge_sites(self, sites: tuple[Site, ...], *, failing: frozenset[Site]) -> Mapping[Site, Recomputed]:
+        """Judge some sites, in execution order; `failing` are all failing sites of the layer.
+
+        A site is left out if:
+
+        - the golden is not mm2's own, or the weights are not known
+        - a side lacks one of the site's inputs, or holds NaN or Inf there
+        - the golden has no floor, and the site is the choice of experts or attention
+
+        Raises:
+            IncomparableError: The weights are another model's.
+            CheckpointError: They cannot be read.
+        """
         judged: dict[Site, Recomputed] = {}
         # Sites that may be wrong by themselves; one that is right on the port's own values is not.
         doubted = set(failing)
         for site in sites:
-            if not {site, *SITE_INPUTS[site]} <= held:
-                continue
-            recomputed = _judge(
-                site,
-                layer=layer,
-                recomputation=recomputation,
-                judge=judge,
-                sides=sides,
-                doubted=frozenset(doubted),
-            )
+            recomputed = self._judge_site(site, doubted=frozenset(doubted))
             if recomputed is not None:
                 judged[site] = recomputed
                 if recomputed.result.status is not SiteStatus.FAIL:
-                    doubted.remove(site)
-    return judged
+                    doubted.discard(site)
+        return judged
 
+    def judgements(self, site: Site, *, doubted: frozenset[Site]) -> Iterator[Recomputed]:
+        """Yield the judgements of one site on each of its possible inputs; none if it cannot be computed.
 
-def _judge(
-    site: Site,
-    *,
-    layer: int,
-    recomputation: Recomputation,
-    judge: LayerJudge,
-    sides: Sides,
-    doubted: frozenset[Site],
-) -> Recomputed | None:
-    """Judge one site on each of its possible inputs: it passes if it does on any; None if none can be computed.
+        Possible are the port's values, which come first, and the golden's in place of those of `doubted` sites (see
+        `Recomputation.rows`).
+        """
+        reference, target = self._sides.reference, self._sides.target
+        if self._recomputation is None:
+            return
+        held = set(reference.sites(self._layer)) & set(target.sites(self._layer))
+        if not {site, *SITE_INPUTS[site]} <= held:
+            return
+        result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
+        mismatch = find_mismatch(reference.read(self._layer, site), target.read(self._layer, site))
+        if mismatch is not None:
+            # A wrong shape or dtype is the site's own fault if its inputs have the right ones.
+            if self._recomputation.has_inputs(site):
+                yield Recomputed(result=replace(result, reason=mismatch))
+        elif site is Site.ROUTER_EXPERTS:
+            yield from self._judge_choice(result)
+        else:
+            stored = self._judge.stored_rows(site)
+            for rows, own in self._recomputation.rows(site, stored, doubted=doubted):
+                yield Recomputed(result=_name_inputs(self._judge.judge_rows(site, rows)), rows=rows, own=own)
 
-    Possible are the port's values, and the golden's in place of those of `doubted` sites (see `Recomputation.rows`).
-    """
-    result = SiteResult(layer=layer, site=str(site), status=SiteStatus.FAIL)
-    mismatch = find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site))
-    if mismatch is not None:
-        # A wrong shape or dtype is the site's own fault if its inputs have the right ones.
-        return Recomputed(result=replace(result, reason=mismatch)) if recomputation.has_inputs(site) else None
-    if site is Site.ROUTER_EXPERTS:
-        choice = None if judge.router_noise is None else recomputation.choice(judge.router_noise)
-        return (
-            None if choice is None else Recomputed(result=_name_inputs(judge.judge_choice(result, *choice)))
-        )
-    first: Recomputed | None = None
-    for rows in recomputation.rows(site, judge.stored_rows(site), doubted=doubted):
-        judged = judge_values(result, rows, criteria=sides.criteria, context=judge.limit_context(site))
-        recomputed = Recomputed(result=_name_inputs(judged), rows=rows)
-        if judged.status is not SiteStatus.FAIL:
-            return recomputed
-        first = first or recomputed
-    return first
+    def _judge_choice(self, result: SiteResult) -> Iterator[Recomputed]:
+        noise = self._judge.router_noise
+        assert self._recomputation is not None, "only what can be recomputed is judged"
+        choice = None if noise is None else self._recomputation.choice(noise)
+        if choice is not None:
+            judged = self._judge.judge_choice(result, *choice)
+            yield Recomputed(result=_name_inputs(judged), own=frozenset({Site.ROUTER_LOGITS}))
+
+    def _judge_site(self, site: Site, *, doubted: frozenset[Site]) -> Recomputed | None:
+        """Judge one site on each of its possible inputs: it passes if it does on any; None if none can be computed."""
+        first: Recomputed | None = None
+        for recomputed in self.judgements(site, doubted=doubted):
+            if recomputed.result.status is not SiteStatus.FAIL:
+                return recomputed
+            first = first or recomputed
+        return first
 
 
 def _name_inputs(result: SiteResult) -> SiteResult:

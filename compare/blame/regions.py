@@ -1,7 +1,8 @@
-"""Regions: named sets of tokens or channels that may hold all wrong ones, and the search for the smallest.
+"""Regions: named sets of tokens or channels that may hold all wrong ones, and the search for the likeliest.
 
-A mistake that is in no catalogue still has a place: rows of the batch, a range of their tokens, tokens of an expert, a
-head, a run of channels. A region counts only if chance is unlikely to put all wrong items into one as small.
+A mistake that is in no catalogue still has a place: rows of the batch, a range of their tokens, every so many of them,
+tokens of an expert, a head, a run of channels. A region counts only if chance is unlikely to put all wrong items into
+one as small; of several, that in which chance is the least likely to put them. Few items are listed, too.
 T judged tokens, F channels of a site, k experts per token. `wrong` always holds at least one item. `within` holds the
 items of a region that a new one shall narrow down, or all. A region that is yielded may reach beyond it: `&` cuts it.
 """
@@ -9,13 +10,17 @@ items of a region that a new one shall narrow down, or all. A region that is yie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
 
-from minimax_tools.results.regions import WrongRegion
+from minimax_tools.results.regions import Range, WrongRegion
+from reports.wording import word_ordinal
 
 # A region counts if chance would put all wrong items into one as small with less than this probability.
 _CHANCE = 1e-6
@@ -25,8 +30,10 @@ _CHANCE_WITHIN = 1e-3
 # tokens of a long prompt that are right say where the mistake begins.
 _MOST_OF_ALL = 0.9
 _FEWEST_OUTSIDE = 8
-# Factor on the size of a region up to which another is as small.
-_ABOUT_EQUAL = 1.05
+# So many wrong tokens, or channels, are listed.
+MOST_LISTED = 12
+# Fewest numbers with equal steps that make a rule.
+_FEWEST_STEPS = 3
 # A region names at most one expert in so many.
 _EXPERTS_PER_NAMED = 4
 # Fields of `WrongRegion` that list single numbers; the others list ranges.
@@ -49,6 +56,11 @@ class Region:
         """Number of items that the region holds."""
         return int(self.items.sum())
 
+    @property
+    def is_of_places(self) -> bool:
+        """True if it says no more than a list of rows and tokens."""
+        return self.numbers.keys() <= {"rows", "tokens", "every"}
+
     def __and__(self, other: Region) -> Region:
         """Return the intersection of two regions of different kinds."""
         return Region(
@@ -68,18 +80,97 @@ class Region:
         return _log_chance(wrong[items], self.items[items], self.num_choices) < math.log(_CHANCE_WITHIN)
 
 
-def tightest(wrong: torch.Tensor, candidates: Iterable[Region]) -> Region | None:
-    """Return the smallest region that holds all wrong items, or a simpler one; None if each may do so by chance."""
-    telling = [
-        region
-        for region in candidates
+@dataclass(frozen=True, kw_only=True)
+class TokenList:
+    """Tokens as numbers. `str()` lists a dozen, such as `row 0: 31, 63, 95: every 32nd`, and counts the others."""
+
+    groups: tuple[
+        tuple[tuple[int, ...], tuple[int, ...]], ...
+    ]  # rows, and tokens of each of these; both ascending
+
+    @classmethod
+    def of(cls, places: Iterable[Sequence[int]]) -> TokenList:
+        """List tokens, each a row and a place in it."""
+        tokens: dict[int, list[int]] = {}
+        for row, token in places:
+            tokens.setdefault(row, []).append(token)
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for row in sorted(tokens):
+            rows.setdefault(tuple(sorted(tokens[row])), []).append(row)
+        return cls(groups=tuple((tuple(alike), of_rows) for of_rows, alike in rows.items()))
+
+    @property
+    def size(self) -> int:
+        """Number of single tokens and ranges that are listed."""
+        return sum(len(_runs(tokens)) for _, tokens in self.groups)
+
+    @cached_property
+    def rule(self) -> tuple[int, int, bool] | None:
+        """The first token, the step from each to the next, and whether none is left out; None if that may be chance."""
+        numbers = sorted({token for _, tokens in self.groups for token in tokens})
+        step = math.gcd(*(number - numbers[0] for number in numbers))
+        if len(numbers) < _FEWEST_STEPS or step < 2:
+            return None
+        steps = {later - earlier for _, tokens in self.groups for earlier, later in pairwise(tokens)}
+        is_whole = steps == {step}
+        return (
+            (numbers[0], step, is_whole) if is_whole or step ** (1 - len(numbers)) < _CHANCE_WITHIN else None
+        )
+
+    def region(self, *, of: int) -> WrongRegion | None:
+        """Return the list as a region of so many judged tokens; None if rows have other tokens than others."""
+        if len(self.groups) > 1:
+            return None
+        rows, tokens = self.groups[0]
+        num_wrong = len(rows) * len(tokens)
+        return WrongRegion(
+            num_wrong=num_wrong,
+            num_held=num_wrong,
+            of=of,
+            rows=rows,
+            tokens=_runs(tokens),
+            every=self.rule[1] if self.rule is not None and self.rule[2] else None,
+        )
+
+    def __str__(self) -> str:
+        words, num_left = [], MOST_LISTED
+        for rows, tokens in self.groups:
+            runs = _runs(tokens)[:num_left]
+            num_left -= len(runs)
+            words += [f"{_count_words('row', rows)}: {_word_runs(runs)}"] if runs else []
+        more = f" and {self.size - MOST_LISTED} more" if self.size > MOST_LISTED else ""
+        return ", and ".join(words) + more + self._rule_in_words
+
+    @property
+    def _rule_in_words(self) -> str:
+        if self.rule is None:
+            return ""
+        first, step, is_whole = self.rule
+        return (
+            f": every {word_ordinal(step)}"
+            if is_whole
+            else f": each {first % step} plus a multiple of {step}"
+        )
+
+
+def list_channels(wrong: torch.Tensor, word: str) -> tuple[str, WrongRegion]:
+    """List wrong channels, bool [F], in words and as a region; `word` is the noun for one."""
+    numbers, num_wrong = tuple(wrong.nonzero().flatten().tolist()), int(wrong.sum())
+    kind = f"{word}s"
+    held: dict[str, Any] = {kind: numbers if kind in _LISTED else _runs(numbers)}
+    region = WrongRegion(num_wrong=num_wrong, num_held=num_wrong, of=wrong.numel(), **held)
+    return _count_words(word, numbers), region
+
+
+def likeliest(wrong: torch.Tensor, candidates: Iterable[Region]) -> Region | None:
+    """Return the region that chance is the least likely to put all wrong items into; None if it may do so with each."""
+    chances = [
+        (_log_chance(wrong, region.items, region.num_choices), number, region)
+        for number, region in enumerate(candidates)
         if region.size <= max(_MOST_OF_ALL * wrong.numel(), wrong.numel() - _FEWEST_OUTSIDE)
-        and _log_chance(wrong, region.items, region.num_choices) < math.log(_CHANCE)
     ]
-    smallest = min((region.size for region in telling), default=0)
-    # Of about equal ones the simpler: `from 16 on` rather than `16 to 94` where the last of 96 is hardly wrong.
-    alike = [region for region in telling if region.size <= _ABOUT_EQUAL * smallest]
-    return min(alike, key=lambda region: region.num_choices, default=None)
+    chance, _, region = min(chances, key=itemgetter(0, 1), default=(0.0, 0, None))
+    return region if chance < math.log(_CHANCE) else None
 
 
 def row_regions(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
@@ -118,6 +209,21 @@ def range_regions(
             num_choices=float(most - least + 1) ** 2,
             numbers=_name_range(kind, low, high),
         )
+
+
+def step_regions(wrong: torch.Tensor, tokens: torch.Tensor, within: torch.Tensor) -> Iterator[Region]:
+    """Yield every so many tokens from the first wrong one on; `tokens` [T] are their places in their rows."""
+    held = sorted(set(tokens[wrong].tolist()))
+    step = math.gcd(*(number - held[0] for number in held))
+    if len(held) < _FEWEST_STEPS or step < 2:
+        return
+    low, most = held[0], int(tokens[within].max())
+    yield Region(
+        words=f"at every {word_ordinal(step)} token from {low} on",
+        items=(tokens >= low) & ((tokens - low) % step == 0),
+        num_choices=float(most + 1) ** 2,
+        numbers={"tokens": ((low, most),), "every": step},
+    )
 
 
 def expert_regions(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Tensor) -> Iterator[Region]:
@@ -188,14 +294,21 @@ def _head_regions(wrong: torch.Tensor, numbers: torch.Tensor, head_dim: int) -> 
         yield replace(region, words=f"{region.words} of each head")
 
 
-def _count_words(noun: str, numbers: list[int]) -> str:
+def _count_words(noun: str, numbers: Sequence[int]) -> str:
     """Return ascending numbers in words, such as `heads 0-3, 7`."""
-    if len(numbers) == 1:
-        return f"{noun} {numbers[0]}"
-    runs: list[list[int]] = []
+    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {_word_runs(_runs(numbers))}"
+
+
+def _runs(numbers: Sequence[int]) -> tuple[Range, ...]:
+    """Return ascending numbers as ranges, both ends included."""
+    runs: list[Range] = []
     for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
         else:
-            runs.append([number])
-    return f"{noun}s " + ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+            runs.append((number, number))
+    return tuple(runs)
+
+
+def _word_runs(runs: Iterable[Range]) -> str:
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs)

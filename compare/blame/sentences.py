@@ -1,35 +1,49 @@
 """Sentences on where the error of a site lies, and on what the wrong values are.
 
-A token is wrong if its ρ, its error in units of the noise floor (see noise/rho.py), is above a limit.
-A region is a named set of tokens or channels; it counts only if chance is unlikely to put all wrong ones into it.
+Tokens, or channels, are told to be wrong only if the others are right: the site passes on these alone. Else the error
+is everywhere, and more or less of it tells no place. A token's ρ is its error in units of the noise floor (see
+noise/rho.py); a region is a named set of tokens or channels (see `regions`).
 T judged tokens, F channels of a site, D channels of a head, k experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from compare.blame.regions import (
+    MOST_LISTED,
     Region,
+    TokenList,
     channel_regions,
     expert_regions,
+    likeliest,
+    list_channels,
     range_regions,
     row_regions,
-    tightest,
+    step_regions,
 )
 from compare.blame.reordering import describe_order
-from compare.noise.rho import token_ratios
+from compare.blame.scales import find_scale
+from compare.limits.limits import FEWEST_FOR_STRUCTURE
+from compare.noise.rho import noise_ratio, token_ratios
 from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY_FLOAT32
 from minimax_tools.results.regions import WrongRegion
+from reports.wording import word_figure
 
 # Wrong values are a multiple of the golden's if the multiple leaves at most this share of the error.
 _LEFT_BY_SCALE = 0.2
 # Two heads hold the same values if their cosine similarity is above this.
 _SAME_HEAD = 0.98
+# Others that are not right are told apart if their error is at most this share of the wrong ones'.
+_FAR_BELOW = 0.1
+# Least ratio of the ρ of a wrong token to that of every other, if nothing but their ρ tells them apart.
+_FAR_APART = 1.5
+# Least ρ of all tokens to say that none is near the floor.
+_FAR_ABOVE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,138 +55,182 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Tokens:
-    """Facts that the judged tokens may have in common."""
+class TokenFacts:
+    """Facts that wrong tokens may have in common, beside their places."""
 
-    places: torch.Tensor  # row and place in it, int64 [T,2]
-    positions: torch.Tensor | None  # int64 [T]; None if they are the places
-    decoded: torch.Tensor | None  # tokens that were decoded one at a time, bool [T]
-    experts: torch.Tensor | None  # experts of each token, int64 [T,k]
-    later_rows: tuple[int, ...]  # rows of the layer's second call; empty if there was one call
+    positions: torch.Tensor | None = None  # int64 [T]; None if they are the places
+    decoded: torch.Tensor | None = (
+        None  # tokens that were decoded one at a time, bool [T]; None if all or none were
+    )
+    experts: torch.Tensor | None = (
+        None  # experts of each token, int64 [T,k]; None if the site depends on none
+    )
+    later_rows: tuple[int, ...] = ()  # rows of the layer's second call; empty if there was one call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Place of a site's error, and what its wrong values are; empty if it is everywhere, and nothing is known."""
+
+    sentences: tuple[str, ...] = ()
+    regions: tuple[WrongRegion, ...] = ()  # the tokens and channels that the sentences name
+    tokens: tuple[tuple[int, int], ...] = ()  # row and place of each wrong token, if they are few
+
+    def __add__(self, other: Where) -> Where:
+        """Return both, the sentences of this one first."""
+        return Where(
+            sentences=self.sentences + other.sentences,
+            regions=self.regions + other.regions,
+            tokens=self.tokens + other.tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    """The wrong tokens or channels of a site, bool [T] or [F]."""
+
+    wrong: torch.Tensor
+    region: Region | None = None  # a region that holds them; None to list them
+    others: str = "right"  # what those outside the region, or the list, are
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The tokens or channels of the region or the list, bool."""
+        return self.wrong if self.region is None else self.region.items
+
+    @property
+    def others_in_words(self) -> str:
+        """The number of the others, and what they are."""
+        return f"the {len(self.wrong) - int(self.held.sum())} others are {self.others}"
+
+
+IsRight = Callable[[Rows], bool]
 
 
 def describe_regions(
     rows: Rows,
     *,
     bounds: Bounds,
-    decoded: torch.Tensor | None,
-    experts: torch.Tensor | None,
+    is_right: IsRight,
+    facts: TokenFacts,
     head_dim: int | None,
-    positions: torch.Tensor | None = None,
-    later_rows: tuple[int, ...] = (),
     channel_word: str = "channel",
-) -> tuple[tuple[str, ...], tuple[WrongRegion, ...]]:
-    """Describe where the error of a site lies: in sentences, and the regions that they name; none if it is everywhere.
+) -> Where:
+    """Describe where the error of a site lies.
 
     Args:
         rows: The judged tokens, with their floor.
         bounds: The limits that tell wrong tokens and channels from right ones.
-        decoded: Tokens computed one at a time, bool [T]; None if none or all are.
-        experts: The experts of each token, [T,k]; None if the site does not depend on them.
+        is_right: Decides whether some tokens, or channels, of the site pass.
+        facts: Facts that wrong tokens may have in common.
         head_dim: D, if the channels are heads side by side; else None.
-        positions: Positions of the tokens, int64 [T]; None if each is its token's place in its row.
-        later_rows: Rows of the layer's second call; empty if it was called once.
         channel_word: The noun for one channel.
     """
-    tokens = _Tokens(
-        places=rows.places, positions=positions, decoded=decoded, experts=experts, later_rows=later_rows
-    )
     broken = ~rows.target.isfinite().all(dim=1)
     if bool(broken.any()):
-        return _tell([("NaN or Inf", broken, _find_tokens(broken, tokens))])
+        region = likeliest(broken, _token_regions(broken, rows.places, facts))
+        return _tell_tokens("NaN or Inf", _Part(wrong=broken, region=region, others="finite"), rows)
     ratios = token_ratios(rows)
-    wrong = ratios > bounds.token
-    found: list[tuple[str, torch.Tensor, Region | None]] = []
-    values: tuple[str, ...] = ()
-    if bool(wrong.any()):
-        # The limit of one token is far above right ones, and an error may be small in many tokens: those that are half
-        # way to it, as factors go, are wrong too.
-        off = ratios > min(bounds.token, bounds.token**0.5)
-        for items in (off, wrong):
-            region = _find_tokens(items, tokens)
-            if region is not None:
-                found.append(("wrong tokens", items, region))
-                break
-        order = describe_order(rows, head_dim, channel_word)
-        if order is not None:
-            sentences, regions = _tell(found)
-            return (*sentences, order), regions
-    # The channels are found in the wrong tokens. If no single token is wrong, all of them may still tell.
-    rows = rows.select(wrong) if bool(wrong.any()) else rows
-    channels = _wrong_channels(rows, bounds)
-    if channels is not None and bool(channels.any()):
-        region = tightest(channels, channel_regions(channels, head_dim, channel_word))
-        found.append((f"wrong {channel_word}s", channels, region))
-        values = tuple(_describe_values(rows, channels, head_dim))
-    sentences, regions = _tell(found)
-    return (*sentences, *values), regions
+    tokens = _find_wrong_tokens(rows, ratios, bounds, is_right, facts)
+    where = Where() if tokens is None else _tell_tokens("wrong tokens", tokens, rows)
+    order = describe_order(rows, head_dim, channel_word) if bool((ratios > bounds.token).any()) else None
+    if order is not None:
+        return where + Where(sentences=(order,))
+    within = rows if tokens is None else rows.select(tokens.wrong)
+    # A few tokens are each off in channels of their own: what these have in common is chance.
+    if tokens is None or within.num_tokens >= FEWEST_FOR_STRUCTURE:
+        channels = _find_wrong_channels(within, bounds, is_right, head_dim, channel_word)
+        if channels is not None:
+            values = _describe_values(within, channels.wrong, head_dim)
+            return where + _tell_channels(channels, channel_word) + Where(sentences=tuple(values))
+    if tokens is not None:
+        everywhere = torch.ones(rows.reference.shape[1], dtype=torch.bool)
+        return where + Where(sentences=tuple(_describe_values(within, everywhere, head_dim)))
+    if is_right(rows):
+        # It is to blame for another site's sake, and nothing sticks out of the noise.
+        return where
+    scale = find_scale(rows, head_dim=head_dim, is_right=is_right, channel_word=channel_word)
+    if scale is not None:
+        return Where(sentences=(str(scale),))
+    worse = _find_worse_tokens(rows, ratios > bounds.token, facts)
+    return _tell_least(ratios) if worse is None else _tell_tokens("wrong tokens", worse, rows)
 
 
-def _tell(
-    found: Iterable[tuple[str, torch.Tensor, Region | None]],
-) -> tuple[tuple[str, ...], tuple[WrongRegion, ...]]:
-    """Return sentences and regions of subjects, with their wrong items and the region that holds these, if any."""
-    told = [(subject, wrong, region) for subject, wrong, region in found if region is not None]
-    return (
-        tuple(_describe_share(subject, wrong, region) for subject, wrong, region in told),
-        tuple(region.as_result(wrong) for _, wrong, region in told),
-    )
+def _tell_least(ratios: torch.Tensor) -> Where:
+    """Say of an error that is everywhere how large it is at least, if that is far above the noise."""
+    least = float(ratios.min())
+    if least <= _FAR_ABOVE:
+        return Where()
+    return Where(sentences=(f"no token is near the floor: the best has ρ {word_figure(least)}",))
 
 
-def _find_tokens(wrong: torch.Tensor, tokens: _Tokens) -> Region | None:
-    """Find the smallest region that holds the wrong tokens, or an intersection of two; None if none tells."""
-
-    def candidates(within: torch.Tensor) -> Iterator[Region]:
-        """Yield regions that narrow down the tokens `within`, bool [T]."""
-        yield from row_regions(wrong, tokens.places[:, 0])
-        if tokens.later_rows:
-            # A kind of one region.
-            yield Region(
-                words=f"in rows {', '.join(map(str, tokens.later_rows))}, the second call of the layer",
-                items=torch.isin(tokens.places[:, 0], torch.tensor(tokens.later_rows)),
-                num_choices=1,
-                numbers={"rows": tokens.later_rows},
-            )
-        yield from range_regions(wrong, tokens.places[:, 1], within, word="at token", kind="tokens")
-        if tokens.positions is not None:
-            yield from range_regions(wrong, tokens.positions, within, word="at position", kind="positions")
-        if tokens.decoded is not None:
-            # A kind of one region each.
-            yield Region(
-                words="decoded one at a time",
-                items=tokens.decoded,
-                num_choices=1,
-                numbers={"is_decoded": True},
-            )
-            yield Region(
-                words="computed in one pass",
-                items=~tokens.decoded,
-                num_choices=1,
-                numbers={"is_decoded": False},
-            )
-        if tokens.experts is not None:
-            yield from expert_regions(wrong, tokens.experts, within)
-
-    single = list(candidates(torch.ones_like(wrong)))
-    pairs = [
-        first & second
-        for first in single
-        for second in candidates(first.items)
-        if second.adds_to(first, wrong) and first.adds_to(second, wrong)
-    ]
-    return tightest(wrong, (*single, *pairs))
+def _find_wrong_tokens(
+    rows: Rows, ratios: torch.Tensor, bounds: Bounds, is_right: IsRight, facts: TokenFacts
+) -> _Part | None:
+    """Find the tokens without which a site is right; None without any."""
+    # The limit of one token is far above right ones, and an error may be small in many tokens: those that are half way
+    # to it, as factors go, are wrong too, if they have something in common, or if all others are far below them.
+    off, wrong = ratios > min(bounds.token, bounds.token**0.5), ratios > bounds.token
+    for items, may_list in ((off, False), (_far_above_others(ratios, off), True), (wrong, True)):
+        regions = _token_regions(items, rows.places, facts)
+        part = _find_part(items, regions, lambda others: is_right(rows.select(others)), may_list=may_list)
+        if part is not None:
+            return part
+    return None
 
 
-def _describe_share(subject: str, wrong: torch.Tensor, region: Region) -> str:
-    num_wrong = int(wrong.sum())
-    share = f"all {num_wrong}" if num_wrong == region.size else f"{num_wrong} of the {region.size}"
-    return f"{subject}: {share} {region.words}; the {wrong.numel() - region.size} others are right"
+def _find_part(
+    wrong: torch.Tensor,
+    regions: Iterable[Region],
+    are_right: Callable[[torch.Tensor], bool],
+    *,
+    may_list: bool,
+) -> _Part | None:
+    """Find how to tell wrong items, bool [T] or [F], so that the others are right; None if they are not, or no way is.
+
+    By the likeliest region; or by a list, if there are few, or no region: not if most are wrong, since it would rather
+    say which are right.
+    """
+    if not bool(wrong.any()):
+        return None
+    num_wrong, region = int(wrong.sum()), likeliest(wrong, regions)
+    ways: list[Region | None] = [] if region is None else [region]
+    if (may_list and num_wrong <= len(wrong) // 2) or ways:
+        prefers_list = num_wrong <= MOST_LISTED and (region is None or region.is_of_places)
+        ways = [None, *ways] if prefers_list else [*ways, None]
+    parts = (_Part(wrong=wrong, region=way) for way in ways)
+    return next((part for part in parts if not part.held.all() and are_right(~part.held)), None)
 
 
-def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:
-    """Find channels whose ρ is above its limit, bool [F].
+def _far_above_others(ratios: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
+    """Find the most tokens of those that are `off`, bool [T], whose ρ [T] is far above that of all others; or none."""
+    ordered = ratios.sort(descending=True)
+    gaps = (ordered.values[:-1] >= _FAR_APART * ordered.values[1:]).nonzero().flatten()
+    counts = [int(gap) + 1 for gap in gaps if int(gap) < int(off.sum())]
+    found = torch.zeros_like(off)
+    found[ordered.indices[: max(counts, default=0)]] = True
+    return found
 
-    None without a twin or a limit on channels, and if the layer inherits an error.
+
+def _find_worse_tokens(rows: Rows, wrong: torch.Tensor, facts: TokenFacts) -> _Part | None:
+    """Find wrong tokens whose error is far beyond that of the others, which are not right either; None without any."""
+
+    def are_far_below(others: torch.Tensor) -> bool:
+        of_others, of_wrong = (noise_ratio(rows.select(items)).whole for items in (others, ~others))
+        return of_others <= _FAR_BELOW * of_wrong
+
+    part = _find_part(wrong, _token_regions(wrong, rows.places, facts), are_far_below, may_list=True)
+    if part is None:
+        return None
+    return replace(part, others=f"at ρ {word_figure(noise_ratio(rows.select(~part.held)).whole)}")
+
+
+def _find_wrong_channels(
+    rows: Rows, bounds: Bounds, is_right: IsRight, head_dim: int | None, channel_word: str
+) -> _Part | None:
+    """Find the channels without which a site is right; None without any, and if nothing tells.
+
+    Nothing does without a twin or a limit on channels, and if the layer inherits an error.
     """
     if rows.twin is None or bounds.channel is None or rows.input_error is not None:
         return None
@@ -181,7 +239,82 @@ def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:
     floor = (rows.reference.float() - twin).square().sum(dim=0, dtype=torch.float64)
     # A channel whose own floor is below the median channel's is judged by the median.
     ratios = (error / floor.clamp(min=max(float(floor.median()), TINY_FLOAT32))).sqrt()
-    return ratios > bounds.channel
+    wrong = ratios > bounds.channel
+    return _find_part(
+        wrong,
+        channel_regions(wrong, head_dim, channel_word) if bool(wrong.any()) else (),
+        lambda others: is_right(rows.of_channels(others)),
+        may_list=int(wrong.sum()) <= MOST_LISTED,
+    )
+
+
+def _tell_tokens(subject: str, part: _Part, rows: Rows) -> Where:
+    """Tell wrong tokens, by their region or as a list."""
+    num_wrong, places = int(part.wrong.sum()), rows.places[part.wrong].tolist()
+    few = tuple((row, token) for row, token in places) if num_wrong <= MOST_LISTED else ()
+    if part.region is not None:
+        return replace(_tell_region(subject, part), tokens=few)
+    listed = TokenList.of(places)
+    count = "" if listed.size <= MOST_LISTED else f"{num_wrong} of {len(part.wrong)}, "
+    found = listed.region(of=len(part.wrong))
+    return Where(
+        sentences=(f"{subject}: {count}{listed}; {part.others_in_words}",),
+        regions=() if found is None else (found,),
+        tokens=few,
+    )
+
+
+def _tell_channels(part: _Part, channel_word: str) -> Where:
+    """Tell wrong channels, by their region or as a list."""
+    if part.region is not None:
+        return _tell_region(f"wrong {channel_word}s", part)
+    words, found = list_channels(part.wrong, channel_word)
+    return Where(sentences=(f"wrong {words}; {part.others_in_words}",), regions=(found,))
+
+
+def _tell_region(subject: str, part: _Part) -> Where:
+    region, num_wrong = part.region, int(part.wrong.sum())
+    assert region is not None, "a list is told otherwise"
+    share = f"all {num_wrong}" if num_wrong == region.size else f"{num_wrong} of the {region.size}"
+    sentence = f"{subject}: {share} {region.words}; {part.others_in_words}"
+    return Where(sentences=(sentence,), regions=(region.as_result(part.wrong),))
+
+
+def _token_regions(wrong: torch.Tensor, places: torch.Tensor, facts: TokenFacts) -> Iterator[Region]:
+    """Yield regions that hold the wrong tokens, and intersections of two that narrow each other down."""
+
+    def candidates(within: torch.Tensor) -> Iterator[Region]:
+        """Yield regions that narrow down the tokens `within`, bool [T]."""
+        yield from row_regions(wrong, places[:, 0])
+        if facts.later_rows:
+            # A kind of one region.
+            yield Region(
+                words=f"in rows {', '.join(map(str, facts.later_rows))}, the second call of the layer",
+                items=torch.isin(places[:, 0], torch.tensor(facts.later_rows)),
+                num_choices=1.0,
+                numbers={"rows": facts.later_rows},
+            )
+        yield from range_regions(wrong, places[:, 1], within, word="at token", kind="tokens")
+        yield from step_regions(wrong, places[:, 1], within)
+        if facts.positions is not None:
+            yield from range_regions(wrong, facts.positions, within, word="at position", kind="positions")
+        if facts.decoded is not None:
+            # A kind of one region each.
+            for words, items in (
+                ("decoded one at a time", facts.decoded),
+                ("computed in one pass", ~facts.decoded),
+            ):
+                numbers = {"is_decoded": items is facts.decoded}
+                yield Region(words=words, items=items, num_choices=1.0, numbers=numbers)
+        if facts.experts is not None:
+            yield from expert_regions(wrong, facts.experts, within)
+
+    single = list(candidates(torch.ones_like(wrong)))
+    yield from single
+    for first in single:
+        for second in candidates(first.items):
+            if second.adds_to(first, wrong) and first.adds_to(second, wrong):
+                yield first & second
 
 
 def _describe_values(rows: Rows, channels: torch.Tensor, head_dim: int | None) -> Iterator[str]:

@@ -41,7 +41,7 @@ from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import Blame, Comparison, SiteResult, SiteStatus
+from minimax_tools.results.results import WEIGHTS, Blame, Comparison, SiteResult, SiteStatus, Verdict
 
 # Layers blamed for the same sites that are diagnosed in vain, before the others are passed over: each costs a whole
 # search, and the first alone may be an exception.
@@ -150,20 +150,23 @@ def diagnose_run(
                 progress=progress,
             )
         )
+    unproved = _word_unproved(comparison, layers, diagnoses)
     # The blame of the chosen layers, and of sites outside the layers if these are diagnosed.
-    blame = [
+    wrong = [
         blamed
         for blamed in comparison.blame
         if (includes_outside if blamed.layer is None else layers is None or blamed.layer in layers)
     ]
+    blame = [blamed for blamed in wrong if blamed.sites != (WEIGHTS,)]
     return Diagnosis(
         reference=address_of(reference.directory),
         target=address_of(target.directory),
-        is_failed=bool(blame)
+        is_failed=bool(wrong)
         or _has_failing_site(run, layers)
         or _is_any_wrong_on_port_input(run, diagnoses),
         layers=diagnoses,
         sites=sites,
+        weights=tuple(blamed for blamed in wrong if blamed.sites == (WEIGHTS,)),
         unexplained_blame=tuple(blamed for blamed in blame if not _is_explained(blamed, diagnoses, sites)),
         passed_over=_passed_over(run, judgeable, diagnoses),
         notes=(
@@ -171,8 +174,20 @@ def diagnose_run(
             *site_notes,
             *(str(_lacks_input(run, layer)) for layer in chosen if layer not in judgeable),
             *(_chain_notes(run, chosen) if layers is None else ()),
+            *(comparison.notes if unproved else ()),
         ),
+        unproved=unproved,
     )
+
+
+def _word_unproved(
+    comparison: Comparison, layers: tuple[int, ...] | None, diagnoses: Sequence[LayerDiagnosis]
+) -> str:
+    """Tell how much an incomparable run showed; empty if each of the chosen layers was diagnosed all the same."""
+    is_settled = layers is not None and set(layers) <= {diagnosis.layer for diagnosis in diagnoses}
+    if comparison.verdict is not Verdict.INCOMPARABLE or is_settled:
+        return ""
+    return f"compared {comparison.compared} of {comparison.of} sites"
 
 
 def _diagnose_outside(
@@ -200,7 +215,8 @@ def _diagnose_outside(
 
 
 def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:
-    return tuple(sorted({blame.layer for blame in comparison.blame if blame.layer is not None}))
+    blamed = (blame for blame in comparison.blame if blame.sites != (WEIGHTS,))
+    return tuple(sorted({blame.layer for blame in blamed if blame.layer is not None}))
 
 
 def _has_finite_input(run: JudgedRun, layer: int) -> bool:
@@ -311,7 +327,9 @@ def _diagnose_shapes(
 
 
 def _blame_of(run: JudgedRun, layer: int) -> tuple[Blame, ...]:
-    return tuple(blame for blame in run.comparison.blame if blame.layer == layer)
+    return tuple(
+        blame for blame in run.comparison.blame if blame.layer == layer and blame.sites != (WEIGHTS,)
+    )
 
 
 def _passed_over(

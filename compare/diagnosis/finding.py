@@ -135,9 +135,21 @@ class Diagnosis:
     is_failed: bool  # whether the comparison of the chosen layers fails
     layers: tuple[LayerDiagnosis, ...]  # diagnoses of the layers that were looked at, ascending
     sites: tuple[SiteDiagnosis, ...] = ()  # diagnoses of the sites outside the layers
-    unexplained_blame: tuple[Blame, ...] = ()  # blame of the comparison that no named mistake explains
+    weights: tuple[
+        Blame, ...
+    ] = ()  # wrong weights, which explain the sites that read them: no mistake is searched
+    unexplained_blame: tuple[Blame, ...] = ()  # other blame of the comparison that no named mistake explains
     passed_over: tuple[PassedOver, ...] = ()  # layers that are like others, which nothing explains
     notes: tuple[str, ...] = ()  # sentences on layers and sites that were not diagnosed
+    # How much the comparison saw, if it found no difference and proves nothing, as `compared 13 of 68 sites`.
+    unproved: str = ""
+
+    @property
+    def has_wrong_weights(self) -> bool:
+        """True if wrong weights, which were seen, explain something: nothing need prove them."""
+        return bool(self.weights) or any(
+            blame.is_of_weights for layer in self.layers for blame in layer.blame
+        )
 
     @property
     def findings(self) -> tuple[MistakeFinding, ...]:
@@ -148,9 +160,11 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        """Fail if the port differs, whether its mistake is named or not; else pass."""
+        """Fail if the port differs, whether its mistake is named or not; else as the comparison: pass if it proves."""
         is_wrong = any(not site.is_right for site in self.sites)
-        return Verdict.FAIL if self.is_failed or is_wrong or self.findings else Verdict.PASS
+        if self.is_failed or is_wrong or self.findings:
+            return Verdict.FAIL
+        return Verdict.INCOMPARABLE if self.unproved else Verdict.PASS
 
     @property
     def exit_code(self) -> int:

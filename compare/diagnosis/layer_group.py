@@ -42,6 +42,11 @@ class LayerGroup:
         return self.diagnoses[0].blame
 
     @property
+    def is_of_weights(self) -> bool:
+        """True if wrong weights explain all that is blamed here."""
+        return bool(self.blame) and all(blame.is_of_weights for blame in self.blame)
+
+    @property
     def causes(self) -> tuple[tuple[Blame, ...], ...]:
         """The causes in the first layer, each with the blame of its sites."""
         return join_causes(self.blame)

@@ -15,6 +15,7 @@ from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.proof.wording import MEND_FIRST, draw_proofs, word_outcomes
 from compare.diagnosis.wording import (
     NOT_OF_SHAPE,
+    WRONG_WEIGHTS,
     capitalise,
     formulas_of,
     parts_of,
@@ -55,6 +56,7 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
             for layer in diagnosis.layers
         ],
         "sites": [{"site": str(site.site), **_part_record(site)} for site in diagnosis.sites],
+        "weights": to_json(diagnosis.weights),
         "passed_over": to_json(diagnosis.passed_over),
         "unexplained_blame": [
             {**to_json(blame), "formulas": formulas_of(blame)} for blame in diagnosis.unexplained_blame
@@ -80,9 +82,10 @@ def render_diagnosis(
     canvas = Canvas(width=width, is_terminal=is_terminal)
     parts = parts_of(diagnosis)
     _draw_verdict(canvas, diagnosis, parts)
-    if proves and not diagnosis.findings:
+    if proves and not diagnosis.findings and not diagnosis.has_wrong_weights:
         canvas.line(_NOTHING_TO_PROVE)
     canvas.facts([("golden", diagnosis.reference), ("run", diagnosis.target)])
+    _draw_weights(canvas, diagnosis)
     for part in parts:
         canvas.gap()
         if isinstance(part, LayerGroup):
@@ -105,7 +108,9 @@ def render_nothing_to_prove(diagnosis: Diagnosis) -> str:
     """Render the answer to --prove where a diagnosis named nothing: its verdict, and the places of the mistakes."""
     canvas = Canvas(width=None, is_terminal=None)
     _draw_verdict(canvas, diagnosis, parts_of(diagnosis))
-    canvas.line(_NOTHING_TO_PROVE)
+    _draw_weights(canvas, diagnosis)
+    if not diagnosis.has_wrong_weights:
+        canvas.line(_NOTHING_TO_PROVE)
     of_shape = [layer for layer in diagnosis.layers if layer.is_of_shape]
     told = {layer.layer for layer in of_shape}
     causes = [cause for cause in join_causes(diagnosis.unexplained_blame) if cause[0].layer not in told]
@@ -178,6 +183,17 @@ def _draw_verdict(canvas: Canvas, diagnosis: Diagnosis, parts: Sequence[SiteDiag
     )
 
 
+def _draw_weights(canvas: Canvas, diagnosis: Diagnosis) -> None:
+    """Draw the wrong weights, which were seen: nothing is searched or proved there."""
+    layers_of: dict[str, list[int | None]] = {}
+    for blame in diagnosis.weights:
+        layers_of.setdefault(blame.reason, []).append(blame.layer)
+    for reason, layers in layers_of.items():
+        canvas.gap()
+        canvas.line(f"{capitalise(word_layers(layers))}: {WRONG_WEIGHTS}", style="bold")
+        canvas.paragraph(reason)
+
+
 def _draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
     """Draw a site that is wrong: the mistake that explains it, or what the original computes there."""
     before = word_figure(site.unexplained)
@@ -225,7 +241,8 @@ def _draw_group(canvas: Canvas, group: LayerGroup, diagnosis: Diagnosis) -> None
         return
     else:
         them = "it" if is_single else "them"
-        canvas.line(f"{where}: no known mistake explains {them} (ρ {before})", style="bold")
+        unnamed = WRONG_WEIGHTS if group.is_of_weights else f"no known mistake explains {them}"
+        canvas.line(f"{where}: {unnamed} (ρ {before})", style="bold")
         for cause in group.causes:
             _draw_place(canvas, cause)
         for sentence in word_passed_over(group, diagnosis):

@@ -12,10 +12,11 @@ from minimax_tools.errors import format_count
 from minimax_tools.model.formulas import FORMULAS
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import Blame
+from minimax_tools.results.results import Blame, Verdict
 from reports.wording import word_figure, word_sites
 
 NOT_OF_SHAPE = "No mistake of the catalogue was tried: none changes a shape."
+WRONG_WEIGHTS = "the weights are wrong"
 # Sites of a blame whose formulas are told: of more, too many were not shown.
 _MOST_FORMULAS = 3
 
@@ -30,9 +31,13 @@ def parts_of(diagnosis: Diagnosis) -> tuple[SiteDiagnosis | LayerGroup, ...]:
 
 def word_headline(diagnosis: Diagnosis, parts: Sequence[SiteDiagnosis | LayerGroup]) -> str:
     """Return the first wrong place with its mistake, and the number of further ones."""
+    if diagnosis.verdict is Verdict.INCOMPARABLE:
+        return f"nothing that was compared differs, which is no pass: {diagnosis.unproved}"
     if not diagnosis.exit_code:
         return "nothing to explain" if parts else "nothing differs: there is nothing to diagnose"
-    wrong = [_word_part(part, diagnosis) for part in parts if not part.is_right]
+    weights = [blame.layer for blame in diagnosis.weights]
+    wrong = [f"{word_layers(weights)}: {WRONG_WEIGHTS}"] if weights else []
+    wrong += [_word_part(part, diagnosis) for part in parts if not part.is_right]
     if not wrong:
         return "the comparison fails, and nothing was found to diagnose"
     more = f" (and {format_count(len(wrong) - 1, 'more place')})" if len(wrong) > 1 else ""
@@ -44,6 +49,7 @@ def _word_part(part: SiteDiagnosis | LayerGroup, diagnosis: Diagnosis) -> str:
     unnamed = "no known mistake explains it"
     if isinstance(part, SiteDiagnosis):
         return f"{part.site}, {word_mistake(part.named[:1]) if part.named else unnamed}"
+    unnamed = WRONG_WEIGHTS if part.is_of_weights else unnamed
     if part.named:
         return f"{word_layers(part.numbers)}, {word_mistake(part.named)}"
     layers = sorted((*part.numbers, *passed_over_like(part, diagnosis)))
@@ -63,6 +69,9 @@ def word_shape_outcome(group: LayerGroup) -> str:
 def word_place_of_fault(cause: Sequence[Blame]) -> tuple[str, ...]:
     """Return sentences on the sites between which a mistake lies, and on what the original computes there."""
     formulas = {site: formula for blame in cause for site, formula in formulas_of(blame).items()}
+    if any(blame.is_of_weights for blame in cause):
+        # They were seen: where the mistake lies is no question.
+        return tuple(blame.reason for blame in cause)
     return word_lies_between(cause), *(f"Original: {site} = {formula}" for site, formula in formulas.items())
 
 

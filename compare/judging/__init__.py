@@ -10,6 +10,7 @@
 - `nearest_choice`: experts that a port does not show, from their output
 - `logits`: next-token distributions
 - `generated`: generated tokens
+- `held_weights`: what the port was seen to hold of its weights
 - `router_dtypes`: dtypes in which the port holds its router
 - `coverage`: whether a layer's results prove anything
 """

@@ -56,7 +56,8 @@ def _may_be_inherited(result: SiteResult) -> bool:
         return False
     if result.routing is not None:
         return True
-    return result.metrics is not None and not result.metrics.num_nonfinite_target
+    metrics = result.judged_metrics
+    return metrics is not None and not metrics.num_nonfinite_target
 
 
 def _undecided(result: SiteResult) -> SiteResult:

@@ -18,6 +18,7 @@ from compare.limits.limits import NoiseLimits
 from compare.noise.rho import noise_ratio
 from compare.noise.rows import Rows
 from compare.noise.squared_errors import TINY, square_difference, square_rows
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.results import RelativeError, SiteResult, SiteStatus
@@ -70,6 +71,24 @@ def judge_values(
     if judged.has_floor:
         return _judge_with_floor(result, judged, judged_metrics, criteria.noise, context)
     return _judge_without_floor(result, judged, judged_metrics, criteria.noise, context)
+
+
+def measure_golden(
+    result: SiteResult, golden: torch.Tensor, port: torch.Tensor, places: torch.Tensor, *, criteria: Criteria
+) -> SiteResult:
+    """Measure the golden's own values [T,F] against the port's, where a site was judged by others.
+
+    The figures of the others are kept as `own_input_metrics`. `places` [T,2] are row and position of the tokens.
+    """
+    massive = torch.zeros(golden.shape[1], dtype=torch.bool)
+    rows = Rows(reference=golden, target=port, massive=massive, places=places)
+    metrics = _measure(rows, criteria)
+    return replace(
+        result,
+        metrics=metrics,
+        own_input_metrics=result.metrics,
+        classic_failures=criteria.classic.failures(metrics),
+    )
 
 
 def _judge_with_floor(
@@ -135,10 +154,13 @@ def _describe_nonfinite(rows: Rows, metrics: PairMetrics) -> str:
 
 
 def _note_dtype(judgement: Judgement, rows: Rows) -> Judgement:
-    """Turn a pass in another dtype than the golden's into a warning."""
-    if judgement[0] is SiteStatus.PASS and rows.dtype != rows.target.dtype:
-        return SiteStatus.WARN, f"dtype: expected {rows.dtype}, found {rows.target.dtype}"
-    return judgement
+    """Note a pass in another dtype than the golden's; one that cannot hold all of the golden's values warns."""
+    golden, port = rows.dtype, rows.target.dtype
+    if judgement[0] is not SiteStatus.PASS or golden == port:
+        return judgement
+    if torch.promote_types(golden, port) == port:
+        return SiteStatus.PASS, f"shown in {dtype_name(port)}, where the golden holds {dtype_name(golden)}"
+    return SiteStatus.WARN, f"dtype: expected {golden}, found {port}"
 
 
 def _conclude(result: SiteResult, judgement: Judgement) -> SiteResult:

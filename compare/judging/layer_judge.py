@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from compare.judging.derived_choice import DerivedChoice, derive_choice, find_contradictions
-from compare.judging.judge import judge_values
+from compare.judging.judge import judge_values, measure_golden
 from compare.judging.nearest_choice import find_nearest_choice
 from compare.judging.replay import Replay
 from compare.judging.routing import (
@@ -35,7 +35,7 @@ from compare.sides.sides import Sides
 from minimax_tools.metrics.error_sums import sum_errors
 from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, ROUTER_NOISE, error_name, massive_channels
 from minimax_tools.model.sites import Site
-from minimax_tools.results.results import SiteResult, SiteStatus
+from minimax_tools.results.results import NOT_EXPOSED, SiteResult, SiteStatus
 
 # Sites behind the choice of experts.
 # A port may round the affinities of all experts to BF16, and then the weights that it makes of them, as NxD does.
@@ -104,7 +104,8 @@ class LayerJudge:
         result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
         if site not in self._target.sites(self._layer):
             if site in self._target.not_exposed(self._layer):
-                return replace(result, status=SiteStatus.NOT_EXPOSED, reason="the port does not expose it")
+                reason = self._explain_absence(site)
+                return replace(result, status=SiteStatus.NOT_EXPOSED, reason=reason)
             return replace(result, reason="missing: the run declared it and did not store it")
         if site not in self._reference.sites(self._layer):
             reason = "the golden was captured without it"
@@ -130,6 +131,12 @@ class LayerJudge:
             replayed=None if replay is None else replay.rows(site, rows),
         )
 
+    def _explain_absence(self, site: Site) -> str:
+        num_calls = self._target.num_calls(self._layer).get(site)
+        if num_calls is None:
+            return NOT_EXPOSED
+        return f"computed {num_calls} times in a forward, in parts that cannot be joined to the batch"
+
     def judged_rows(self, site: Site) -> Rows | None:
         """Return the tokens that ρ of a site judges, past a flip against the golden with the port's experts.
 
@@ -145,6 +152,15 @@ class LayerJudge:
         if replay is not None:
             rows = replay.rows(site, rows)
         return rows if set_aside is None else rows.select(~set_aside)
+
+    def judge_rows(self, site: Site, rows: Rows) -> SiteResult:
+        """Judge a site on some of its tokens or channels, or on other values of the port or the golden."""
+        result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
+        return judge_values(result, rows, criteria=self._criteria, context=self.limit_context(site))
+
+    def is_right(self, site: Site, rows: Rows) -> bool:
+        """Decide whether a site passes on such rows."""
+        return self.judge_rows(site, rows).status is not SiteStatus.FAIL
 
     def _judge_experts(self, result: SiteResult) -> SiteResult:
         assert self._experts is not None, "both sides hold experts of one shape here"
@@ -307,3 +323,23 @@ class LayerJudge:
         usual = floor.double().square().mean()
         added = (self._input_error.inherited * logits.double().norm(dim=-1)).square()
         return ((usual + added) / usual).sqrt() if float(usual) > 0.0 else None
+
+
+def measure_golden_site(result: SiteResult, sides: Sides) -> SiteResult:
+    """Measure the golden itself against the port at a layer's site that was judged on the port's own input.
+
+    Without values of the golden, no figure of the golden is left.
+    """
+    layer, site = result.layer, Site(result.site)
+    if result.metrics is None or layer is None:
+        return result
+    pair = sides.read_rows(layer, site)
+    if pair is None or pair[0].numel() == 0:
+        return replace(result, metrics=None, own_input_metrics=result.metrics, classic_failures=())
+    golden, port = pair
+    if site is Site.ROUTER_WEIGHTS:
+        experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
+        aligned = map(align_by_size, pair) if experts is None else map(align_by_expert, pair, experts)
+        golden, port = aligned
+    places = sides.batch.places(sides.reference.read(layer, site), site)
+    return measure_golden(result, golden, port, places, criteria=sides.criteria)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from compare.judging.generated import FirstLogits, compare_generated
-from compare.judging.judge import judge_values
+from compare.judging.judge import judge_values, measure_golden
 from compare.judging.logits import TokenLimits, compare_logits, judge_logits, logit_noise
 from compare.noise.input_error import InputError, measure_input_error
 from compare.noise.rows import Rows
@@ -19,7 +19,7 @@ from compare.sides.proven_floor import refuse_other_floor, refuse_wrong_sums
 from compare.sides.sides import Sides
 from minimax_tools.metrics.noise_floor import error_name, massive_channels, variant_name
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.results import GeneratedRow, SiteResult, SiteStatus
+from minimax_tools.results.results import NOT_EXPOSED, GeneratedRow, SiteResult, SiteStatus
 
 
 class ModelJudge:
@@ -36,7 +36,7 @@ class ModelJudge:
         if site not in target.model_sites():
             if target.read_passes() is not None:
                 # A whole port shows what it has.
-                reason = "the port does not expose it"
+                reason = NOT_EXPOSED
                 return replace(result, status=SiteStatus.NOT_EXPOSED, reason=reason)
             return replace(result, reason="missing: the run declared it and did not store it")
         if site not in reference.model_sites():
@@ -54,6 +54,13 @@ class ModelJudge:
             result, rows, criteria=self._sides.criteria, context=self._sides.limit_context()
         )
         return self._judge_tokens(judged, rows) if site is ModelSite.LOGITS else judged
+
+    def measure_golden(self, result: SiteResult) -> SiteResult:
+        """Measure the golden itself against the port at a site that was judged on the port's own last layer."""
+        rows = None if result.metrics is None else self.judged_rows(ModelSite(result.site))
+        if rows is None or rows.num_tokens == 0:
+            return result
+        return measure_golden(result, rows.reference, rows.target, rows.places, criteria=self._sides.criteria)
 
     def judged_rows(self, site: ModelSite) -> Rows | None:
         """Return the tokens of a site that `judge` judges; None if both sides' values cannot be compared."""

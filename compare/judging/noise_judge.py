@@ -68,7 +68,7 @@ def judge_noise(
     first = figures[0]
     named = first if first.figure == "whole" and first.excess > 1.0 else nearest
     scale = f", norm ×{metrics.norm_ratio:.3g}" if abs(metrics.norm_ratio - 1.0) > _TELLING_SCALE else ""
-    reason = f"{_describe(named, noise)}, limit {named.limit:.3g}{scale}"
+    reason = f"{describe_figure(named, noise)}, limit {named.limit:.3g}{scale}"
     is_anywhere = any(_is_broken_anywhere(figure, limits) for figure in figures)
     return judge_broken(reason, limits, context=context, is_anywhere=is_anywhere), nearest
 
@@ -82,6 +82,15 @@ def judge_broken(reason: str, limits: NoiseLimits, *, context: LimitContext, is_
         return SiteStatus.FAIL, reason
     where = "its backend is not known" if context.backend is None else f"not measured on {context.backend}"
     return SiteStatus.WARN, f"{reason} ({where})"
+
+
+def describe_figure(nearest: NearestLimit, noise: NoiseRatio) -> str:
+    """Return a figure of a site in words, with the token or channel that it is of."""
+    row, position = noise.worst_token
+    words = _WORDS[nearest.figure]
+    return words.format(
+        value=f"{nearest.value:.3g}×", row=row, position=position, channel=noise.worst_channel
+    )
 
 
 def judge_without_floor(
@@ -144,11 +153,3 @@ def _is_broken_anywhere(nearest: NearestLimit, limits: NoiseLimits) -> bool:
     averages show however small it is.
     """
     return nearest.figure not in STRUCTURE_FIGURES and nearest.excess > limits.slack
-
-
-def _describe(nearest: NearestLimit, noise: NoiseRatio) -> str:
-    row, position = noise.worst_token
-    words = _WORDS[nearest.figure]
-    return words.format(
-        value=f"{nearest.value:.3g}×", row=row, position=position, channel=noise.worst_channel
-    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from compare.noise.input_error import InputError
-from compare.noise.squared_errors import Squares
+from compare.noise.squared_errors import TINY, Squares, square_difference
 from minimax_tools.metrics.error_sums import ErrorSums, sum_errors
 
 
@@ -79,5 +79,27 @@ class Rows:
             floor=None if self.floor is None else self.floor.select(tokens),
             widened_floor=None if self.widened_floor is None else self.widened_floor.select(tokens),
             input_error=None if self.input_error is None else self.input_error.select(tokens),
+            errors=None,
+        )
+
+    def of_channels(self, channels: torch.Tensor) -> Rows:
+        """Select channels, bool [F], of rows with a twin; variants widen their floor as they widen that of all."""
+        if self.twin is None:
+            raise ValueError("the floor of some channels needs the twin")
+        golden, twin, massive = self.reference[:, channels], self.twin[:, channels], self.massive[channels]
+        widened = None
+        if self.widened_floor is not None:
+            own = square_difference(twin, golden, massive=massive)
+            whole = square_difference(self.twin, self.reference, massive=self.massive).whole
+            widened = own.times((self.widened_floor.whole.sum() / whole.sum().clamp(min=TINY)).clamp(min=1.0))
+        return replace(
+            self,
+            reference=golden,
+            target=self.target[:, channels],
+            twin=twin,
+            massive=massive,
+            floor=None,
+            widened_floor=widened,
+            variant_averages=None,
             errors=None,
         )

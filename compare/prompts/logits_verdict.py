@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from compare.prompts.noise_level import NoiseLevel
-from compare.prompts.prompt_judge import PortLogits, PromptJudge
-from minimax_tools.golden_logits.golden_logits import GoldenLogits
+from compare.prompts.prompt_judge import GoldenSource, PortLogits, PromptJudge
 from minimax_tools.results.prompt_results import PhaseResult, PhaseShare, PromptResult
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 
@@ -24,6 +25,10 @@ class LogitsVerdict:
         int | None
     )  # first pass that differs: 0 for the prefill, t for the t-th step; None if none does
     reason: str  # what differs; empty if nothing does
+    num_flipped: int = 0  # tokens that are near another right model than the exact one
+    num_choices: int = 0  # tokens whose likeliest next token is another, beyond noise
+    # Divergence in nats that noise makes: mean and 95th percentile over the tokens; None if it was not computed
+    noise: tuple[float, float] | None = None
 
     @property
     def is_right(self) -> bool:
@@ -33,17 +38,14 @@ class LogitsVerdict:
 
 def judge_logits(
     prompts: Sequence[AnsweredPrompt],
-    goldens: Sequence[GoldenLogits],
     ports: Sequence[PortLogits],
+    source: GoldenSource,
     *,
     through: str,
 ) -> LogitsVerdict:
     """Judge the logits of rows; `through` names in words what right models pass, for the reason."""
-    judge = PromptJudge(level=NoiseLevel.of(goldens))
-    results = [
-        judge.judge(row, prompt, golden, port)
-        for row, (prompt, golden, port) in enumerate(zip(prompts, goldens, ports, strict=True))
-    ]
+    judge = PromptJudge(level=NoiseLevel.of(source.read(prompt.row) for prompt in prompts))
+    results = judge.judge_all(prompts, ports, source)
     together = judge.judge_together(results)
     first_pass, reason = _find_fault(results, together, through=through)
     phases = [phase for result in results for phase in result.phases if phase.tokens]
@@ -52,7 +54,19 @@ def judge_logits(
         *(_excess(phase, token_limit=token_limit) for phase in phases),
         *(share.share / share.limit for share in together),
     ]
-    return LogitsVerdict(excess=max(excesses), first_pass=first_pass, reason=reason)
+    return LogitsVerdict(
+        excess=max(excesses),
+        first_pass=first_pass,
+        reason=reason,
+        num_flipped=sum(result.num_flipped for result in results),
+        num_choices=sum(phase.num_choices for phase in phases),
+        noise=_summarise(phases),
+    )
+
+
+def _summarise(phases: Sequence[PhaseResult]) -> tuple[float, float]:
+    noises = torch.tensor([noise for phase in phases for noise in phase.noises], dtype=torch.float64)
+    return float(noises.mean()), float(noises.quantile(0.95))
 
 
 def _excess(phase: PhaseResult, *, token_limit: float) -> float:

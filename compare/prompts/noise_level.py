@@ -13,7 +13,7 @@ import torch
 
 from minimax_tools.golden_logits.golden_logits import GoldenLogits
 from minimax_tools.golden_logits.token_logits import divergence
-from minimax_tools.reference.plausible_flips import NUM_FLIPPING
+from minimax_tools.reference.plausible_flips import FLIP_SHARES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class NoiseLevel:
         divergences, distances = [], []
         for golden in goldens:
             divergences.append(token_noise(golden))
-            second = torch.full((golden.num_tokens,), min(1, golden.candidates.shape[1] - 1))
-            distances.append(distance_noise(golden, second))
+            first = torch.zeros(golden.num_tokens, dtype=torch.int64)
+            distances.append(distance_noise(golden, first, first + min(1, golden.candidates.shape[1] - 1)))
         pooled = torch.cat(divergences)
         return cls(
             num_tokens=len(pooled),
@@ -52,18 +52,19 @@ def rounding_noise(golden: GoldenLogits) -> torch.Tensor:
 
     They are samples of right ports: one more right port is farther than all of them at a share of the tokens.
     """
-    own = golden.variants[: len(golden.variants) - NUM_FLIPPING]
+    own = golden.variants[: len(golden.variants) - len(FLIP_SHARES)]
     return torch.stack([divergence(golden.exact, variant) for variant in own]).amax(dim=0)
 
 
-def logit_distance(candidates: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the first candidate's logit minus that of the candidate in a place [T], of logits [T,K]: float64 [T]."""
-    logits = candidates.double()
-    return logits[:, 0] - logits.gather(-1, places[:, None])[:, 0]
+def logit_distance(logits: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the logit of the candidate in one place [T] minus that in another, of logits [T,K]: float64 [T]."""
+    places = torch.stack((one, other), dim=-1)
+    higher, lower = logits.double().gather(-1, places).unbind(dim=-1)
+    return higher - lower
 
 
-def distance_noise(golden: GoldenLogits, places: torch.Tensor) -> torch.Tensor:
+def distance_noise(golden: GoldenLogits, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the largest error of the variants in such a distance, for each token: float64 [T]."""
-    exact = logit_distance(golden.exact.candidates, places)
-    errors = [logit_distance(variant.candidates, places) - exact for variant in golden.variants]
+    exact = logit_distance(golden.exact.candidates, one, other)
+    errors = [logit_distance(variant.candidates, one, other) - exact for variant in golden.variants]
     return torch.stack(errors).abs().amax(dim=0)

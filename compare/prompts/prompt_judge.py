@@ -1,6 +1,8 @@
 """PromptJudge: the next-token distributions of a prompt, judged token by token, prefill apart from decode.
 
 The golden is the exact model; its variants, which round as right ports do through all layers, give each token's noise.
+A token beyond noise may be near another right model, which sends a token to another expert where scores are almost
+equal. So alternatives are computed for a prompt of which only few tokens are beyond noise, and it is judged again.
 t judged tokens, K candidates.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -19,7 +22,6 @@ from compare.prompts.noise_level import (
     rounding_noise,
     token_noise,
 )
-from compare.prompts.prompt_limits import PromptLimits
 from minimax_tools.golden_logits.golden_logits import GoldenLogits
 from minimax_tools.golden_logits.token_logits import TokenLogits, divergence
 from minimax_tools.results.prompt_results import DifferingChoice, PhaseResult, PhaseShare, PromptResult
@@ -27,6 +29,11 @@ from minimax_tools.text.answered_prompts import AnsweredPrompt
 
 # Least noise to divide by.
 _TINY = 1e-12
+# Alternatives are not computed if more than this share of the prompts, and more than so many, need them: of right ports
+# one row in a hundred does.
+_MOST_DOUBTFUL_SHARE, _MOST_DOUBTFUL = 0.1, 8
+# Prompts whose alternatives are in memory at a time, 0.5 GB.
+_TOGETHER = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,12 +44,84 @@ class PortLogits:
     logits: TokenLogits
 
 
+class GoldenSource(Protocol):
+    """A source of golden logits, by their rows."""
+
+    def read(self, row: Sequence[int]) -> GoldenLogits:
+        """Return the golden logits of a row."""
+
+    def find_alternatives(self, goldens: Sequence[GoldenLogits]) -> list[GoldenLogits]:
+        """Return golden logits with those of further right models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimits:
+    """Limits fitted on right ports of some models and tried on others (BENCHMARKS.md has the figures).
+
+    Args:
+        excess: Limit on a token's divergence, in units of its noise, for a list of `usual_tokens` or fewer.
+        choice: Limit on the margin between the golden's likeliest token and the port's, in units of the noise of their
+            distance, for such a list.
+        pooled: Share of the pooled divergence that is added to a token's own noise, for flips that no variant shows.
+        pooled_distance: Share of the pooled noise of distances that is added to a distance's own.
+        usual_tokens: Tokens of a list beyond which the limits grow, with the fourth root of their number: the more
+            tokens are judged, the farther the worst of a right port lies.
+        share_alone: Share of a prompt's tokens at which a right port may be farther from the golden than every variant.
+        share_together: The same over all prompts, of the two variants that only round: a right port is like a third.
+        share_deviations: Deviations of either share that are allowed, for the number of tokens.
+        tokens_apart: Number of a prompt's tokens that vary apart, where all prompts are judged together.
+    """
+
+    excess: float = 5.0
+    choice: float = 3.0
+    pooled: float = 0.5
+    pooled_distance: float = 1.0
+    usual_tokens: int = 5000
+    share_alone: float = 0.25
+    share_together: float = 1 / 3
+    share_deviations: float = 4.0
+    tokens_apart: int = 4
+
+    def widening(self, num_tokens: int) -> float:
+        """Return the factor on the limits of single tokens, for a list of so many."""
+        return math.sqrt(math.sqrt(max(num_tokens / self.usual_tokens, 1.0)))
+
+    def limit_alone(self, num_tokens: int) -> float:
+        """Return the limit on the share of one phase of one prompt; above 1, none can break it."""
+        return self._share_limit(self.share_alone, num_tokens)
+
+    def limit_together(self, num_tokens: int, *, num_prompts: int) -> float:
+        """Return the limit on the share of one phase of all prompts; above 1, none can break it."""
+        return self._share_limit(self.share_together, min(num_tokens, self.tokens_apart * num_prompts))
+
+    def _share_limit(self, usual: float, num_tokens: int) -> float:
+        return usual + self.share_deviations * math.sqrt(usual * (1 - usual) / max(num_tokens, 1))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptJudge:
     """Judges prompts; `level` is the noise pooled over all of them."""
 
     level: NoiseLevel
     limits: PromptLimits = field(default_factory=PromptLimits)
+
+    def judge_all(
+        self, prompts: Sequence[AnsweredPrompt], ports: Sequence[PortLogits], source: GoldenSource
+    ) -> list[PromptResult]:
+        """Judge all prompts, and once more with alternatives those that a few flips may explain."""
+        results = [
+            self.judge(number, prompt, source.read(prompt.row), port)
+            for number, (prompt, port) in enumerate(zip(prompts, ports, strict=True))
+        ]
+        doubtful = [result.number for result in results if result.may_be_flips]
+        if len(doubtful) > max(_MOST_DOUBTFUL_SHARE * len(results), _MOST_DOUBTFUL):
+            return results
+        for start in range(0, len(doubtful), _TOGETHER):
+            numbers = doubtful[start : start + _TOGETHER]
+            goldens = [source.read(prompts[number].row) for number in numbers]
+            for number, golden in zip(numbers, source.find_alternatives(goldens), strict=True):
+                results[number] = self.judge(number, prompts[number], golden, ports[number])
+        return results
 
     def judge(
         self, number: int, prompt: AnsweredPrompt, golden: GoldenLogits, port: PortLogits
@@ -95,51 +174,67 @@ class PromptJudge:
 
     def _judge_phase(self, golden: GoldenLogits, port: PortLogits, chosen: torch.Tensor) -> PhaseResult:
         """Judge the tokens of a phase, chosen by a bool [t] out of the port's."""
-        tokens = port.tokens[chosen]
-        part = golden.select(tokens)
+        part = golden.select(port.tokens[chosen])
         logits = port.logits.select(chosen)
-        divergences = divergence(part.exact, logits)
+        tokens = port.tokens[chosen]
         noises = token_noise(part)
-        excesses = divergences / (noises + self.limits.pooled * self.level.divergence + _TINY)
-        # NaN breaks every limit.
-        is_beyond = ~(excesses <= self.limits.excess * self._widening)
-        choices = self._differing_choices(part, logits, tokens)
+        from_exact = divergence(part.exact, logits)
+        nearest = part.nearest(logits)
+        divergences = divergence(nearest, logits)
+        excesses = self._excesses(divergences, noises)
+        is_beyond = self._are_beyond(excesses)
+        choices = self._differing_choices(part, nearest, logits, tokens)
+        of_exact = self._differing_choices(part, part.exact, logits, tokens)
+        beyond_exact = tokens[self._are_beyond(self._excesses(from_exact, noises))].tolist()
+        found = {*tokens[is_beyond].tolist(), *(choice.token for choice in choices)}
         return PhaseResult(
             tokens=tuple(tokens.tolist()),
             divergences=tuple(map(_finite, divergences.tolist())),
             noises=tuple(noises.tolist()),
             excesses=tuple(map(_finite, excesses.tolist())),
             beyond=tuple(tokens[is_beyond].tolist()),
-            share_outside=float((~(divergences <= noises)).double().mean()),
-            share_outside_rounding=float((~(divergences <= rounding_noise(part))).double().mean()),
+            flipped=tuple(sorted({*beyond_exact, *(choice.token for choice in of_exact)} - found)),
+            share_outside=float((~(from_exact <= noises)).double().mean()),
+            share_outside_rounding=float((~(from_exact <= rounding_noise(part))).double().mean()),
             share_limit=self.limits.limit_alone(len(tokens)),
             first_choice=choices[0] if choices else None,
             worst_choice=max(choices, key=lambda choice: choice.excess, default=None),
             num_choices=len(choices),
         )
 
+    def _excesses(self, divergences: torch.Tensor, noises: torch.Tensor) -> torch.Tensor:
+        return divergences / (noises + self.limits.pooled * self.level.divergence + _TINY)
+
+    def _are_beyond(self, excesses: torch.Tensor) -> torch.Tensor:
+        # NaN breaks every limit.
+        return ~(excesses <= self.limits.excess * self._widening)
+
     def _differing_choices(
-        self, golden: GoldenLogits, port: TokenLogits, tokens: torch.Tensor
+        self, golden: GoldenLogits, model: TokenLogits, port: TokenLogits, tokens: torch.Tensor
     ) -> list[DifferingChoice]:
-        """List the tokens after which the port's likeliest token is another, beyond noise."""
-        is_candidate = golden.candidates == port.choices[:, None]
-        # A token that is no candidate is at least as far as the last one.
-        last = torch.full_like(port.choices, golden.candidates.shape[1] - 1)
-        places = torch.where(is_candidate.any(dim=-1), is_candidate.long().argmax(dim=-1), last)
-        margins = logit_distance(golden.exact.candidates, places)
+        """List the tokens after which the port's likeliest token is not that of a right model, beyond noise."""
+        own, others = (_places(golden.candidates, choices) for choices in (model.choices, port.choices))
+        margins = logit_distance(model.candidates, own, others)
         pooled = self.limits.pooled_distance * self.level.distance
-        reaches = self.limits.choice * self._widening * (distance_noise(golden, places) + pooled)
-        differs = (golden.candidates[:, 0] != port.choices) & ((margins > reaches) | (port.choices < 0))
+        reaches = self.limits.choice * self._widening * (distance_noise(golden, own, others) + pooled)
+        differs = (model.choices != port.choices) & ((margins > reaches) | (port.choices < 0))
         return [
             DifferingChoice(
                 token=int(tokens[place]),
-                golden=int(golden.candidates[place, 0]),
+                golden=int(model.choices[place]),
                 port=int(port.choices[place]),
                 margin=float(margins[place]) if port.choices[place] >= 0 else None,
                 reach=float(reaches[place]),
             )
             for place in differs.nonzero().flatten().tolist()
         ]
+
+
+def _places(candidates: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    """Return each choice's place among the candidates [T,K]; one that is none is at least as far as the last."""
+    is_candidate = candidates == choices[:, None]
+    last = candidates.shape[1] - 1
+    return torch.where(is_candidate.any(dim=-1), is_candidate.long().argmax(dim=-1), last)
 
 
 def _sum_likelihood(logits: TokenLogits) -> float | None:

@@ -33,7 +33,7 @@ from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import FINGERPRINTED_NAMES, ModelFingerprint
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.layer_tensors import verify_layer
+from minimax_tools.checkpoint.layer_faults import verify_layer, warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.machine.memory import MemoryBudget
@@ -308,6 +308,7 @@ def _streamed_index(request: GoldenRequest) -> TensorIndex:
 
 def _verify_layers(index: TensorIndex, request: GoldenRequest) -> None:
     """Check that the index has the tensors of every layer that runs, with the shapes of config.json."""
+    warn_of_rounded_router(index.entries)
     part = request.part
     for layer in range(request.model.num_hidden_layers) if part is None else part.stage.layers:
         verify_layer(index, request.model.spec, layer)

@@ -15,10 +15,19 @@ import torch
 from gpu_reference.certification.certifier import find_broken_versions
 from gpu_reference.readiness.golden_way import GoldenWay, Job
 from gpu_reference.readiness.gpu_machine import GpuMachine
-from minimax_tools.checkpoint.index import find_absent_shards
-from minimax_tools.errors import EXTRA_REQUIREMENTS, format_count, install_command, list_names
+from minimax_tools.checkpoint.index import TensorIndex, find_absent_shards
+from minimax_tools.checkpoint.layer_faults import describe_rounded_router, verify_layer
+from minimax_tools.errors import (
+    EXTRA_REQUIREMENTS,
+    CheckpointError,
+    format_count,
+    install_command,
+    list_names,
+)
 from minimax_tools.machine.finding import Level, MachineFinding
 from minimax_tools.machine.size import format_size
+from minimax_tools.model.span import word_layers
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import library_versions, numeric_environment
 
 # Driver of NVIDIA, as its module says; below the root folder.
@@ -50,7 +59,7 @@ def check_machine(
         *check_gpus(machine, root),
         *_check_versions(),
         *_check_environment(),
-        *(() if folder is None else _check_shards(folder)),
+        *(() if folder is None else _check_shards(folder, job.footprint.spec)),
         _check_disk(job, captures),
     )
 
@@ -187,7 +196,7 @@ def _check_environment() -> Iterator[MachineFinding]:
             )
 
 
-def _check_shards(folder: Path) -> Iterator[MachineFinding]:
+def _check_shards(folder: Path, spec: ModelSpec) -> Iterator[MachineFinding]:
     absent = find_absent_shards(folder)
     if absent:
         yield MachineFinding(
@@ -196,9 +205,24 @@ def _check_shards(folder: Path) -> Iterator[MachineFinding]:
             f"{folder} lacks {format_count(len(absent), 'shard')}: {list_names(list(absent), most=_MAX_NAMED)}",
             "Fetch them. Without them only the layers that are here can run.",
         )
-    elif any(folder.glob("*.safetensors")):
-        number = len(list(folder.glob("*.safetensors")))
-        yield MachineFinding(Level.OK, "shards", f"all {number} are in {folder}")
+        return
+    number = len(list(folder.glob("*.safetensors")))
+    if not number:
+        return
+    try:
+        index = TensorIndex.from_folder(folder)
+        for layer in range(spec.num_hidden_layers):
+            verify_layer(index, spec, layer)
+    except CheckpointError as error:
+        yield MachineFinding(Level.FAIL, "shards", f"{error.what}: {error.found}", error.next_step or "")
+        return
+    further = [layer for layer in index.layers if layer >= spec.num_hidden_layers]
+    unread = (
+        f", and tensors of {word_layers(further)} beyond config.json, which are not read" if further else ""
+    )
+    yield MachineFinding(Level.OK, "shards", f"all {number} are in {folder}{unread}")
+    if rounded := describe_rounded_router(index.entries):
+        yield MachineFinding(Level.WARN, "router", rounded, "Take gate and correction bias of the original.")
 
 
 def _check_disk(job: Job, captures: Path) -> MachineFinding:

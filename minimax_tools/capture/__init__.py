@@ -1,6 +1,7 @@
 """Captures: mm2's own directories of activations, written, read and checked.
 
 - `recorder`: hooks that keep the tensors at a module's sites
+- `calls`: several calls of a site in one forward, joined
 - `further`: a port's tensors that are no sites, kept on request
 - `taps`: places of sites in a module tree
 - `writer`: a capture directory being written, layer by layer
@@ -13,6 +14,7 @@
 - `manifest`: the JSON file that lists a capture
 - `digests`: sha256 of tensors and files, and their lists in a manifest
 - `certificate`: the checks that a golden went through
+- `held_weights`: what a port holds of a layer's weights
 - `generation`: the tokens generated after each prompt
 - `passes`: calls, cache and chosen tokens of a whole port's run
 - `read_record`: the tensors that a node read of a checkpoint

@@ -26,6 +26,7 @@ class DumpListing:
     steps: tuple[str, ...]  # labels of its forward passes
     # Labels of the passes that are read; those of an inner tuple follow each other for the same prompts
     passes: tuple[tuple[str, ...], ...]
+    joins_requests: bool  # whether these are joined by the requests that the dump tells, prompt by prompt
     num_ranks: int  # number of ranks that the port was divided among
     tensors: tuple[ListedTensor, ...]
     unmapped: tuple[str, ...]  # modules that map to no site, with `{layer}` for the layer's number

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from minimax_tools.capture.digests import (
     describe_tensor,
     require_plain_name,
 )
+from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, Mm2Error, shorten
 from minimax_tools.json_codec import decode, encode, omit_default
@@ -120,8 +122,12 @@ class Manifest:
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
     # Of a golden, the experts by layer that no token chose; no entry if nobody looked
     unreached_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    # How often the port computed those of them that it computed several times, by layer
+    num_calls: Mapping[int, Mapping[Site, int]] = field(default_factory=dict)
     # Dtypes of the router's gate and correction bias as the port loaded them
     observed_dtypes: Mapping[str, str] = field(default_factory=dict)
+    # What the port holds of each layer's weights, as far as they were compared when they were loaded
+    held_weights: Mapping[int, HeldWeights] = field(default_factory=dict)
     complete_layers: tuple[int, ...] = ()  # layers stored whole, ascending
     is_complete: bool = False  # whether the run came to its end
     certificate: Certificate | None = None  # checks of a golden, added by `mm2-gpu certify`
@@ -163,7 +169,9 @@ class Manifest:
         entries: tuple[Entry, ...],
         *,
         not_exposed: tuple[Site, ...],
+        num_calls: Mapping[Site, int] = MappingProxyType({}),
         observed_dtypes: Mapping[str, str],
+        held_weights: HeldWeights | None = None,
         digests: Iterable[FileDigests] = (),
         unreached_experts: tuple[int, ...] | None = None,
     ) -> Manifest:
@@ -177,6 +185,10 @@ class Manifest:
             unreached_experts=self.unreached_experts
             if unreached_experts is None
             else {**self.unreached_experts, layer: unreached_experts},
+            held_weights=(
+                self.held_weights if held_weights is None else {**self.held_weights, layer: held_weights}
+            ),
+            num_calls={**self.num_calls, layer: num_calls} if num_calls else self.num_calls,
             complete_layers=tuple(sorted((*self.complete_layers, layer))),
         )
 
@@ -211,7 +223,11 @@ class Manifest:
             "not_exposed": _by_layer(self.not_exposed),
             # Absent, not empty: manifests of runs, and of goldens of an older mm2, have none.
             **({"unreached_experts": _by_layer(self.unreached_experts)} if self.unreached_experts else {}),
+            # Absent, not empty: most ports compute each site once.
+            **({"num_calls": encode(self.num_calls)} if self.num_calls else {}),
             "observed_dtypes": dict(self.observed_dtypes),
+            # Absent from goldens, and from runs of an older mm2.
+            **({"held_weights": _by_layer(self.held_weights)} if self.held_weights else {}),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
             # Absent, not null: manifests without one stay as they were before certificates existed.
@@ -265,7 +281,9 @@ class Manifest:
             ),
             not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
             unreached_experts=decode(dict[int, tuple[int, ...]], record.get("unreached_experts", {})),
+            num_calls=decode(dict[int, dict[Site, int]], record.get("num_calls", {})),
             observed_dtypes=decode(dict[str, str], record["observed_dtypes"]),
+            held_weights=decode(dict[int, HeldWeights], record.get("held_weights", {})),
             complete_layers=decode(tuple[int, ...], record["complete_layers"]),
             is_complete=decode(bool, record["complete"]),
             certificate=(decode(Certificate, record["certificate"]) if "certificate" in record else None),
@@ -283,12 +301,12 @@ class Manifest:
             return (directory / INPUTS_NAME).exists()
 
 
-def _by_layer(values: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
-    return {str(layer): encode(of_layer) for layer, of_layer in values.items()}
-
-
 def _as_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _by_layer(values: Mapping[int, object]) -> dict[str, Any]:
+    return {str(layer): encode(value) for layer, value in values.items()}
 
 
 @lru_cache(maxsize=1 << 14)

@@ -53,6 +53,7 @@ def add_part(manifest: Manifest, part: Manifest) -> Manifest:
                 layer,
                 tuple(entry for entry in new if entry.layer == layer),
                 not_exposed=part.not_exposed.get(layer, ()),
+                num_calls=part.num_calls.get(layer, {}),
                 observed_dtypes={},
                 digests=_digests_of(part, f"layer_{layer}"),
                 unreached_experts=part.unreached_experts.get(layer),

@@ -6,6 +6,7 @@ Tensors are read one at a time, and checked against their digests (see `proof`) 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -39,6 +40,7 @@ class Capture(CaptureSource):
         self.is_complete = manifest.is_complete
         self.certificate = manifest.certificate
         self.observed_dtypes = manifest.observed_dtypes
+        self.held_weights = manifest.held_weights
         # A whole port may show some of its layers, or none.
         self.may_omit_inputs = _is_of_whole_port(manifest)
         self.digest_note = _word_missing_digests(manifest)
@@ -128,6 +130,9 @@ class Capture(CaptureSource):
             return None
         chosen = self.read_entry(choice)[self.read_attention_mask().bool()].unique().tolist()
         return tuple(sorted(set(range(logits.shape[-1])) - set(chosen)))
+
+    def num_calls(self, layer: int) -> Mapping[Site, int]:
+        return self.manifest.num_calls.get(layer, {})
 
     def further(self, layer: int) -> tuple[str, ...]:
         return self._manifest.names_in(further_file(layer))

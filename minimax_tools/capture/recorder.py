@@ -6,10 +6,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from minimax_tools.capture.calls import NUM_TRACED, Calls
 from minimax_tools.capture.taps import Tap
 from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import ModelSite, Site
@@ -55,7 +57,8 @@ class Recorder(Generic[SiteKind]):
             Columns that the module has beyond them, padding of a bucket, stay its own.
 
     Attributes:
-        tensors: The copies by site, as far as the module has run since the block began, or since `start`.
+        tensors: The copies by site, as far as the module has run since the block began, or since `start`. Of a site
+            that it computed several times, the last.
     """
 
     def __init__(
@@ -72,11 +75,28 @@ class Recorder(Generic[SiteKind]):
         self._feeds: dict[SiteKind, torch.Tensor] = dict(feeds or {})
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.tensors: dict[SiteKind, torch.Tensor] = {}
+        # Copies of a site before the last, and of the first channels of each call's input.
+        self._earlier: dict[SiteKind, list[torch.Tensor]] = {}
+        self._inputs: dict[SiteKind, list[torch.Tensor]] = {}
 
     def start(self, feeds: Mapping[SiteKind, torch.Tensor]) -> None:
         """Forget the copies of an earlier run, and replace the module's own tensors by `feeds` from now on."""
-        self.tensors = {}
+        self.tensors, self._earlier, self._inputs = {}, {}, {}
         self._feeds = dict(feeds)
+
+    def calls(self) -> dict[SiteKind, Calls]:
+        """Return all copies of each site that the module computed, on the device that they are kept on."""
+        calls: dict[SiteKind, Calls] = {}
+        for site, last in self.tensors.items():
+            tensors = tuple(chain(self._earlier.get(site, []), (last,)))
+            calls[site] = Calls(tensors=tensors, inputs=tuple(self._inputs.get(site, [])))
+        return calls
+
+    def change(self, changed: Callable[[SiteKind, torch.Tensor], torch.Tensor]) -> None:
+        """Replace each copy by what `changed` makes of it."""
+        for site, last in self.tensors.items():
+            self._earlier[site] = [changed(site, tensor) for tensor in self._earlier.get(site, ())]
+            self.tensors[site] = changed(site, last)
 
     def record(self, site: SiteKind, tensor: torch.Tensor) -> None:
         """Keep a tensor that a hook cannot see.
@@ -85,6 +105,8 @@ class Recorder(Generic[SiteKind]):
             TargetError: The tensor is sparse, quantised or on the meta device.
         """
         require_values(tensor, what=f"the port's tensor at {site}")
+        if site in self.tensors:
+            self._earlier.setdefault(site, []).append(self.tensors[site])
         self.tensors[site] = self._keep(tensor)
 
     def __enter__(self) -> Recorder[SiteKind]:
@@ -104,7 +126,7 @@ class Recorder(Generic[SiteKind]):
     ) -> torch.utils.hooks.RemovableHandle:
         if tap.point == "input":
             return submodule.register_forward_pre_hook(self._pre_hook(site, tap), with_kwargs=True)
-        return submodule.register_forward_hook(self._post_hook(site, tap))
+        return submodule.register_forward_hook(self._post_hook(site, tap), with_kwargs=True)
 
     def _pre_hook(self, site: SiteKind, tap: Tap) -> Callable[..., Any]:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,10 +139,18 @@ class Recorder(Generic[SiteKind]):
         return hook
 
     def _post_hook(self, site: SiteKind, tap: Tap) -> Callable[..., Any]:
-        def hook(_: torch.nn.Module, __: Any, output: Any) -> Any:
+        def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if site in self.tensors:
+                self._trace_input(site, (*args, *kwargs.values()))
             return self._visit(site, tap, output)
 
         return hook
+
+    def _trace_input(self, site: SiteKind, args: tuple[Any, ...]) -> None:
+        """Keep the first channels of what a module was given in a call behind its first."""
+        given = next((value for value in args if isinstance(value, torch.Tensor)), None)
+        if given is not None and given.ndim > 1:
+            self._inputs.setdefault(site, []).append(given.detach()[..., :NUM_TRACED].clone())
 
     def _visit(self, site: SiteKind, tap: Tap, value: Any) -> Any:
         """Record the tapped tensor of `value`, a module's inputs or outputs, or the tensor that replaces it.
@@ -182,6 +212,13 @@ def _fit(site: Site | ModelSite, replacement: torch.Tensor, tapped: torch.Tensor
         return _fit_heads(site, replacement, tapped)
     if replacement.numel() == tapped.numel():
         return replacement.reshape(tapped.shape)
+    if replacement.numel() > tapped.numel():
+        raise TargetError(
+            f"{site} cannot be replaced: the port computes it in parts",
+            expected=f"the shape {list(replacement.shape)}",
+            found=str(list(tapped.shape)),
+            next_step="Run the whole layer: mm2-test single-layer.",
+        )
     num_rows, num_columns, *rest = replacement.shape
     padded = tapped.reshape(num_rows, -1, *rest).clone()
     padded[:, :num_columns] = replacement

@@ -12,6 +12,7 @@ import torch
 
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.generation import Generation
+from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.manifest import Description, Entry, Manifest
 from minimax_tools.capture.passes import CachePair, ModelPasses
@@ -40,6 +41,8 @@ class CaptureSource(ABC):
     certificate: Certificate | None = None  # checks that the golden passed; None if it was not certified
     # Dtypes of the router's gate and correction bias as the port loaded them, by name.
     observed_dtypes: Mapping[str, str] = MappingProxyType({})
+    # What the port holds of layers' weights, as far as they were compared when they were loaded.
+    held_weights: Mapping[int, HeldWeights] = MappingProxyType({})
     notes: tuple[str, ...] = ()  # sentences on how the files were read, for the reader of a comparison
     digest_note: str = _NO_DIGESTS  # what was read without a digest to check it; empty if everything has one
     # Whether `laid_out_as` found the token ids equal to those of a comparison's other side.
@@ -157,6 +160,10 @@ class CaptureSource(ABC):
     def unreached_experts(self, layer: int) -> tuple[int, ...] | None:
         """Return the experts of a golden's layer that no token chose; None if it does not tell."""
         return None
+
+    def num_calls(self, layer: int) -> Mapping[Site, int]:
+        """Return how often the port computed those of them that it computed several times."""
+        return {}
 
     def further(self, layer: int) -> tuple[str, ...]:
         """Return the names of a layer's further outputs, which are stored and never judged."""

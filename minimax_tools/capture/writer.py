@@ -15,6 +15,7 @@ import torch
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
 from minimax_tools.capture.further import further_file
+from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.parts import add_part, remove_parts
 from minimax_tools.capture.passes import CachePair, cache_file
@@ -66,9 +67,11 @@ class CaptureWriter:
         floor: Mapping[str, torch.Tensor] | None = None,
         further: Mapping[str, torch.Tensor] | None = None,
         not_exposed: tuple[Site, ...] = (),
+        num_calls: Mapping[Site, int] | None = None,
         observed_dtypes: Mapping[str, str] | None = None,
         cache: CachePair | None = None,
         unreached_experts: tuple[int, ...] | None = None,
+        held_weights: HeldWeights | None = None,
     ) -> None:
         """Store one whole layer; readers see nothing of it until all of it is written.
 
@@ -79,9 +82,11 @@ class CaptureWriter:
             floor: Statistics of the noise floor by name (see `minimax_tools.metrics.noise_floor`).
             further: Further outputs of a port by name (see `further`).
             not_exposed: Sites that the run wanted and the port does not expose.
+            num_calls: How often the port computed those of them that it computed several times.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
             cache: Keys and values [B,K,S,D] in the cache of a whole port.
             unreached_experts: Experts that no token of a golden chose; None if nobody looked.
+            held_weights: What the port holds of the layer's weights.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
@@ -96,7 +101,9 @@ class CaptureWriter:
                 layer,
                 entries,
                 not_exposed=not_exposed,
+                num_calls=num_calls or {},
                 observed_dtypes=observed_dtypes or {},
+                held_weights=held_weights,
                 digests=digests,
                 unreached_experts=unreached_experts,
             )

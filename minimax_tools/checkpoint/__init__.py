@@ -8,11 +8,13 @@
 - `shard_files`: bytes of shards, through the page cache or past it
 - `reader`: tensors and weights, read exactly
 - `fp8`: dequantisation; `transpose`: copies as columns
+- `layer_faults`: tensors of a layer that do not fit config.json, by their cause
 - `layer_tensors`: one decoder layer as a mapping; `model_tensors`: a whole model
 - `filling`: the engine that fills storage from a checkpoint, for goldens and devices
 - `layer_storage`: memory for one layer of a golden, and the places of experts in grouped storage
 - `layer_loader`: a golden's layers, loaded one after the other
 - `read_ahead`: layers fetched into the page cache before they are needed
+- `line_sums`: checksums of rows and columns, which tell a line in any layout
 - `fingerprint`: digests that tell models apart
 - `content_digest`: digest of some bytes of every tensor, for what is kept of a model's results
 """

@@ -24,6 +24,7 @@ from minimax_tools.checkpoint.weight_files import (
     read_weight_map,
 )
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.config_file import refuse_gguf
 from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix
 from minimax_tools.torch_files.whole_module import refuse_pickled_module
 
@@ -205,6 +206,7 @@ def _find_shards(folder: Path) -> list[str]:
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     if not shards:
         refuse_pickled_module(folder)
+        refuse_gguf(folder)
         raise CheckpointError(
             f"no checkpoint at {folder}",
             expected="safetensors shards",

@@ -12,14 +12,11 @@ from copy import copy
 
 import torch
 
-from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader, check_range, find_scale
+from minimax_tools.checkpoint.layer_faults import verify_layer
+from minimax_tools.checkpoint.reader import CheckpointReader, check_range
 from minimax_tools.checkpoint.transpose import copy_matrix
-from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix, scale_name
-from minimax_tools.stored_dtype import FLOAT8_E4M3FN
+from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -188,43 +185,3 @@ def copy_weight(name: str, value: torch.Tensor, out: torch.Tensor) -> None:
     if value.dtype == torch.float8_e4m3fn:
         raise ValueError(f"{name} is FP8 codes: without its scales it is no weight; dequantise it first")
     copy_matrix(value, out)
-
-
-def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
-    """Check by the headers alone that `index` holds all tensors of a decoder layer and no others of it.
-
-    Raises:
-        CheckpointError: As for `LayerTensors.open`.
-    """
-    prefix = layer_prefix(layer)
-    unexpected = set(index.layer_names(layer))  # expected names are taken out below
-    faults = []
-    for name, shape in expected_layer_shapes(spec).items():
-        full_name = prefix + name
-        if full_name not in unexpected:
-            faults.append(f"{full_name}: expected {list(shape)}, found nothing")
-            continue
-        unexpected.remove(full_name)
-        entry = index[full_name]
-        if entry.shape != shape:
-            faults.append(f"{full_name}: expected {list(shape)}, found {list(entry.shape)}")
-        if entry.dtype not in WEIGHT_DTYPES:
-            faults.append(f"{full_name}: found dtype {entry.dtype}, which mm2 cannot read as a weight")
-        if entry.dtype == FLOAT8_E4M3FN:
-            unexpected.discard(scale_name(full_name))
-            faults += _scale_faults(index, entry)
-    faults += [f"{name}: no MiniMax-M2 layer has it" for name in sorted(unexpected)]
-    if faults:
-        raise CheckpointError(
-            f"layer {layer} of the checkpoint at {index.folder} is not the one config.json describes",
-            found=list_faults(faults),
-            next_step="Check that config.json belongs to these shards, and fetch what is missing.",
-        )
-
-
-def _scale_faults(index: TensorIndex, entry: TensorEntry) -> list[str]:
-    try:
-        find_scale(index, entry)
-    except CheckpointError as error:
-        return [f"{error.what}: expected {error.expected}, found {error.found}"]
-    return []

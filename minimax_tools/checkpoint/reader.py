@@ -22,7 +22,8 @@ from minimax_tools.model.quantisation import BLOCK_SIZE, scale_shape
 from minimax_tools.model.weight_names import scale_name
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT16, FLOAT32
 
-# Stored dtypes of weights; other dtypes hold codes that mm2 cannot read.
+# Stored dtypes of block scales, and of weights; other dtypes hold codes that mm2 cannot read.
+_SCALE_DTYPES = (FLOAT32, BFLOAT16)
 WEIGHT_DTYPES = (FLOAT8_E4M3FN, BFLOAT16, FLOAT16, FLOAT32)
 
 
@@ -193,7 +194,8 @@ class CheckpointReader:
         Whole blocks of 128 × 128 are dequantised: `block_rows` and `block_columns` hold `rows` and `columns`, and more.
         The values asked for are copied out of them.
         """
-        scale_inv = self._read(find_scale(self.index, entry))
+        # Exact: BF16 scales are float32 numbers too.
+        scale_inv = self._read(find_scale(self.index, entry)).float()
         if not out.numel():
             return
         num_rows, num_columns = entry.shape
@@ -251,7 +253,7 @@ def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
     """Find the block scales of an FP8 weight.
 
     Raises:
-        CheckpointError: There are none, or they are not float32 with one value per block.
+        CheckpointError: There are none, or they are not float32 or BF16 with one value per block.
     """
     name = scale_name(entry.name)
     if name not in index:
@@ -263,10 +265,10 @@ def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
         )
     scale = index[name]
     expected = scale_shape(entry.shape)
-    if len(entry.shape) != 2 or scale.shape != expected or scale.dtype != FLOAT32:
+    if len(entry.shape) != 2 or scale.shape != expected or scale.dtype not in _SCALE_DTYPES:
         raise CheckpointError(
             f"{name} in {scale.file} does not fit its weight {list(entry.shape)}",
-            expected=f"torch.float32 {list(expected)}, one scale per 128 × 128 block",
+            expected=f"torch.float32 or torch.bfloat16 {list(expected)}, one scale per 128 × 128 block",
             found=f"{scale.dtype} {list(scale.shape)}",
             next_step="Use a checkpoint quantised in blocks of 128 × 128.",
         )

@@ -115,6 +115,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
             format=self.found.dump.format,
             steps=self.found.dump.steps,
             passes=self.found.passes,
+            joins_requests=self.found.schedule is not None,
             num_ranks=self.found.num_ranks,
             tensors=tuple(
                 _describe(name, of_name, sites=tuple(sites.get(name, ()))) for name, of_name in pieces.items()

@@ -230,7 +230,7 @@ def _find_gap(request: str, stretches: tuple[Stretch, ...]) -> CaptureError | No
                 f"tokens {reached} to {stretch.start - 1} of request {request} were computed in no pass",
                 expected="all passes of a prompt from its first token on",
                 found=f"pass {stretch.step} begins at position {stretch.start}",
-                next_step="Capture with prefix caching off, and all passes. Else: " + _NAME_THE_PASSES,
+                next_step="Capture with prefix caching off, and all passes.",
             )
         if stretch.start < reached:
             return CaptureError(

@@ -2,6 +2,7 @@
 
     FOLDER/<digest of the model>/model.json             the model: fingerprint, and digest of its bytes
     FOLDER/<digest of the model>/<digest of the row>.safetensors
+    FOLDER/<digest of the model>/<digest of the row>.alternatives_24.safetensors    where they were needed
 
 Another model, and one whose weights changed, has another digest: its rows are computed anew.
 C copies, T tokens of a row, K candidates.
@@ -24,7 +25,12 @@ from minimax_tools.checkpoint.content_digest import digest_content
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError
-from minimax_tools.golden_logits.golden_logits import KINDS, MOST_CANDIDATES, GoldenLogits
+from minimax_tools.golden_logits.golden_logits import (
+    ALTERNATIVE_SHARES,
+    KINDS,
+    MOST_CANDIDATES,
+    GoldenLogits,
+)
 from minimax_tools.golden_logits.stream_start import StreamStart
 from minimax_tools.golden_logits.token_logits import TokenLogits
 from minimax_tools.json_codec import encode
@@ -38,6 +44,7 @@ _VERSION = 2
 MODEL_FILE = "model.json"
 # Usual name of the folder, beneath that of all captures.
 LOGITS_FOLDER = "golden_logits"
+_ALTERNATIVES = f".alternatives_{len(ALTERNATIVE_SHARES)}"
 _FIELDS = ("candidates", "others", "following", "choices")
 _DIGEST_KEY = "sha256"
 
@@ -104,25 +111,55 @@ class LogitsStore:
             )
         return found
 
+    def read_alternatives(self, golden: GoldenLogits) -> tuple[TokenLogits, ...] | None:
+        """Read the alternatives of a row; None if they are not stored, or damaged."""
+        tensors = self._read_file(golden.row, _ALTERNATIVES)
+        if tensors is None or not torch.equal(tensors["candidate_ids"], golden.candidates):
+            return None
+        return tuple(_copies(tensors))
+
     def write(self, golden: GoldenLogits) -> None:
         """Store the golden logits of a row.
 
         Raises:
             CaptureError: They cannot be written.
         """
+        self._write_file(golden, (golden.exact, *golden.variants))
+
+    def write_alternatives(self, golden: GoldenLogits, alternatives: tuple[TokenLogits, ...]) -> None:
+        """Store the alternatives of a row whose golden logits are known.
+
+        Raises:
+            CaptureError: They cannot be written.
+        """
+        self._write_file(golden, alternatives, _ALTERNATIVES)
+
+    def _path(self, row: Sequence[int], suffix: str = "") -> Path:
+        digest = hashlib.sha256(",".join(map(str, row)).encode()).hexdigest()
+        return self.directory / f"{digest[:32]}{suffix}.safetensors"
+
+    def _write_file(self, golden: GoldenLogits, copies: tuple[TokenLogits, ...], suffix: str = "") -> None:
         tensors = {"input_ids": golden.input_ids, "candidate_ids": golden.candidates}
-        copies = (golden.exact, *golden.variants)
         for name in _FIELDS:
             tensors[name] = torch.stack([getattr(copy, name) for copy in copies])  # [C,T,…]
-        with whole_capture_file(self._path(golden.input_ids.tolist())) as path:
+        with whole_capture_file(self._path(golden.row, suffix)) as path:
             save_file(tensors, path, metadata={_DIGEST_KEY: _digest(tensors)})
 
-    def _path(self, row: Sequence[int]) -> Path:
-        digest = hashlib.sha256(",".join(map(str, row)).encode()).hexdigest()
-        return self.directory / f"{digest[:32]}.safetensors"
-
     def _read(self, row: Sequence[int]) -> GoldenLogits | None:
-        path = self._path(row)
+        tensors = self._read_file(row)
+        if tensors is None:
+            return None
+        exact, *variants = _copies(tensors)
+        return GoldenLogits(
+            input_ids=tensors["input_ids"],
+            candidates=tensors["candidate_ids"],
+            exact=exact,
+            variants=tuple(variants),
+        )
+
+    def _read_file(self, row: Sequence[int], suffix: str = "") -> dict[str, torch.Tensor] | None:
+        """Read the tensors of a row's file; None if it is missing or damaged."""
+        path = self._path(row, suffix)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -135,15 +172,15 @@ class LogitsStore:
         if stored_digest != _digest(tensors) or tensors["input_ids"].tolist() != list(row):
             logger.warning("%s does not match its digest: it is computed anew.", path)
             return None
-        exact, *variants = (
-            TokenLogits(**{name: tensors[name][copy] for name in _FIELDS}) for copy in range(len(KINDS))
-        )
-        return GoldenLogits(
-            input_ids=tensors["input_ids"],
-            candidates=tensors["candidate_ids"],
-            exact=exact,
-            variants=tuple(variants),
-        )
+        return tensors
+
+
+def _copies(tensors: dict[str, torch.Tensor]) -> list[TokenLogits]:
+    """Return the logits of each copy that a row's file holds."""
+    return [
+        TokenLogits(**dict(zip(_FIELDS, parts, strict=True)))
+        for parts in zip(*(tensors[name] for name in _FIELDS), strict=True)
+    ]
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:

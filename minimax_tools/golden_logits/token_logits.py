@@ -7,6 +7,7 @@ T tokens of a row, K candidates, V the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,21 @@ def join_tokens(parts: list[TokenLogits]) -> TokenLogits:
         others=torch.cat([part.others for part in parts]),
         following=torch.cat([part.following for part in parts]),
         choices=torch.cat([part.choices for part in parts]),
+    )
+
+
+def pick_tokens(models: Sequence[TokenLogits], choice: torch.Tensor) -> TokenLogits:
+    """Take the logits of each token from one of several models, by its index, int64 [T]."""
+    tokens = torch.arange(len(choice))
+
+    def pick(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(parts)[choice, tokens]
+
+    return TokenLogits(
+        candidates=pick([model.candidates for model in models]),
+        others=pick([model.others for model in models]),
+        following=pick([model.following for model in models]),
+        choices=pick([model.choices for model in models]),
     )
 
 

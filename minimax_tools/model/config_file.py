@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.errors import CheckpointError, shorten
+from minimax_tools.errors import CheckpointError, UnsupportedModelError, shorten
 from minimax_tools.machine.json_file import read_json
 
 CONFIG_FILE = "config.json"
@@ -39,6 +39,40 @@ def require_sizes(config: Mapping[str, Any], path: Path) -> None:
             expected="sizes that are whole numbers from 1",
             found="; ".join(faults),
             next_step="Fetch the file again.",
+        )
+
+
+def read_checkpoint_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a checkpoint's folder.
+
+    Raises:
+        CheckpointError: The folder holds none, or one that cannot be read.
+    """
+    path = folder / CONFIG_FILE
+    if path.exists():
+        return read_config_file(path)
+    refuse_gguf(folder)
+    raise CheckpointError(
+        f"no checkpoint at {folder}",
+        expected="a folder with config.json and safetensors shards",
+        found="no config.json" if folder.is_dir() else "no such folder",
+        next_step="Give --model a folder or a hub id, or make a small one: mm2-split synthesize.",
+    )
+
+
+def refuse_gguf(folder: Path) -> None:
+    """Refuse a folder that holds GGUF, in place of what was looked for.
+
+    Raises:
+        UnsupportedModelError: It does.
+    """
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if files:
+        raise UnsupportedModelError(
+            f"{folder} holds GGUF, which mm2 does not read",
+            expected="config.json and safetensors shards",
+            found=files[0],
+            next_step="Give --model the checkpoint that it was made of.",
         )
 
 

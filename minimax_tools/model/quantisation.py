@@ -1,13 +1,18 @@
-"""The quantisation that a config.json names: none, or FP8 in blocks with dynamic activations, as in the originals.
+"""The quantisation that a checkpoint names: none, or FP8 in blocks with dynamic activations, as in the originals.
 
-Other formats are refused by name from config.json alone, before any shard is opened.
+Other formats are refused by name before any shard is opened: from config.json, or from the file beside it in which a
+tool names its format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from minimax_tools.errors import UnsupportedModelError
+from minimax_tools.machine.json_file import read_json
 from minimax_tools.model.config_fault import ConfigFault
 from minimax_tools.model.family import ORIGINALS
 
@@ -18,6 +23,10 @@ _KEY = "quantization_config"
 _OTHER_KEYS = {"quantization": "MLX", "compression_config": "compressed-tensors"}
 # Keys that tell more of a format.
 _DETAILS = ("format", "quant_algo", "mode", "bits", "group_size")
+_SIDE_DETAILS = ("quant_method", "weight_format", "method", "profile", *_DETAILS, "w_bit", "q_group_size")
+# Files in which tools name the format of the weights: hf_quant_config.json (ModelOpt), jang_config.json, and so on.
+_SIDE_FILE = re.compile(r"(?i).*(quant|jang|awq|gptq|exl[23]|hqq).*\.json")
+_SIDE_TOOLS = {"hf_quant_config.json": "ModelOpt", "jang_config.json": "JANG", "quantize_config.json": "GPTQ"}
 _DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "activation_scheme": ("dynamic",),
     "fmt": ("float8_e4m3fn", "e4m3"),
@@ -25,6 +34,7 @@ _DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "expert_dtype": ("fp8",),
     "modules_to_convert": ([],),
 }
+_EXPECTED = f"weights in BF16, FP16 or float32, or in FP8 with blocks of {BLOCK_SIZE} × {BLOCK_SIZE}"
 _NEXT_STEP = f"Use the FP8 original ({ORIGINALS}), or a BF16 copy of it."
 
 
@@ -62,6 +72,40 @@ def find_other_format(config: Mapping[str, Any]) -> ConfigFault | None:
     )
 
 
+def refuse_side_format(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint in whose folder a file names the format of its weights, and config.json names none.
+
+    Raises:
+        UnsupportedModelError: There is such a file.
+    """
+    if any(config.get(key) for key in (_KEY, *_OTHER_KEYS)):
+        return
+    for path in sorted(folder.glob("*.json")):
+        if _SIDE_FILE.fullmatch(path.name) and not path.name.endswith(".index.json"):
+            stored = _read_side_file(path)
+            inner = stored.get("quantization", {})
+            # ModelOpt writes null if the cache of keys and values alone is quantised.
+            if isinstance(inner, Mapping) and inner.get("quant_algo", "") is None:
+                continue
+            raise UnsupportedModelError(
+                f"{path} names the format of the weights, which config.json does not",
+                expected=_EXPECTED,
+                found=f"{_SIDE_TOOLS.get(path.name, 'quantised weights')}"
+                f"{_describe(stored, _SIDE_DETAILS)}{_describe(inner, _SIDE_DETAILS)}",
+                next_step=f"{_NEXT_STEP} If the shards hold such weights all the same, as a dequantised copy does, "
+                "remove the file from a copy.",
+            )
+
+
+def _read_side_file(path: Path) -> Mapping[str, Any]:
+    """Read a file that names a format; {} if it holds no JSON object."""
+    try:
+        stored = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, Mapping) else {}
+
+
 def _find_other_fp8(stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     blocks = [BLOCK_SIZE, BLOCK_SIZE]
     size = stored.get("weight_block_size", blocks)
@@ -76,15 +120,15 @@ def _find_other_fp8(stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
 def _other_format(key: str, found: str) -> ConfigFault:
     return ConfigFault(
         key=key,
-        expected=f"weights in BF16, FP16 or float32, or in FP8 with blocks of {BLOCK_SIZE} × {BLOCK_SIZE}",
+        expected=_EXPECTED,
         found=found,
         next_step=_NEXT_STEP,
     )
 
 
-def _describe(stored: object) -> str:
+def _describe(stored: object, names: Sequence[str] = _DETAILS) -> str:
     """Return the details of a format, such as ", bits 4, group_size 64"."""
     if not isinstance(stored, Mapping):
         return ""
-    details = [(name, stored[name]) for name in _DETAILS if isinstance(stored.get(name), str | int)]
+    details = [(name, stored[name]) for name in names if isinstance(stored.get(name), str | int)]
     return "".join(f", {name} {value}" for name, value in details)

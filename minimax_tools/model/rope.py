@@ -6,10 +6,14 @@ MiniMax writes `rotary_dim` and `rope_theta`. transformers 5 writes `rope_parame
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from minimax_tools.model.config_fault import ConfigFault
+
+logger = logging.getLogger(__name__)
 
 _PARAMETERS = ("rope_parameters", "rope_scaling")
 _PLAIN = "default"
@@ -23,6 +27,16 @@ _CONTRADICTION_STEP = "Programs read either: keep the right one in a copy of con
 def read_rotary_dim(config: Mapping[str, Any], *, head_dim: int) -> int:
     """Return the number of dims of a head that are rotated: all, if config.json names none."""
     return int(next(iter(_stated_widths(config, head_dim).values()), head_dim))
+
+
+def warn_of_rotary_width(config: Mapping[str, Any], *, where: Path | str) -> None:
+    """Log a warning if a config.json states no rotary width; it names the file `where`."""
+    if config.get("rotary_dim") is None and not _stated(config, "partial_rotary_factor"):
+        logger.warning(
+            "%s names no rotary width (rotary_dim, partial_rotary_factor): all dims of each head are rotated. "
+            "MiniMax-M2 rotates half of them: if this copy has lost the key, every number is another. Write it.",
+            where,
+        )
 
 
 def read_rope_theta(config: Mapping[str, Any]) -> float:

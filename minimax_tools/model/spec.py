@@ -12,10 +12,10 @@ from typing import Any
 
 from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.model.config_fault import refuse_faults
-from minimax_tools.model.config_file import CONFIG_FILE, MAX_SIZE, read_config_file
+from minimax_tools.model.config_file import CONFIG_FILE, MAX_SIZE, read_checkpoint_config
 from minimax_tools.model.family import MODEL_TYPE, ORIGINALS, find_graph_faults
-from minimax_tools.model.quantisation import find_quantisation_faults
-from minimax_tools.model.rope import find_rope_faults, read_rope_theta, read_rotary_dim
+from minimax_tools.model.quantisation import find_quantisation_faults, refuse_side_format
+from minimax_tools.model.rope import find_rope_faults, read_rope_theta, read_rotary_dim, warn_of_rotary_width
 
 # Positive integers that are copied from config.json; the other fields are derived.
 _COPIED_FIELDS = (
@@ -85,19 +85,18 @@ class ModelSpec:
     def from_folder(cls, folder: Path | str) -> ModelSpec:
         """Read `config.json` in `folder`.
 
+        What config.json leaves open is logged as a warning.
+
         Raises:
             CheckpointError: The file is missing, is not JSON, or describes another architecture.
+            UnsupportedModelError: It, or a file beside it, names another format of weights.
         """
         folder = Path(folder)
-        path = folder / CONFIG_FILE
-        if not path.exists():
-            raise CheckpointError(
-                f"no checkpoint at {folder}",
-                expected="a folder with config.json and safetensors shards",
-                found="no config.json" if folder.is_dir() else "no such folder",
-                next_step="Give --model a folder or a hub id, or make a small one: mm2-split synthesize.",
-            )
-        return cls.from_config(read_config_file(path), where=path)
+        config = read_checkpoint_config(folder)
+        spec = cls.from_config(config, where=folder / CONFIG_FILE)
+        refuse_side_format(folder, config)
+        warn_of_rotary_width(config, where=folder / CONFIG_FILE)
+        return spec
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, where: Path | str = CONFIG_FILE) -> ModelSpec:

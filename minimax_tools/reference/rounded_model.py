@@ -22,7 +22,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
 from minimax_tools.reference.head import Float32Head
-from minimax_tools.reference.plausible_flips import PlausibleFlips
+from minimax_tools.reference.plausible_flips import FLIP_SHARES, PlausibleFlips
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import Rounding, RoundingKind, rounded_rows
 
@@ -37,6 +37,9 @@ class RoundedModel:
     spec: ModelSpec
     reader: CheckpointReader
     kinds: tuple[RoundingKind, ...]  # of each copy, ascending, as `Rounding` demands
+    flip_shares: tuple[float, ...] = (
+        FLIP_SHARES  # share of the plausible flips that each of the last copies makes
+    )
     progress: Progress = field(default_factory=NoProgress)
 
     def run(
@@ -63,7 +66,10 @@ class RoundedModel:
             weights: Mapping[str, torch.Tensor] = tensors if len(batches) == 1 else dict(tensors)
             rounded = RoundedLayer(self.spec, weights, kinds=self.kinds, seed=layer)
             flips = PlausibleFlips(
-                num_copies=len(self.kinds), num_experts_per_tok=self.spec.num_experts_per_tok, seed=layer
+                num_copies=len(self.kinds),
+                num_experts_per_tok=self.spec.num_experts_per_tok,
+                seed=layer,
+                shares=self.flip_shares,
             )
             states = [
                 rounded.run_apart(hidden, batch, choose=flips.choose)

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from minimax_tools.results.results import Verdict
 
+# Flips are rare: more than this share of a prompt's tokens, and more than so many, are beyond noise for another reason.
+_MOST_FLIPPED_SHARE, _MOST_FLIPPED = 0.1, 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferingChoice:
@@ -35,12 +38,14 @@ class PhaseResult:
     """The comparison of one phase of one prompt."""
 
     tokens: tuple[int, ...]  # indices in the row of the tokens whose next-token distributions were compared
-    # For each token KL(golden ‖ port) in nats, that of the farthest right variant, and the error in units of noise;
-    # None where the port's logits are not finite
+    # For each token KL(golden ‖ port) in nats, the golden being the nearest right model; that of the farthest variant
+    # from the exact model; and the error in units of noise. None where the port's logits are not finite
     divergences: tuple[float | None, ...]
     noises: tuple[float, ...]
     excesses: tuple[float | None, ...]
     beyond: tuple[int, ...]  # tokens whose error is beyond noise by itself
+    # Tokens that are beyond noise from the exact model, and within it from another right model
+    flipped: tuple[int, ...]
     # Share of the tokens that are farther from the golden than every variant, and the limit on it; above 1: no limit
     share_outside: float
     share_limit: float
@@ -54,7 +59,12 @@ class PhaseResult:
     @property
     def is_beyond(self) -> bool:
         """True if the phase differs beyond noise."""
-        return bool(self.beyond) or self.num_choices > 0 or self.share_outside > self.share_limit
+        return bool(self.beyond) or self.num_choices > 0 or self.is_outside
+
+    @property
+    def is_outside(self) -> bool:
+        """True if so many tokens differ a little that noise does not explain it."""
+        return self.share_outside > self.share_limit
 
     @property
     def worst(self) -> int:
@@ -115,9 +125,23 @@ class PromptResult:
         return any(phase.is_beyond for phase in self.phases)
 
     @property
+    def may_be_flips(self) -> bool:
+        """True if it differs in so few tokens that a right port may send them to other experts by noise."""
+        if not self.is_beyond or any(phase.is_outside for phase in self.phases):
+            return False
+        num_beyond = sum(max(len(phase.beyond), phase.num_choices) for phase in self.phases)
+        num_tokens = sum(len(phase.tokens) for phase in self.phases)
+        return num_beyond <= max(_MOST_FLIPPED_SHARE * num_tokens, _MOST_FLIPPED)
+
+    @property
     def excess(self) -> float:
         """The largest error in units of noise."""
         return max(phase.worst_excess for phase in self.phases)
+
+    @property
+    def num_flipped(self) -> int:
+        """Number of tokens that are near another right model than the exact one."""
+        return sum(len(phase.flipped) for phase in self.phases)
 
     @property
     def first(self) -> int | None:
@@ -177,6 +201,16 @@ class PromptRanking:
     def verdict(self) -> Verdict:
         """Fail if a prompt differs beyond noise, or a phase of all prompts together does."""
         return Verdict.FAIL if self.differing or self.is_beyond_together else Verdict.PASS
+
+
+def word_flipped(num_tokens: int) -> str:
+    """Tell in words of tokens that are near another right model than the exact one; empty if there are none."""
+    if not num_tokens:
+        return ""
+    are = "1 token is" if num_tokens == 1 else f"{num_tokens} tokens are"
+    return (
+        f"{are} beyond noise from the exact model, and within it from a right model that chose other experts"
+    )
 
 
 def rank_prompts(

@@ -17,6 +17,7 @@ class WrongRegion:
     of: int  # judged tokens, or channels of the site
     rows: tuple[int, ...] = ()  # rows of the batch
     tokens: tuple[Range, ...] = ()  # tokens of a row, as ranges [first, last], both included
+    every: int | None = None  # step between the wrong ones of these tokens; null if they are all
     positions: tuple[Range, ...] = ()  # positions of the tokens, as ranges [first, last], both included
     is_decoded: bool | None = (
         None  # whether the tokens were decoded one at a time; null if that tells nothing

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minimax_tools.capture.held_weights import WeightFault
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.regions import WrongRegion
 from minimax_tools.text_enum import TextEnum
+
+# Stands for a site in a blame of weights.
+WEIGHTS = "weights"
+# Reason of a site that the port does not expose, if no other is known.
+NOT_EXPOSED = "the port does not expose it"
 
 
 class Verdict(TextEnum):
@@ -126,8 +132,11 @@ class SiteResult:
     site: str
     status: SiteStatus
     reason: str = ""  # sentence that explains the status; empty for a plain pass
-    # Classic metrics, such as cosine similarity, also of sites that are not judged; None if they were not measured.
+    # Classic metrics, such as cosine similarity, golden against port, also of sites that are not judged; None if they
+    # were not measured.
     metrics: PairMetrics | None = None
+    # The same against the golden's layer computed on the port's own input; None unless the layer is judged by that.
+    own_input_metrics: PairMetrics | None = None
     noise: NoiseRatio | None = None  # ρ; None without a floor
     routing: RoutingResult | None = None  # comparison of the chosen experts; only at `router_experts`
     relative: RelativeError | None = None  # the relative error, if there is no floor; else None
@@ -144,6 +153,13 @@ class SiteResult:
     # Sentences on what the wrong tokens and channels have in common; only of sites to blame.
     where: tuple[str, ...] = ()
     regions: tuple[WrongRegion, ...] = ()  # the tokens and channels that `where` names, as numbers
+    # Row and token of each wrong token; only of sites to blame, if the others are right and these are few
+    wrong_tokens: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def judged_metrics(self) -> PairMetrics | None:
+        """The metrics against the values that the site is judged by."""
+        return self.metrics if self.own_input_metrics is None else self.own_input_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +175,7 @@ class Blame:
     right: tuple[str, ...] = ()
     # Operation that computes this site and another blamed one of the layer, if both are one cause; empty if not.
     operation: str = ""
+    is_of_weights: bool = False  # whether wrong weights, which were seen when they were loaded, explain it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +225,19 @@ class RouterDtype:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsResult:
+    """Comparison of a layer's weights with the checkpoint, by kind (`q_proj`, `w1`), as they were loaded."""
+
+    layer: int
+    compared: tuple[str, ...]  # kinds of which it holds every number of the checkpoint
+    not_compared: tuple[str, ...]
+    reason: str  # why those were not compared; empty without any
+    wrong: tuple[WeightFault, ...]
+    noted: tuple[WeightFault, ...]  # what a port may do on purpose
+    explains: tuple[str, ...]  # sites that read wrong weights, and need no other cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A whole comparison of two directories."""
 
@@ -223,6 +253,8 @@ class Comparison:
     curve: Curve | None = None  # growth of a chained run's error; None for isolated runs
     notes: tuple[str, ...] = ()  # what a reader must know beside the verdict
     router_dtypes: tuple[RouterDtype, ...] = ()  # parts of the router that the port holds in another dtype
+    # Weights of the layers whose weights were compared when they were loaded
+    weights: tuple[WeightsResult, ...] = ()
     # What is wrong in a whole port's run, what came first at the front
     findings: tuple[ModelFinding, ...] = ()
     pass_logits: tuple[PassLogits, ...] = ()  # next tokens of a whole port by pass, which judge nothing

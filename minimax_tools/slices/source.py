@@ -19,8 +19,9 @@ from minimax_tools.hub.headers import read_bucket_headers, read_hub_headers
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
-from minimax_tools.model.config_file import CONFIG_FILE, read_config_file, require_sizes
+from minimax_tools.model.config_file import CONFIG_FILE, read_checkpoint_config, require_sizes
 from minimax_tools.model.family import MODEL_TYPE
+from minimax_tools.model.quantisation import refuse_side_format
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.cost_measurement import measure_costs
@@ -82,6 +83,7 @@ class SliceSource(StoredWeights):
         if self.config["model_type"] != MODEL_TYPE:
             return None
         try:
+            refuse_side_format(self.folder, self.config)
             return tuple(expected_tensors(ModelSpec.from_config(self.config)))
         except UnsupportedModelError:
             # Another format or graph has other tensors. Only headers tell them, and they are all that a plan needs.
@@ -152,7 +154,7 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         model, folder = work_on_hub(model, _pin, access=access)
     else:
         folder = resolve_config(model, access=access)
-    config = read_config_file(folder / CONFIG_FILE)
+    config = read_checkpoint_config(folder)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(
             f"{folder / CONFIG_FILE} names no model_type", next_step="Fetch the file again."

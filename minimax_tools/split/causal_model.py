@@ -18,7 +18,12 @@ from minimax_tools.errors import CheckpointError
 from minimax_tools.model.config_fault import refuse_faults
 from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
 from minimax_tools.model.family import MODEL_TYPE, find_graph_faults
-from minimax_tools.model.quantisation import BLOCK_SIZE, find_other_format, find_quantisation_faults
+from minimax_tools.model.quantisation import (
+    BLOCK_SIZE,
+    find_other_format,
+    find_quantisation_faults,
+    refuse_side_format,
+)
 from minimax_tools.split.binding import unfit_checkpoint
 
 if TYPE_CHECKING:
@@ -81,6 +86,7 @@ def _refuse_unread(folder: Path) -> None:
     other = find_other_format(values)
     if other is not None:
         refuse_faults([replace(other, next_step=_QUANTISED_STEP)], where=path)
+    refuse_side_format(folder, values)
 
 
 def make_causal_config(values: Mapping[str, Any], *, where: Path) -> PreTrainedConfig:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import islice
+from typing import TypeVar
 
 import torch
 
+from minimax_tools.capture.calls import Calls
 from minimax_tools.ranks.failure import failing_together
 from minimax_tools.ranks.messages import RankMessages
 from neuron.devices.backend import Backend
@@ -27,6 +30,8 @@ from neuron.devices.distributed import (
 )
 from neuron.devices.ranks import Ranks
 from neuron.devices.spmd import Spmd, open_spmd
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +171,14 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     library = torch_xla._XLAC  # type: ignore[attr-defined]
     on_host: list[torch.Tensor] = library._xla_get_cpu_tensors(list(tensors))
     return on_host
+
+
+def calls_to_host(sites: Mapping[Key, Calls]) -> dict[Key, Calls]:
+    """Return the calls of some sites on the CPU, in one transfer."""
+    copies = iter(to_host([tensor for calls in sites.values() for group in calls for tensor in group]))
+    return {
+        site: Calls(*(tuple(islice(copies, len(group))) for group in calls)) for site, calls in sites.items()
+    }
 
 
 def _native_fallbacks() -> Counter[str]:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -61,6 +62,8 @@ class WeightLoader:
         self._buffers = _Buffers()
         # Seconds spent so far on sending weights to the device.
         self.sending_s = 0.0
+        # Looks at every weight, by name, on the host while it is sent; None to look at none.
+        self.look: Callable[[str, torch.Tensor], None] | None = None
 
     def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
@@ -201,7 +204,9 @@ class WeightLoader:
             weight.fill(host)
         # The device holds one layer, not two: after this only the module refers to the old tensor, until `_replace`.
         del parameter
+        looking = self._pool.start([] if self.look is None else [partial(self.look, name, host)])
         _replace(module, name, lambda: self._move(host))
+        looking.finish()
         if not isinstance(weight, torch.Tensor):
             # The memory came from `_buffers`.
             self._buffers.give(host)

@@ -1,7 +1,8 @@
 """Black box: a whole port that shows none of its layers, judged by its next tokens alone.
 
 Its logits carry the noise of all layers, which no golden holds. So right models that round are computed through all
-layers (`golden_logits`): their distance from the exact model is the noise of a right port, token by token.
+layers (`golden_logits`): their distance from the exact model is the noise of a right port, token by token. The golden's
+own logits are those of one right model more.
 """
 
 from __future__ import annotations
@@ -15,37 +16,45 @@ import torch
 from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
 from compare.prompts.prompt_judge import PortLogits
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.prompt_results import word_flipped
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 from minimax_tools.text.answered_prompts import split_rows
-from neuron.prompt_runs.golden_maker import make_golden_logits
+from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 
 _LOGITS = str(ModelSite.LOGITS)
 
 
 def judge_black_box(
-    comparison: Comparison, capture: Capture, *, reader: CheckpointReader, spec: ModelSpec, folder: Path
+    comparison: Comparison,
+    golden: CaptureSource,
+    capture: Capture,
+    *,
+    reader: CheckpointReader,
+    spec: ModelSpec,
+    folder: Path,
 ) -> Comparison:
     """Judge the logits of a run whose comparison could not; `folder` keeps golden logits from run to run.
 
     Raises:
         CheckpointError: A weight cannot be read.
-        CaptureError: The run is damaged, or golden logits cannot be written.
+        CaptureError: The golden or the run is damaged, or golden logits cannot be written.
     """
     rows = capture.read_inputs().real_rows()
     prompts = split_rows(rows, num_decoded=capture.description.run.num_decoded)
     store = LogitsStore.open(folder, reader=reader, spec=spec)
-    make_golden_logits(store, [prompt.row for prompt in prompts], reader=reader, spec=spec)
-    goldens = [store.read(prompt.row) for prompt in prompts]
+    source = GoldenRows(store=store, reader=reader, spec=spec, captured=captured_logits(golden))
+    source.make([prompt.row for prompt in prompts])
     ports = []
-    for row, golden in enumerate(goldens):
+    for row, prompt in enumerate(prompts):
         tokens, logits = _read_logits(capture, row)
-        ports.append(PortLogits(tokens=tokens, logits=golden.measure(logits, tokens)))
-    return _conclude(comparison, judge_logits(prompts, goldens, ports, through="all layers"))
+        ports.append(PortLogits(tokens=tokens, logits=source.read(prompt.row).measure(logits, tokens)))
+    return _conclude(comparison, judge_logits(prompts, ports, source, through="all layers"))
 
 
 def _read_logits(capture: Capture, row: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,14 +75,16 @@ def _conclude(comparison: Comparison, verdict: LogitsVerdict) -> Comparison:
             (*comparison.findings, *(() if finding is None else (finding,))), key=lambda found: found.order
         )
     )
+    flipped = word_flipped(verdict.num_flipped)
     return replace(
         comparison,
         verdict=_verdict(findings),
-        sites=tuple(_with_status(site, status, reason=verdict.reason) for site in comparison.sites),
+        sites=tuple(_with_verdict(site, status, verdict) for site in comparison.sites),
         findings=findings,
         notes=(
             "the port shows no layer: its logits alone were judged, by the noise of right models through all layers; "
             "a faint mistake passes",
+            *((flipped,) if flipped else ()),
             *comparison.notes,
         ),
     )
@@ -96,7 +107,18 @@ def _verdict(findings: Sequence[ModelFinding]) -> Verdict:
     return Verdict.WARN if findings else Verdict.PASS
 
 
-def _with_status(site: SiteResult, status: SiteStatus, *, reason: str) -> SiteResult:
+def _with_verdict(site: SiteResult, status: SiteStatus, verdict: LogitsVerdict) -> SiteResult:
+    """Return the logits' result with the verdict, and with the noise of all layers in place of the head's alone."""
     if site.site != _LOGITS or site.layer is not None:
         return site
-    return replace(site, status=status, reason=reason)
+    logits = site.logits
+    if logits is not None and verdict.noise is not None:
+        mean, percentile = verdict.noise
+        logits = replace(
+            logits,
+            kl_mean_foreseen=mean,
+            kl_p95_foreseen=percentile,
+            num_explained=max(logits.num_disagreeing - verdict.num_choices, 0),
+            worst_choices=(),
+        )
+    return replace(site, status=status, reason=verdict.reason, logits=logits)

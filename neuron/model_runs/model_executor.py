@@ -5,7 +5,7 @@ Each of several ranks has an executor. The lead's sends its passes to the others
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,6 +153,10 @@ class ModelExecutor:
             model_recorder=self._model_recorder,
         )
 
+    def num_calls(self, layer: int) -> Mapping[Site, int]:
+        """Return how often a pass computed sites of a layer that are not shown, as their parts do not add up to it."""
+        return self._join.num_calls.get(layer, {})
+
     def _weight_bytes(self) -> int:
         """Return the host memory that the weights of this rank take, if the ranks divide them evenly."""
         spec, dtype = self.setup.spec, self.setup.dtype
@@ -240,9 +244,9 @@ class ModelExecutor:
         model_pass = request.model_pass
         if model_pass.number:
             require_decoding(eager_module(self.module), what=self._what)
-        self._model_recorder.tensors = {}
+        self._model_recorder.start({})
         for recorder in self._recorders:
-            recorder.tensors = {}
+            recorder.start({})
         self._calls.clear()
         with torch.no_grad(), self._feeding(request):
             result = self._forward(request)
@@ -340,7 +344,4 @@ class ModelExecutor:
             return
         recorders: list[Recorder[Any]] = [self._model_recorder, *self._recorders]
         for recorder in recorders:
-            recorder.tensors = {
-                site: tensor if site.has_heads_dim else join_tokens(tensor)
-                for site, tensor in recorder.tensors.items()
-            }
+            recorder.change(lambda site, tensor: tensor if site.has_heads_dim else join_tokens(tensor))

@@ -279,6 +279,7 @@ class ModelRun:
             layer,
             tensors,
             not_exposed=not_exposed,
+            num_calls=self._executor.num_calls(layer),
             observed_dtypes=self._executor.router_dtypes,
             cache=None if cache is None else cache.layer(layer),
         )

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from minimax_tools.capture.calls import join_calls
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.capture.recorder import Recorder
 from minimax_tools.errors import TargetError
 from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site, parse_site
-from neuron.devices.runtime import Runtime, to_host
+from neuron.devices.runtime import Runtime, calls_to_host
 from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.model_exposure import ModelExposure
 from neuron.ports.model_returned import ModelResult, read_cache
@@ -23,7 +24,10 @@ from neuron.runs.rank_assembly import RankAssembly
 
 
 class RankJoin:
-    """Joins the tensors of all ranks, which all call it; `recorders` are those of the layers, in their order."""
+    """Joins the tensors of all ranks, which all call it; `recorders` are those of the layers, in their order.
+
+    `num_calls` tells by layer how often a pass computed sites whose parts do not add up to it; they are left out.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class RankJoin:
         self._recorders = recorders
         self._model_recorder = model_recorder
         self._what = f"port {setup.target.name}"
+        self.num_calls: dict[int, dict[Site, int]] = {}
 
     def join_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Return the lead's logits, on the CPU; None on other ranks, whose own may be a part or nothing."""
@@ -60,10 +65,11 @@ class RankJoin:
             assembly = RankAssembly(
                 runtime=self._runtime, exposure=exposure, batch_shape=padded_shape, what=what
             )
-            recorded = recorder.tensors
-            shown = [site for site in self._setup.sites if site in recorded]
-            pieces = dict(zip(shown, to_host([recorded[site] for site in shown]), strict=True))
+            calls = calls_to_host(recorder.calls())
+            pieces = join_calls(calls, padded_shape)
             for site in self._setup.sites:
+                if site in calls and site not in pieces:
+                    self.num_calls.setdefault(index, {})[site] = len(calls[site].tensors)
                 tensor = assembly.join(site, pieces.get(site))
                 if tensor is not None and exposure.accepts(site, tensor, spec, padded_shape):
                     layers.setdefault(index, {})[site] = _first_columns(tensor, num_columns, site)
@@ -86,7 +92,8 @@ class RankJoin:
             for site in (Site.INPUT, Site.OUTPUT):
                 states = recorder.tensors.get(site)
                 if states is not None and states.shape[-1] == hidden_size:
-                    return max(states.numel() // (batch_size * hidden_size), num_columns)
+                    num_tokens = sum(call.numel() for call in recorder.calls()[site].tensors) // hidden_size
+                    return max(num_tokens // batch_size, num_columns)
         return num_columns
 
     def join_cache(self, module: nn.Module, past: object) -> list[CachePair] | None:

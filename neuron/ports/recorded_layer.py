@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minimax_tools.capture.calls import Calls
 from minimax_tools.capture.further import FurtherPlace, FurtherRecorder
 from minimax_tools.capture.recorder import Recorder, copy_on_device
 from minimax_tools.capture.taps import Tap
@@ -34,11 +35,11 @@ class RecordedLayer(nn.Module):
 
     def forward(
         self, feeds: Mapping[Site, torch.Tensor], *arguments: object, **keywords: object
-    ) -> tuple[Any, dict[Site, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return what the layer returns, a copy of the tensor at each site that it reached, and further outputs."""
+    ) -> tuple[Any, dict[Site, Calls], dict[str, torch.Tensor]]:
+        """Return what the layer returns, copies of the tensors at each site that it reached, and further outputs."""
         self.recorder.start(feeds)
         self.further.start()
         result = self.layer(*arguments, **keywords)
-        tensors = self.recorder.tensors
-        sites = {site: tensors[site] for site, _ in self.places if site in tensors}
+        calls = self.recorder.calls()
+        sites = {site: calls[site] for site, _ in self.places if site in calls}
         return result, sites, dict(self.further.tensors)

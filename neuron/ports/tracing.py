@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minimax_tools.capture.calls import CallPlan, plan_calls
 from minimax_tools.capture.recorder import Recorder, copy_on_device, shape_to_batch
 from minimax_tools.capture.taps import Tap
 from minimax_tools.checkpoint.filling import ReadingPool
@@ -52,16 +53,19 @@ _COMPILERS: Mapping[Backend, str] = {Backend.CPU: EXPORT, Backend.NEURON_XLA: NE
 class SitesAsOutputs(nn.Module):
     """A port's layer that returns the sites at `taps`, in this order, beside its output: they survive compilation."""
 
-    def __init__(self, layer: nn.Module, taps: Mapping[Site, Tap], *, what: str) -> None:
+    def __init__(
+        self, layer: nn.Module, taps: Mapping[Site, Tap], *, plans: Mapping[Site, CallPlan], what: str
+    ) -> None:
         super().__init__()
         self.layer = layer
         self._taps = dict(taps)
+        self._plans = dict(plans)
         self._what = what
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the layer's output [B,S,H], then each site in the port's own shape.
+        """Return the layer's output [B,S,H], then each site in the port's own shape, its calls joined.
 
         Raises:
             TargetError: A site shows no tensor, or the layer returns no output of that shape.
@@ -71,13 +75,16 @@ class SitesAsOutputs(nn.Module):
         with Recorder(self.layer, self._taps, keep=copy_on_device) as recorder:
             result = self.layer(states, attention_mask.clone(), position_ids.clone())
         output = find_output(result, tuple(hidden_states.shape), what=self._what)
-        missing = [str(site) for site in self._taps if site not in recorder.tensors]
+        calls = recorder.calls()
+        missing = [str(site) for site in self._taps if site not in calls]
         if missing:
             raise TargetError(
                 f"no tensor passed at {', '.join(missing)} while the layer ran",
                 next_step="Point the port's `sites` at submodules that it calls.",
             )
-        return (output, *(recorder.tensors[site] for site in self._taps))
+        batch_size = hidden_states.shape[0]
+        joined = (self._plans[site].join(calls[site].tensors, batch_size) for site in self._taps)
+        return (output, *joined)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +140,7 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
     states = torch.randn(shape, generator=generator).to(request.dtype)
     example = (states, request.inputs.attention_mask, request.inputs.position_ids)
     with torch.no_grad():
-        taps = _find_taps(request, module, example, what=what)
+        taps, plans = _find_taps(request, module, example, what=what)
         traced = TracedProgram(
             program=_COMPILERS[request.backend],  # name of the compiler
             port=request.target.name,
@@ -145,7 +152,9 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
             model=ModelFingerprint.of(reader, request.spec, range(request.layer, request.layer + 1)),
             versions=library_versions(),
         )
-        _compile(SitesAsOutputs(module, taps, what=what).eval(), example, traced, output, what=what)
+        _compile(
+            SitesAsOutputs(module, taps, plans=plans, what=what).eval(), example, traced, output, what=what
+        )
         effect = (
             _effect_of_sites(module, example, traced, output, what=what) if request.checks_capture else None
         )
@@ -165,8 +174,11 @@ def _load_module(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
 
 def _find_taps(
     request: TraceRequest, module: nn.Module, example: tuple[torch.Tensor, ...], *, what: str
-) -> dict[Site, Tap]:
-    """Run the port once, and return the taps at which sites show, without those of the layer's input and output."""
+) -> tuple[dict[Site, Tap], dict[Site, CallPlan]]:
+    """Run the port once; return the taps at which sites show, and how the calls of each are joined.
+
+    Input and output of the layer are not among them.
+    """
     exposure = find_exposure(module, what=what)
     # All programs have input and output.
     always = (Site.INPUT, Site.OUTPUT)
@@ -178,12 +190,16 @@ def _find_taps(
     # Checked before compilation: a compiler would print its graph first.
     find_output(result, tuple(example[0].shape), what=what)
     batch_shape = (request.inputs.batch_size, request.inputs.sequence_length)
-    tensors = {site: shape_to_batch(site, kept, batch_shape) for site, kept in recorder.tensors.items()}
-    return {
+    calls = recorder.calls()
+    plans = plan_calls(calls, batch_shape)
+    joined = {site: plan.join(calls[site].tensors, batch_shape[0]) for site, plan in plans.items()}
+    tensors = {site: shape_to_batch(site, tensor, batch_shape) for site, tensor in joined.items()}
+    shown = {
         site: tap
         for site, tap in taps.items()
         if site in tensors and exposure.accepts(site, tensors[site], request.spec, batch_shape)
     }
+    return shown, plans
 
 
 def _effect_of_sites(
@@ -192,7 +208,7 @@ def _effect_of_sites(
     """Return the largest change of the output by returning the sites, for which a compiler may fuse less."""
     bare = replace(traced, sites=())
     with temporary_beside(output) as bare_path:
-        _compile(SitesAsOutputs(module, {}, what=what).eval(), example, bare, bare_path, what=what)
+        _compile(SitesAsOutputs(module, {}, plans={}, what=what).eval(), example, bare, bare_path, what=what)
         bare_output = load_program(bare_path, bare)(*example)[0]
     output_beside_sites = load_program(output, traced)(*example)[0]
     difference = (output_beside_sites.double() - bare_output.double()).abs()

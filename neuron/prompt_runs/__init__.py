@@ -1,9 +1,8 @@
 """Runs of many prompts with their answers through a whole port.
 
 - `prompt_passes`: the prefill and the teacher-forced steps of a batch of prompts, on paper
-- `golden_maker`: golden logits of prompts, read from the store or computed
+- `golden_rows`: golden logits of prompts, read from the store or computed
 - `port_record`: a port's logits of the prompts, kept while a list runs
-- `prompt_run`: the port's run over all batches, and the judgement
-- `golden_check`: refuses a given golden whose logits are not those of the reference
+- `prompt_run`: the port's run over all batches, and the judgement; what of a golden at hand is trusted
 - `following`: from the worst prompt to its golden, and to the layer
 """

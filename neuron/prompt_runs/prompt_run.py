@@ -6,17 +6,18 @@ B prompts of a batch, s columns of a pass, t judged tokens of a prompt.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from compare.prompts.noise_level import NoiseLevel
 from compare.prompts.prompt_judge import PortLogits, PromptJudge
+from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.progress import Progress
-from minimax_tools.errors import TargetError
+from minimax_tools.errors import IncomparableError, TargetError, list_faults
 from minimax_tools.golden_logits.golden_logits import GoldenLogits
-from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.golden_logits.token_logits import join_tokens
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.prompt_results import PromptRanking, PromptResult, rank_prompts
@@ -24,17 +25,18 @@ from minimax_tools.text.answered_prompts import AnsweredPrompt
 from minimax_tools.text.prompts import pad_token_id
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.passes import Pass
+from neuron.prompt_runs.golden_rows import GoldenRows
 from neuron.prompt_runs.port_record import PortRecord
 from neuron.prompt_runs.prompt_passes import plan_prompt_passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRun:
-    """A list of prompts, and where their golden logits and the port's are kept."""
+    """A list of prompts, and their golden logits."""
 
     prompts: tuple[AnsweredPrompt, ...]
     spec: ModelSpec
-    store: LogitsStore
+    goldens: GoldenRows
     padding_side: str
     buckets: tuple[int, ...]  # lengths that prompts are padded to; empty: to the longest of a batch
     batch_size: int
@@ -81,7 +83,7 @@ class PromptRun:
             pad_token_id=pad_token_id(self.spec),
             last_position=self.spec.max_position_embeddings - 1,
         )
-        goldens = [self.store.read(prompt.row) for prompt in batch]
+        goldens = [self.goldens.read(prompt.row) for prompt in batch]
         pieces: list[list[PortLogits]] = [[] for _ in batch]
         for model_pass in passes:
             request = PassRequest(model_pass=model_pass, is_first=model_pass.number == 0, records=False)
@@ -102,34 +104,37 @@ class PromptRun:
         """Judge all prompts from the record, and rank them.
 
         Raises:
-            CaptureError: Golden logits are missing or damaged.
+            CheckpointError: A weight cannot be read.
+            CaptureError: Golden logits are missing or damaged, or cannot be written.
         """
-        results: list[PromptResult] = []
+        ports: dict[int, PortLogits] = {}
         for numbers in self.batches():
             logits = record.read([self.prompts[number] for number in numbers])
             assert logits is not None, "all batches have run"
-            for number, port in zip(numbers, logits, strict=True):
-                results.append(self.judge(number, port))
+            ports |= zip(numbers, logits, strict=True)
+        return self.judge(ports, num_known=num_known)
+
+    def judge(self, ports: Mapping[int, PortLogits], *, num_known: int) -> PromptRanking:
+        """Judge all prompts by a port's logits of each, and rank them.
+
+        Raises:
+            CheckpointError: A weight cannot be read.
+            CaptureError: Golden logits are missing or damaged, or cannot be written.
+        """
+        in_order = [ports[number] for number in range(len(self.prompts))]
+        results = self._judge.judge_all(self.prompts, in_order, self.goldens)
         return rank_prompts(
             results,
             num_known=num_known,
-            golden_logits=str(self.store.directory),
+            golden_logits=str(self.goldens.store.directory),
             shares=self._judge.judge_together(results),
         )
 
     def judge_alone(self, number: int, executor: ModelExecutor) -> PromptResult:
         """Run one prompt in a batch of its own, and judge it."""
-        (port,) = self.run_batch(executor, [self.prompts[number]])
-        return self.judge(number, port)
-
-    def judge(self, number: int, port: PortLogits) -> PromptResult:
-        """Judge the logits of one prompt, by its number.
-
-        Raises:
-            CaptureError: Golden logits are missing or damaged.
-        """
-        prompt = self.prompts[number]
-        return self._judge.judge(number, prompt, self.store.read(prompt.row), port)
+        prompts = [self.prompts[number]]
+        (result,) = self._judge.judge_all(prompts, self.run_batch(executor, prompts), self.goldens)
+        return result
 
     def _vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of the vocabulary's tokens; a port may pad them."""
@@ -145,7 +150,57 @@ class PromptRun:
     @functools.cached_property
     def _judge(self) -> PromptJudge:
         rows = dict.fromkeys(prompt.row for prompt in self.prompts)
-        return PromptJudge(level=NoiseLevel.of(self.store.read(row) for row in rows))
+        return PromptJudge(level=NoiseLevel.of(self.goldens.read(row) for row in rows))
+
+
+def trust_golden(golden: Capture, run: PromptRun, *, model: str) -> PromptRun:
+    """Return a run that holds the golden's own logits to be right, of prompts where they agree with mm2's reference.
+
+    A certified golden has right layers: few of its tokens may differ, as where noise sends them to other experts.
+    Any other golden that differs is refused. `model` is the checkpoint as the user named it.
+
+    Raises:
+        IncomparableError: The golden must not be used with these golden logits.
+        CheckpointError: A weight cannot be read.
+        CaptureError: The golden cannot be read.
+    """
+    golden.refuse_void_certificate()
+    differences = golden.description.provenance.model.differences(run.goldens.store.model)
+    if differences:
+        raise IncomparableError(
+            f"the golden {golden.directory} is of another model",
+            found=list_faults(differences),
+            next_step="Give the checkpoint that the golden was made of.",
+        )
+    differing = [result for result in _judge_golden(run) if result.is_beyond]
+    is_certified = golden.certificate is not None and golden.certificate.has_passed
+    are_few = all(result.may_be_flips for result in differing)
+    if not differing or (is_certified and are_few):
+        wrong = {run.prompts[result.number].row for result in differing}
+        captured = {row: logits for row, logits in run.goldens.captured.items() if row not in wrong}
+        return replace(run, goldens=replace(run.goldens, captured=captured))
+    command = ["mm2-gpu", "extract-all", "--model", model]
+    cause = "Its head or experts are of other weights: capture another, and give it to --golden"
+    if are_few:
+        command = ["mm2-gpu", "certify", "--model", model, "--golden", str(golden.directory)]
+        cause = "Few tokens differ: certify it, and give this command again"
+    raise IncomparableError(
+        f"the logits of the golden {golden.directory} are not those of mm2's reference",
+        expected="a difference within noise",
+        found=f"more in {', '.join(result.name for result in differing)}",
+        next_step=f"{cause}: {shlex.join(command)}",
+    )
+
+
+def _judge_golden(run: PromptRun) -> list[PromptResult]:
+    """Judge a golden's own logits of the prompts as those of a port; it holds all of them, or none."""
+    captured, alone = run.goldens.captured, replace(run.goldens, captured={})
+    ports = []
+    for prompt in run.prompts if captured else ():
+        tokens = torch.arange(len(prompt.row))
+        logits = alone.read(prompt.row).measure(captured[prompt.row], tokens)
+        ports.append(PortLogits(tokens=tokens, logits=logits))
+    return replace(run, goldens=alone)._judge.judge_all(run.prompts, ports, alone) if ports else []
 
 
 def _measure(model_pass: Pass, logits: torch.Tensor, row: int, golden: GoldenLogits) -> PortLogits | None:

@@ -1,6 +1,7 @@
 """ReplacedJudge: judges a port's logits in a run with a replaced stream.
 
 Right models that round are computed from the golden's stream at the same point: so the layers before it add no noise.
+The golden's own logits follow from its stream at every point.
 t tokens of a row, V vocabulary.
 """
 
@@ -19,7 +20,7 @@ from minimax_tools.errors import format_count
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.results.replacements import Point, ReplacedRun
 from minimax_tools.text.answered_prompts import split_rows
-from neuron.prompt_runs.golden_maker import make_golden_logits
+from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 from neuron.replacement.stream import GoldenStream
 
 # Limit of a run, in units of the limits of one run alone: a search judges many. In 68 searches of right ports, of 542
@@ -54,17 +55,20 @@ class ReplacedJudge:
         prompts = split_rows(self.stream.inputs.real_rows(), num_decoded=self.num_decoded)
         start = None if point is None else self.stream.start(point)
         store = LogitsStore.open(self.folder, reader=self.reader, spec=self.stream.spec, start=start)
-        make_golden_logits(
-            store, [prompt.row for prompt in prompts], reader=self.reader, spec=self.stream.spec
+        source = GoldenRows(
+            store=store,
+            reader=self.reader,
+            spec=self.stream.spec,
+            captured=captured_logits(self.stream.golden),
         )
-        goldens = [store.read(prompt.row) for prompt in prompts]
+        source.make([prompt.row for prompt in prompts])
         ports = [
-            PortLogits(tokens=row.tokens, logits=golden.measure(row.logits, row.tokens))
-            for row, golden in zip(rows, goldens, strict=True)
+            PortLogits(tokens=row.tokens, logits=source.read(prompt.row).measure(row.logits, row.tokens))
+            for row, prompt in zip(rows, prompts, strict=True)
         ]
         num_layers = self.stream.spec.num_hidden_layers - (point or 0)
         through = f"{format_count(num_layers, 'layer')} and the head" if num_layers else "the head"
-        verdict = judge_logits(prompts, goldens, ports, through=through)
+        verdict = judge_logits(prompts, ports, source, through=through)
         excess = verdict.excess / _LIMIT
         is_right = excess <= 1.0
         return ReplacedRun(

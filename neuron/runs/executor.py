@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from compare.diagnosis.proof.undo import Undo
+from minimax_tools.capture.calls import Calls, join_calls
 from minimax_tools.capture.further import require_further, verify_further
+from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.devices.device_memory import device_memory_errors
-from neuron.devices.runtime import Runtime, to_host
+from neuron.devices.runtime import Runtime, calls_to_host
 from neuron.ports.exposure import Exposure, find_exposure, router_dtypes
 from neuron.ports.port_errors import port_errors
 from neuron.ports.recorded_layer import RecordedLayer
@@ -31,6 +33,8 @@ from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun
 from neuron.runs.rank_assembly import RankAssembly
 from neuron.runs.resident_layer import ResidentLayer
 from neuron.runs.stopwatch import LayerStopwatch
+from neuron.weight_trace.held_check import HeldPart, conclude
+from neuron.weight_trace.source_lines import LineTable
 
 # Names of the arguments that every port gets, in their order.
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")
@@ -140,6 +144,7 @@ class LayerExecutor:
         with device_memory_errors(f"when the weights of layer {request.layer} were written to it"):
             module = self._resident.load(request.layer, next_layer=request.next_layer)
         self.setup.budget.require(self.footprint.activation_bytes, f"what layer {request.layer} computes")
+        held_weights = self._join_held(self._resident.take_held())
         stopwatch.mark_loaded()
         exposure = self._find_exposure(module, request, what=what)
         batch_shape = (layer_input.batch_size, layer_input.num_columns)  # [B,S]
@@ -160,10 +165,12 @@ class LayerExecutor:
         self.runtime.synchronise()
         stopwatch.mark_computed()
         _require_reached(border, shown, what=what)
-        shown = {site: shown[site] for site in sites if site in shown}
-        rank_output, *on_host = to_host([rank_output, *shown.values()])
+        # `None` stands for what the port returned: all come in one transfer.
+        on_host = calls_to_host({None: Calls((rank_output,)), **shown})
+        (rank_output,) = on_host.pop(None).tensors
+        calls = {site: on_host[site] for site in sites if site in on_host}
         # All ranks join, in this order.
-        tensors = self._join_sites(dict(zip(shown, on_host, strict=True)), assembly, sites)
+        tensors = self._join_sites(join_calls(calls, batch_shape), assembly, sites)
         output = assembly.join(Site.OUTPUT, rank_output)
         key_values = None if rank_key_values is None else assembly.join_past(rank_key_values)
         joined_further = assembly.join_further(request.further, further)
@@ -175,11 +182,24 @@ class LayerExecutor:
             output=output,
             tensors=tensors,
             not_exposed=tuple(site for site in sites if site not in tensors),
+            num_calls={
+                site: len(of_site.tensors)
+                for site, of_site in calls.items()
+                if site not in tensors and len(of_site.tensors) > 1
+            },
             router_dtypes=router_dtypes(module),
             key_values=key_values,
             further=joined_further,
+            held_weights=held_weights,
             times=stopwatch.times(),
         )
+
+    def _join_held(self, part: HeldPart | None) -> HeldWeights | None:
+        """Return what all ranks hold of a layer; None on other ranks than the lead, and if nothing was compared."""
+        if part is None:
+            return None
+        parts = self.runtime.messages.gather(part)
+        return conclude(parts, LineTable(self.setup.spec)) if parts else None
 
     def _find_exposure(self, module: nn.Module, request: LayerRequest, *, what: str) -> Exposure:
         """Find the sites that the port exposes; raise TargetError if it cannot serve the request."""
@@ -199,7 +219,7 @@ class LayerExecutor:
         *,
         layer: int,
         what: str,
-    ) -> tuple[object, Mapping[Site, torch.Tensor], Mapping[str, torch.Tensor]]:
+    ) -> tuple[object, Mapping[Site, Calls], Mapping[str, torch.Tensor]]:
         """Call the port, compiled if the run compiles; return what it returns, its sites, and its further outputs."""
         device, past = self.runtime.device, layer_input.past
         # Copied, because a port may work in place. Copied from the host, so that no graph depends on the layer before.
@@ -244,9 +264,7 @@ def _require_exposed(border: Mapping[Site, torch.Tensor], exposure: Exposure, *,
         )
 
 
-def _require_reached(
-    border: Mapping[Site, torch.Tensor], shown: Mapping[Site, torch.Tensor], *, what: str
-) -> None:
+def _require_reached(border: Mapping[Site, torch.Tensor], shown: Mapping[Site, Calls], *, what: str) -> None:
     """Refuse a run in which a golden value was not used: no tensor passed at its site, so none was replaced."""
     unused = [str(site) for site in border if site not in shown]
     if unused:

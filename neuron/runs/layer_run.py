@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.further import FurtherPlace
+from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
@@ -136,6 +137,10 @@ class LayerRun:
     # Rotated keys and values of this pass's columns, [B,K,S,D] each; None unless `keeps_past` was asked for.
     key_values: KeyValues | None = None
     further: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further outputs by name
+    # What the port holds of the layer's weights; None if they were not loaded for this run, or not compared.
+    held_weights: HeldWeights | None = None
+    # How often the port computed sites that it does not expose because their parts do not add up to the batch
+    num_calls: Mapping[Site, int] = field(default_factory=dict)
     times: LayerTimes = field(default_factory=LayerTimes)  # time by phase
 
     def shifted(self, num_columns: torch.Tensor) -> LayerRun:
@@ -185,6 +190,7 @@ class LayerRun:
             if pasts
             else None,
             further=join_named([run.further for run in runs]),
+            num_calls={site: number for run in runs for site, number in run.num_calls.items()},
             times=sum((run.times for run in runs), LayerTimes()),
         )
 

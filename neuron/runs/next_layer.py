@@ -25,6 +25,7 @@ from neuron.devices.weights import Weight, WeightLoader
 from neuron.ports.target import target_config
 from neuron.runs.device_request import PortSetup
 from neuron.runs.footprint import DeviceFootprint, free_bytes
+from neuron.weight_trace.source_lines import LineTable, NotedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,10 @@ class NextLayer:
         reads_ahead = reads_ahead and setup.target.reads_weights
         self._read_ahead = ReadAhead(reader.index) if reads_ahead else None
         self._prepared: OpenedLayer | None = None
+        # What the port holds is compared with what it was given, unless mm2 changed that.
+        compares = setup.target.reads_weights and not setup.undone
+        self._lines = LineTable(setup.spec) if compares else None
+        self._compared: set[int] = set()
 
     def read_ahead(self, layer: int, next_layer: int | None) -> None:
         """Begin to read `next_layer` into the page cache, after `layer`, which is about to load."""
@@ -111,8 +116,14 @@ class NextLayer:
         if self._read_ahead is not None:
             self._read_ahead.close()
 
+    def note_compared(self, layer: int) -> None:
+        """Note that a layer's weights were compared: they are not when it is loaded again."""
+        self._compared.add(layer)
+
     def _open_tensors(self, layer: int) -> LayerTensors:
         setup = self._setup
+        if self._lines is not None and layer not in self._compared:
+            return NotedTensors.noting(self._reader, setup.spec, layer, setup.dtype, table=self._lines)
         tensors = LayerTensors.open(self._reader, setup.spec, layer, setup.dtype)
         for undo in setup.undone:
             undo.edit(tensors, target_config(setup.spec))

@@ -13,6 +13,9 @@ from neuron.devices.weights import WeightLoader
 from neuron.runs.device_request import PortSetup
 from neuron.runs.footprint import DeviceFootprint
 from neuron.runs.next_layer import NextLayer
+from neuron.weight_trace.held_check import HeldPart, check_part
+from neuron.weight_trace.port_lines import PortLines
+from neuron.weight_trace.source_lines import NotedTensors
 
 
 class ResidentLayer:
@@ -30,6 +33,7 @@ class ResidentLayer:
         self._module: nn.Module | None = None
         # The layer whose weights the module holds.
         self._layer: int | None = None
+        self._held: HeldPart | None = None
 
     def load(self, layer: int, *, next_layer: int | None) -> nn.Module:
         """Return the module with a layer's weights. The old module is freed before a new one is built.
@@ -59,13 +63,23 @@ class ResidentLayer:
             module_bytes = self._footprint.loaded_layer_bytes if is_built_anew else 0
             needed_bytes = self._footprint.converted_bytes + module_bytes
             setup.budget.require(needed_bytes, f"what convert_state_dict makes of layer {layer}")
+        sent = PortLines(setup.spec)
+        self.loader.look = sent.note if isinstance(opened.tensors, NotedTensors) else None
         target.load(
             module, opened.tensors, setup.spec, loader=self.loader, ranks=ranks, prepared=opened.weights
         )
+        if isinstance(opened.tensors, NotedTensors):
+            self._held = check_part(module, opened.tensors, sent=sent, pool=self._pool)
+            self._next.note_compared(layer)
         if self._runtime.spmd is not None:
             self._runtime.spmd.mark_division(module, what=f"port {target.name}")
         self._module, self._layer = module, layer
         return module
+
+    def take_held(self) -> HeldPart | None:
+        """Return what this rank holds of the weights that were loaded last, once; None if nothing was compared."""
+        held, self._held = self._held, None
+        return held
 
     def prepare_next(self, layer: int | None) -> None:
         """Begin to read the next layer's weights while this one computes, if the host can hold both."""

@@ -127,7 +127,9 @@ class DeviceRun:
                 {site: tensor for site, tensor in tensors if keeps_input or site is not Site.INPUT},
                 further=result.further,
                 not_exposed=result.not_exposed,
+                num_calls=result.num_calls,
                 observed_dtypes=result.router_dtypes,
+                held_weights=result.held_weights,
             )
             self._show(layer)
 

@@ -19,13 +19,18 @@ of an inspection:
 - `matrix_segments`: a matrix read as such segments
 - `tensor_layout`: the source tensors that a port tensor holds, as text too
 - `weight_finding`: one fault, or something that may be one
+- `scales`: factors by which a port multiplied its weights, and scales that it moved
+- `agreement`: weights that belong together lie alike
 - `layout_check`: findings from the layouts
 - `repairs`: inverses of known mistakes
 - `quantisation`: generated weights that FP8 or INT8 hold exactly
 - `trial`: the run on generated weights that clears or proves a suspect
 - `conversion_memory`: float32 that a conversion makes, or keeps, beyond need
-- `value_checksum`: a checksum of values in any order
-- `loaded_check`: the checkpoint's own layer in the port, compared by checksums
+- `source_lines`: rows and columns of the checkpoint's layer, as a port is given them
+- `port_lines`: rows and columns of a port's tensors, found among those
+- `expert_lines`: where the experts' lines lie, compared with each other
+- `held_check`: what a port holds of a layer, as in every run
+- `loaded_check`: the checkpoint's own layer in the traced port
 - `inspection_group`: layers whose inspections found the same
 - `report`: inspections as text and as JSON
 """

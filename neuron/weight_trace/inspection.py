@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
@@ -21,13 +22,14 @@ from neuron.weight_trace.conversion_memory import word_memory
 from neuron.weight_trace.layout_check import check_layouts, find_refills
 from neuron.weight_trace.loaded_check import check_loaded
 from neuron.weight_trace.repairs import candidate_repairs
+from neuron.weight_trace.scales import Scales
 from neuron.weight_trace.shared_port import SharedPort
 from neuron.weight_trace.source_tensors import SourceTensors
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample, TrialMemory
 from neuron.weight_trace.trial import TrialOutcome, run_trial
-from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.weight_finding import Severity, WeightFinding
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,19 @@ class WeightInspection:
     # the checkpoint's own layer was not loaded.
     compared: tuple[str, ...] | None
     memory: tuple[str, ...] = ()  # sentences on memory that the run does not need
+
+    @property
+    def has_unseen(self) -> bool:
+        """True if the port holds weights where torch shows no tensor, and its output is right."""
+        return any(
+            finding.mistake is WeightMistake.MISSING and finding.severity is Severity.NOTE
+            for finding in self.findings
+        )
+
+    @property
+    def explains_all(self) -> bool:
+        """True if the port's output is right once what is wrong in the weights is undone."""
+        return bool(self.trial.repairs) or self.trial.is_right_if_refilled
 
     @property
     def verdict(self) -> Verdict:
@@ -90,7 +105,8 @@ def inspect_weights(
     logger.info("Tracing where every element of layer %d lands%s.", port.layer, of_sample)
     origins = _trace(shared, sample, is_smaller=spec != checkpoint_spec)
     by_rank = [[read_layout(origin, sources) for origin in of_rank] for of_rank in origins]
-    findings = check_layouts(by_rank, sources)
+    scales = Scales.of((origin for of_rank in origins for origin in of_rank), sources, spec)
+    findings = check_layouts(by_rank, sources, spec, scales)
     logger.info("Running the port on generated weights, beside the reference layer.")
     missing = {
         kind for finding in findings if finding.mistake is WeightMistake.MISSING for kind in finding.kinds
@@ -100,7 +116,7 @@ def inspect_weights(
         shared.prepare_trial(memory.dtype),
         spec,
         port.layer,
-        candidate_repairs(by_rank[0], SourceTensors.of(spec), spec),
+        candidate_repairs(by_rank, SourceTensors.of(spec), spec, scales if sample.is_whole else None),
         keeps_tensors=memory.keeps_tensors,
         refills=find_refills(by_rank[0], SourceTensors.of(spec), missing),
     )
@@ -108,10 +124,9 @@ def inspect_weights(
     compared = None
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
-        loaded = port.load_checkpoint(checkpoint_spec)
-        check = check_loaded(loaded, by_rank[0], known_kinds=_wrong_kinds(findings))
-        findings += check.findings
-        compared = check.compared
+        loaded = shared.load_checkpoint(checkpoint_spec)
+        findings += check_loaded(loaded, by_rank[0], findings)
+        compared = loaded.held.compared
     return WeightInspection(
         target=port.target.name,
         conversion=port.target.conversion,
@@ -152,12 +167,14 @@ def _trace(shared: SharedPort, sample: ExpertSample, *, is_smaller: bool) -> lis
 
 def _judge(findings: list[WeightFinding], trial: TrialOutcome) -> list[WeightFinding]:
     """Return the mistakes that the trial proved, then the findings, with each suspect settled by the trial."""
+    details = {finding.text: finding.details for finding in findings}
     proved = [
         WeightFinding(
             mistake=repair.mistake,
             severity=Severity.WRONG,
             kinds=repair.kinds,
             text=repair.text,
+            details=details.get(repair.text, ""),
         )
         for repair in trial.repairs
     ]
@@ -172,14 +189,23 @@ def _judge(findings: list[WeightFinding], trial: TrialOutcome) -> list[WeightFin
         )
         for repair in trial.partial_repairs
     ]
+    told = {finding.text for finding in proved}
     settled = [
-        _settle(finding, trial) if finding.severity is Severity.SUSPECT else finding for finding in findings
+        _settle(finding, trial) if finding.severity is Severity.SUSPECT else finding
+        for finding in findings
+        if finding.text not in told
     ]
     return [*proved, *likely, *settled]
 
 
 def _settle(suspect: WeightFinding, trial: TrialOutcome) -> WeightFinding:
     """Return the suspect as a note, as wrong, or unchanged if the trial cannot tell."""
+    if suspect.mistake is WeightMistake.MISSING:
+        # A port may hold weights where torch shows no tensor, as in another library's memory.
+        if trial.is_right:
+            reason = "they were not seen: the port's output was compared instead, and is right"
+            return suspect.cleared(reason)
+        return replace(suspect, severity=Severity.WRONG)
     if trial.is_right:
         return suspect.cleared("on purpose: the port's output is right")
     if trial.is_right_if_refilled:
@@ -199,7 +225,3 @@ def _settle(suspect: WeightFinding, trial: TrialOutcome) -> WeightFinding:
     # The port ran, and nothing else explains its error. If it could not run, the names alone prove a mistake.
     is_wrong = trial.has_run or suspect.contradicts_names
     return replace(suspect, severity=Severity.WRONG) if is_wrong else suspect
-
-
-def _wrong_kinds(findings: list[WeightFinding]) -> set[str]:
-    return {kind for finding in findings if finding.severity is Severity.WRONG for kind in finding.kinds}

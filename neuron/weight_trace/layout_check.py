@@ -13,8 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.model.spec import ModelSpec
+from neuron.weight_trace.agreement import find_parted, find_unlike_experts
 from neuron.weight_trace.layout_segment import Disorder, LayoutSegment
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, name_pattern
+from neuron.weight_trace.scales import Scales, find_scaled
 from neuron.weight_trace.source_tensors import (
     SourceTensor,
     SourceTensors,
@@ -24,7 +28,7 @@ from neuron.weight_trace.source_tensors import (
 )
 from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
 from neuron.weight_trace.tensor_origin import TensorOrigin
-from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.weight_finding import Severity, WeightFinding
 from reports.order_words import word_order
 
 # Relative rounding up to 8 float32 steps (2⁻²³) still counts as float32: a scale and its inverse cost a few.
@@ -39,17 +43,25 @@ _NAMED_KINDS = {
 }
 
 
-def check_layouts(by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors) -> list[WeightFinding]:
+def check_layouts(
+    by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors, spec: ModelSpec, scales: Scales
+) -> list[WeightFinding]:
     """Return all findings of the layouts.
 
     Args:
         by_rank: Layouts of each rank's port tensors, in rank order.
         sources: The traced tensors of the layer.
+        spec: The traced model.
+        scales: Factors of the source tensors, over all ranks.
     """
-    findings = list(_find_by_count(by_rank, sources))
+    findings = [*_find_by_count(by_rank, sources), *find_scaled(scales)]
     ranks_with: dict[WeightFinding, set[int]] = {}
     for rank, layouts in enumerate(by_rank):
-        of_rank = list(_find_expert_order(layouts))
+        of_rank = [
+            *_find_expert_order(layouts),
+            *find_unlike_experts(layouts, sources),
+            *find_parted(layouts, spec),
+        ]
         for layout in layouts:
             of_rank += _find_in_tensor(layout)
         for finding in of_rank:
@@ -109,23 +121,14 @@ def _find_missing(
         source: int((count == 0).sum()) for source, count in counts.items() if source.kind not in computed
     }
     missing = [source for source, lost in num_lost.items() if lost == source.size]
-    if missing:
-        # A port tensor that the missing one should have filled is constant, and has its shape.
-        shapes = {source.shape for source in missing}
-        origins = [layout.origin for layout in layouts]
-        constants = [
-            origin
-            for origin in origins
-            if origin.num_constant == origin.numbers.numel() and origin.shape in shapes
-        ]
-        yield WeightFinding(
-            mistake=WeightMistake.MISSING,
-            severity=Severity.WRONG,
-            kinds=kinds_of(missing),
-            port_tensors=tuple(origin.name for origin in constants),
-            text=f"missing: {word_sources(missing)} {_lands(missing)} nowhere"
-            + "".join(f"; {_word_constant(origin)}" for origin in constants),
-        )
+    landed = {source.kind for source in num_lost if source not in missing}
+    # A port may hold a whole kind where torch shows no tensor, but not some experts alone.
+    for severity, group in (
+        (Severity.WRONG, [source for source in missing if source.kind in landed]),
+        (Severity.SUSPECT, [source for source in missing if source.kind not in landed]),
+    ):
+        if group:
+            yield _missing(group, severity, [layout.origin for layout in layouts])
     for source, lost in num_lost.items():
         if 0 < lost < source.size:
             yield WeightFinding(
@@ -134,6 +137,26 @@ def _find_missing(
                 kinds=(source.kind,),
                 text=f"missing: {lost} of {source.size} elements of {word_sources([source])} land nowhere",
             )
+
+
+def _missing(
+    missing: Sequence[SourceTensor], severity: Severity, origins: Sequence[TensorOrigin]
+) -> WeightFinding:
+    # A port tensor that the missing one should have filled is constant, and has its shape.
+    shapes = {source.shape for source in missing}
+    constants = [
+        origin
+        for origin in origins
+        if origin.num_constant == origin.numbers.numel() and origin.shape in shapes
+    ]
+    return WeightFinding(
+        mistake=WeightMistake.MISSING,
+        severity=severity,
+        kinds=kinds_of(missing),
+        port_tensors=tuple(origin.name for origin in constants),
+        text=f"missing: {word_sources(missing)} {_lands(missing)} nowhere"
+        + "".join(f"; {_word_constant(origin)}" for origin in constants),
+    )
 
 
 def _word_constant(origin: TensorOrigin) -> str:
@@ -249,10 +272,8 @@ def _disorder_fault(segment: LayoutSegment) -> _Fault:
 
 
 def _scale_faults(origin: TensorOrigin) -> Iterator[_Fault]:
-    if origin.gain is None:
-        yield _Fault(WeightMistake.SCALED, "values are multiplied by different numbers")
-        return
-    if abs(origin.gain - 1) > _GAIN_SLACK:
+    # Several factors in one tensor are found kind by kind, in `scales`.
+    if origin.gain is not None and abs(origin.gain - 1) > _GAIN_SLACK:
         yield _Fault(WeightMistake.SCALED, f"values are multiplied by {origin.gain:.4g}")
     if origin.offset != 0:
         added = "different numbers are" if origin.offset is None else f"{origin.offset:g} is"

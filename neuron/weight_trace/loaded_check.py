@@ -1,114 +1,83 @@
-"""Loaded check: a port that has loaded the checkpoint's own layer, compared with the checkpoint.
+"""Loaded check: findings from the checkpoint's own layer, loaded into the port, beyond those of the trace.
 
-A conversion that only moves elements keeps their checksum, whatever their order. So no layout of the true size is
-traced. Instead, port tensors are grouped so that each group holds all source tensors of some kinds and nothing else.
-The checksum of a group must equal that of these source tensors. A *kind* is the last part of a source tensor's name,
-such as `q_proj` or `w1`; a *pattern* is a port tensor's name with `#` for each number, the same for all experts.
+The trace runs on generated tensors, mostly of a smaller model. What a conversion does to the checkpoint's own numbers
+alone shows here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from minimax_tools.capture.held_weights import HeldWeights, WeightFault, WeightMistake
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import kind_of, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout
 from neuron.weight_trace.tensor_origin import TensorOrigin
-from neuron.weight_trace.value_checksum import ValueChecksum
-from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.weight_finding import Severity, WeightFinding
 
-# Norms of the same values in another order agree to 1e-12. A ratio further from 1 than this is a scale.
+# Norms of the same values in another order agree to 1e-6 in float32. A ratio further from 1 than this is a scale.
 _RATIO_SLACK = 1e-3
-_MAX_NAMES_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoadedPort:
-    """A port that holds the checkpoint's layer."""
+class LoadedLayer:
+    """The checkpoint's layer in the port."""
 
-    port_tensors: Mapping[str, torch.Tensor]  # every tensor that the port holds, by name
-    # Copies of the small port tensors, by name, as the constructor left them.
-    before: Mapping[str, torch.Tensor]
-    source: LayerTensors  # the layer in the checkpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedCheck:
-    """Result of the check."""
-
-    findings: tuple[WeightFinding, ...]
-    compared: tuple[str, ...]  # kinds of source tensors whose values were all compared
+    held: HeldWeights  # what all ranks hold
+    port_tensors: Mapping[str, torch.Tensor]  # tensors of the first rank, by name
+    source: LayerTensors
 
 
 def check_loaded(
-    loaded: LoadedPort, layouts: Sequence[TensorLayout], *, known_kinds: Collection[str]
-) -> LoadedCheck:
-    """Return the faults of a loaded port that the trace did not show.
+    loaded: LoadedLayer, layouts: Sequence[TensorLayout], found: Sequence[WeightFinding]
+) -> Iterator[WeightFinding]:
+    """Yield the faults of a loaded port that the trace has not found.
 
     Args:
         loaded: The port.
-        layouts: Layouts from the trace, of this model or a smaller one; tensors are matched by their names.
-        known_kinds: Kinds that are known to be wrong: they are not checked.
+        layouts: Layouts of the first rank's tensors, traced.
+        found: Findings of the trace and the trial.
     """
-    findings: list[WeightFinding] = []
-    compared: list[str] = []
-    for kinds, patterns in _group_tensors(layouts, known_kinds).items():
-        names = [name for name in loaded.port_tensors if name_pattern(name) in patterns]
-        if not names:
-            # Loading has given these tensors other names.
-            continue
-        checksums = {name: ValueChecksum.of(loaded.port_tensors[name]) for name in names}
-        finding = _find_unusable(kinds, checksums, loaded)
-        if finding is None:
-            found = sum(checksums.values(), ValueChecksum())
-            expected = _expected_checksum(kinds, names, loaded)
-            if expected is None or found.count != expected.count:
-                # Mixed dtypes, padding or copies: this group cannot be compared.
-                continue
-            finding = _compare(kinds, names, found=found, expected=expected)
-        compared += kinds
-        if finding is not None:
-            findings.append(finding)
-    return LoadedCheck(findings=tuple(findings), compared=tuple(compared))
+    wrong = {kind for finding in found if finding.severity is Severity.WRONG for kind in finding.kinds}
+    known = {kind for finding in found for kind in finding.kinds}
+    for fault in loaded.held.faults:
+        if not set(fault.kinds) <= (wrong if fault.is_certain else known):
+            yield _finding_of(fault)
+    told = {kind for fault in loaded.held.faults for kind in fault.kinds}
+    changed = set(loaded.held.not_compared) - wrong - told
+    for patterns, kinds in _moved_only(layouts, changed).items():
+        yield _compare_norms(kinds, patterns, loaded)
 
 
-def _group_tensors(
-    layouts: Sequence[TensorLayout], known_kinds: Collection[str]
-) -> dict[tuple[str, ...], set[str]]:
-    """Return groups of kinds, and for each the name patterns of the port tensors that hold these kinds.
+def _finding_of(fault: WeightFault) -> WeightFinding:
+    is_wrong = fault.is_certain or fault.is_exception
+    return WeightFinding(
+        mistake=fault.mistake,
+        severity=Severity.WRONG if is_wrong else Severity.SUSPECT,
+        kinds=fault.kinds,
+        text=f"as loaded, {fault.text}",
+    )
 
-    Groups with a known fault, and those with scaled, computed or padded elements, are left out.
-    """
-    patterns_of: dict[str, set[str]] = {}
-    kinds_in: dict[str, set[str]] = {}
-    left_out = set(known_kinds)
+
+def _moved_only(
+    layouts: Sequence[TensorLayout], changed: Collection[str]
+) -> Mapping[tuple[str, ...], tuple[str, ...]]:
+    """Return the changed kinds by the tensors that hold them, if all of these are made of moved elements alone."""
+    of_kind: dict[str, list[TensorOrigin]] = {}
     for layout in layouts:
-        pattern = name_pattern(layout.origin.name)
         for kind in layout.source_kinds:
-            kinds_in.setdefault(pattern, set()).add(kind)
-            patterns_of.setdefault(kind, set()).add(pattern)
-        if not _is_moved_only(layout.origin):
-            left_out.update(layout.source_kinds)
-    groups: dict[tuple[str, ...], set[str]] = {}
-    grouped: set[str] = set()
-    for first in kinds_in:
-        if first in grouped:
-            continue
-        # Follow kinds to all tensors that hold them, and these tensors to all kinds that they hold.
-        patterns, kinds, unvisited = {first}, set[str](), [first]
-        while unvisited:
-            for kind in kinds_in[unvisited.pop()]:
-                kinds.add(kind)
-                unvisited.extend(patterns_of[kind] - patterns)
-                patterns |= patterns_of[kind]
-        grouped |= patterns
-        if not kinds & left_out:
-            groups[tuple(sorted(kinds))] = patterns
-    return groups
+            of_kind.setdefault(kind, []).append(layout.origin)
+    kinds_in: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for kind, origins in of_kind.items():
+        if kind in changed and all(map(_is_moved_only, origins)):
+            patterns = tuple(dict.fromkeys(name_pattern(origin.name) for origin in origins))
+            kinds_in[patterns] = (*kinds_in.get(patterns, ()), kind)
+    return kinds_in
 
 
 def _is_moved_only(origin: TensorOrigin) -> bool:
@@ -117,57 +86,22 @@ def _is_moved_only(origin: TensorOrigin) -> bool:
     return not has_others and (origin.gain, origin.offset, origin.rounding) == (1, 0, 0)
 
 
-def _find_unusable(
-    kinds: tuple[str, ...], checksums: Mapping[str, ValueChecksum], loaded: LoadedPort
-) -> WeightFinding | None:
-    """Find port tensors that hold NaN or Inf, or zeros only."""
-    if nonfinite := [name for name, checksum in checksums.items() if checksum.num_nonfinite]:
-        return _wrong(WeightMistake.VALUES, kinds, nonfinite, "holds NaN or Inf")
-    zero = [name for name, checksum in checksums.items() if checksum.squares == 0]
-    before, after = loaded.before, loaded.port_tensors
-    if unbound := [name for name in zero if name in before and torch.equal(before[name], after[name])]:
-        text = f"holds the zeros of its constructor: {word_kinds(kinds)} never got there"
-        return _wrong(WeightMistake.NEVER_BOUND, kinds, unbound, text)
-    if zero:
-        text = f"is zero everywhere, where {word_kinds(kinds)} should be"
-        return _wrong(WeightMistake.ZERO, kinds, zero, text)
-    return None
-
-
-def _expected_checksum(
-    kinds: tuple[str, ...], names: Sequence[str], loaded: LoadedPort
-) -> ValueChecksum | None:
-    """Return the checksum of the checkpoint's tensors in the port tensors' dtype; None if these have several."""
-    dtypes = {loaded.port_tensors[name].dtype for name in names}
-    if len(dtypes) > 1:
-        return None
-    dtype = dtypes.pop()
-    total = ValueChecksum()
-    for name in loaded.source:
-        if kind_of(name) in kinds:
-            total += ValueChecksum.of(loaded.source[name].to(dtype))
-    return total
-
-
-def _compare(
-    kinds: tuple[str, ...], names: Sequence[str], *, found: ValueChecksum, expected: ValueChecksum
-) -> WeightFinding | None:
-    if found == expected:
-        return None
-    ratio = (found.squares / expected.squares) ** 0.5 if expected.squares else float("inf")
-    if abs(ratio - 1) > _RATIO_SLACK:
-        text = f"holds {word_kinds(kinds)} scaled: its norm is {ratio:.4g} times that of the checkpoint's"
-        return _wrong(WeightMistake.SCALED, kinds, names, text)
-    text = f"holds other numbers than the checkpoint's {word_kinds(kinds)}, of the same norm"
-    return _wrong(WeightMistake.VALUES, kinds, names, text)
-
-
-def _wrong(mistake: WeightMistake, kinds: tuple[str, ...], names: Sequence[str], text: str) -> WeightFinding:
-    shown = map(name_pattern, names) if len(names) > _MAX_NAMES_LISTED else names
+def _compare_norms(kinds: tuple[str, ...], patterns: tuple[str, ...], loaded: LoadedLayer) -> WeightFinding:
+    """Tell a scale from other numbers, by the norm of all that lies in some tensors."""
+    names = [name for name in loaded.port_tensors if name_pattern(name) in patterns]
+    held = _norm(loaded.port_tensors[name] for name in names)
+    expected = _norm(loaded.source[name] for name in loaded.source if kind_of(name) in kinds)
+    ratio = held / expected
+    is_scaled = abs(ratio - 1) > _RATIO_SLACK
+    what = f"scaled: its norm is {ratio:.4g} times the checkpoint's" if is_scaled else "in other numbers"
     return WeightFinding(
-        mistake=mistake,
+        mistake=WeightMistake.SCALED if is_scaled else WeightMistake.VALUES,
         severity=Severity.WRONG,
         kinds=kinds,
         port_tensors=tuple(names),
-        text=f"as loaded, {', '.join(dict.fromkeys(shown))} {text}",
+        text=f"as loaded, {', '.join(patterns)} holds {word_kinds(kinds)} {what}",
     )
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.float().norm()) ** 2 for tensor in tensors))

@@ -164,19 +164,24 @@ class OriginRecorder:
         numbers[self._is_unsampled] = NOT_SAMPLED
         weight_sum = num_mixed = None
         if len(self._computed_indices):
-            gain, _ = self._gain_and_offset(self._computed_indices)
-            weight_sum = float(gain.mean())
+            mixing, _ = self._gain_and_offset(self._computed_indices)
+            weight_sum = float(mixing.mean())
             # With random signs the mean square of a computed value is the sum of its squared weights. For n equal
             # weights w that is n·w², and gain² is (n·w)²: their ratio estimates n.
             mean_square = float(self._square_sum.mean()) / self._num_sign_passes
             if mean_square > 0:
-                num_mixed = _count_mixed(self._last_signs, float((gain**2).mean()) / mean_square)
+                num_mixed = _count_mixed(self._last_signs, float((mixing**2).mean()) / mean_square)
+        gain = self._common_value(lambda chunk: self._gain_and_offset(chunk)[0][numbers[chunk] >= 0])
+        gains = None
+        if gain is None and bool((numbers >= 0).any()):
+            gains = torch.cat([self._gain_and_offset(chunk)[0].float() for chunk in self._chunks()])
         return TensorOrigin(
             name=self.name,
             shape=self._full_shape,
             dtype=self._dtype,
             numbers=numbers.reshape(self._shape),
-            gain=self._common_value(lambda chunk: self._gain_and_offset(chunk)[0][numbers[chunk] >= 0]),
+            gain=gain,
+            gains=None if gains is None else gains.reshape(self._shape),
             offset=self._common_value(lambda chunk: self._gain_and_offset(chunk)[1][numbers[chunk] >= 0]),
             rounding=self._rounding,
             rounding_float32=self._rounding_float32,

@@ -12,13 +12,15 @@ from functools import partial
 
 import torch
 
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight
+from neuron.weight_trace.agreement import ExpertMatrices, group_experts, word_unlike
 from neuron.weight_trace.generated_tensors import LazyTensors, Tensors
 from neuron.weight_trace.layout_segment import Disorder
+from neuron.weight_trace.scales import Scales, word_factors
 from neuron.weight_trace.source_tensors import SourceTensors, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
-from neuron.weight_trace.weight_finding import WeightMistake
 from reports.order_words import word_order
 
 # Returns the tensors that a repair changes, and no others.
@@ -32,6 +34,8 @@ _SWAPPED_PAIRS = (
     ("q_proj", "k_proj"),
     ("input_layernorm", "post_attention_layernorm"),
 )
+# Groups of experts that lie alike, of which each is tried as the right one.
+_MOST_MODELS = 2
 # Kinds whose rows rotate: a port may mistake their order in queries and keys, or in either alone. The weights of the
 # norms lie in the order of the projections' rows.
 _ROTARY_KINDS = (("q_proj", "k_proj", "q_norm", "k_norm"), ("q_proj", "q_norm"), ("k_proj", "k_norm"))
@@ -53,15 +57,20 @@ class Repair:
 
 
 def candidate_repairs(
-    layouts: Sequence[TensorLayout], sources: SourceTensors, spec: ModelSpec
+    by_rank: Sequence[Sequence[TensorLayout]],
+    sources: SourceTensors,
+    spec: ModelSpec,
+    scales: Scales | None = None,
 ) -> list[Repair]:
     """Return the repairs worth a trial.
 
     Args:
-        layouts: Layouts of the first rank's tensors: all ranks run the same conversion, so one shows its mistakes.
+        by_rank: Layouts of each rank's tensors. All ranks run the same conversion, so the first shows most mistakes.
         sources: All tensors of the layer.
         spec: The traced model.
+        scales: Factors of all tensors; None if some of them were not traced.
     """
+    layouts = by_rank[0]
     return [
         *_undo_swaps(sources),
         *_undo_transpositions(layouts, sources),
@@ -69,6 +78,8 @@ def candidate_repairs(
         *_undo_row_orders(layouts, sources),
         *_undo_rotary_orders(sources, spec),
         *_undo_scales(layouts, sources),
+        *([] if scales is None else [*_undo_factors(scales), *_take_scales(scales)]),
+        *([] if scales is None else _align_experts(by_rank, sources)),
     ]
 
 
@@ -200,6 +211,96 @@ def _undo_scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Ite
                 )
 
 
+def _undo_factors(scales: Scales) -> Iterator[Repair]:
+    """Yield repairs for kinds whose elements are multiplied by several numbers."""
+    factors = {source.name: scales.of_source(source) for source in scales.sources.all}
+    for kind in scales.scaled:
+        yield Repair(
+            mistake=WeightMistake.SCALED,
+            kinds=(kind,),
+            text=f"{word_kinds([kind])} is multiplied by {word_factors(scales.of_kind(kind))}",
+            change=_multiply({name: 1 / factors[name] for name in _names(scales.sources, kind)}),
+        )
+
+
+def _take_scales(scales: Scales) -> Iterator[Repair]:
+    """Yield repairs for tensors that read scaled channels, and did not take the scale."""
+    for moved in scales.moved:
+        for kind in moved.missing:
+            inverse = {
+                name: 1 / moved.read[number if len(moved.read) > 1 else 0]
+                for number, name in enumerate(_names(scales.sources, kind))
+            }
+            yield Repair(
+                mistake=WeightMistake.SCALED,
+                kinds=(kind,),
+                text=f"{word_kinds([kind])} does not take the scale that {moved.giver} gave away, as "
+                f"{word_kinds(moved.takers)} {'does' if len(moved.takers) == 1 else 'do'}",
+                change=_multiply(inverse),
+            )
+
+
+def _align_experts(by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors) -> Iterator[Repair]:
+    """Yield repairs for experts that lie otherwise than others on the first rank: as the largest group, or another."""
+    groups = group_experts(by_rank[0], sources)
+    if len(by_rank) > 1 or len(groups) < 2:
+        return
+    for model in groups[:_MOST_MODELS]:
+        unlike = [group for group in groups if group is not model]
+        moved = [expert for group in unlike for expert in group]
+        held, wanted = zip(*(_match(expert, model[0], sources) for expert in moved), strict=True)
+        yield Repair(
+            mistake=WeightMistake.ORDER,
+            kinds=tuple(dict.fromkeys(kind for expert in moved for kind in expert.kinds)),
+            text="; ".join(word_unlike(group, model) for group in unlike),
+            change=_move(sources, torch.cat(held), torch.cat(wanted)),
+        )
+
+
+def _match(
+    expert: ExpertMatrices, model: ExpertMatrices, sources: SourceTensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which elements of an expert lie where, as its model lies, others of it should: numbers of both, [n]."""
+    partners = {
+        source.name: sources.get(source.name.replace(f".{model.expert}.", f".{expert.expert}.", 1))
+        for source in sources.all
+        if source.expert == model.expert
+    }
+    shifts = torch.zeros(len(sources.all), dtype=torch.int64)
+    for index, source in enumerate(sources.all):
+        partner = partners.get(source.name)
+        shifts[index] = 0 if partner is None else partner.start - source.start
+    held, wanted = [], []
+    for pattern, numbers in expert.numbers.items():
+        of_model = model.numbers.get(pattern)
+        if of_model is None or of_model.shape != numbers.shape:
+            continue
+        both = (numbers >= 0) & (of_model >= 0)
+        held.append(numbers[both])
+        wanted.append(of_model[both] + shifts[sources.find(of_model[both])])
+    return torch.cat(held), torch.cat(wanted)
+
+
+def _move(sources: SourceTensors, held: torch.Tensor, wanted: torch.Tensor) -> Change:
+    """Return the change that puts, in the place of each element in `held`, the one of the same index in `wanted`."""
+    indices = sources.find(held)
+    names = [sources.all[index].name for index in indices.unique().tolist()]
+
+    def change(name: str, tensors: Tensors) -> torch.Tensor:
+        source = sources.get(name)
+        assert source is not None, "the names are those of sources"
+        moved: torch.Tensor = tensors[name].flatten().clone()
+        is_here = indices == sources.all.index(source)
+        places, numbers = held[is_here] - source.start, wanted[is_here]
+        for index in sources.find(numbers).unique().tolist():
+            of_source = sources.find(numbers) == index
+            start = sources.all[index].start
+            moved[places[of_source]] = tensors[sources.all[index].name].flatten()[numbers[of_source] - start]
+        return moved.reshape(source.shape)
+
+    return lambda tensors: LazyTensors(names, lambda name: change(name, tensors))
+
+
 def _take_rows(tensor: torch.Tensor, *, rows: torch.Tensor) -> torch.Tensor:
     return tensor[rows]
 
@@ -225,6 +326,11 @@ def _change_each(
     """Return the change that applies a function to every tensor of the kinds."""
     names = [name for kind in kinds for name in _names(sources, kind)]
     return lambda tensors: LazyTensors(names, lambda name: change(tensors[name]))
+
+
+def _multiply(factors: Mapping[str, torch.Tensor]) -> Change:
+    """Return the change that multiplies tensors, by name, by factors."""
+    return lambda tensors: LazyTensors(factors, lambda name: tensors[name] * factors[name])
 
 
 def _names(sources: SourceTensors, kind: str) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Verdict
 from neuron.weight_trace.inspection import WeightInspection
@@ -13,10 +15,12 @@ from neuron.weight_trace.inspection_group import InspectionGroup
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, kinds_of, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout
-from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.weight_finding import Severity, WeightFinding
 from reports.json_values import to_json
 
 _MARKS = {Severity.WRONG: "[wrong]", Severity.SUSPECT: "[unclear]", Severity.NOTE: "[note]"}
+# Ends the first line if nothing but the weights is wrong.
+NOTHING_ELSE = "nothing else is wrong"
 # Up to this many tensors whose names differ in numbers alone are shown; of more, only the first.
 _MAX_SHOWN_ALIKE = 2
 
@@ -53,11 +57,11 @@ def _render_group(group: InspectionGroup) -> str:
     holder = "the port" if inspection.num_ranks == 1 else f"rank 0 of {inspection.num_ranks}"
     lines = [
         f"{_verdict_word(inspection)}: {_headline(inspection, group.layers)}",
-        *(f"  {_MARKS[finding.severity]:10}{finding.text}" for finding in inspection.findings),
+        *(f"  {_MARKS[finding.severity]:10}{_word_finding(finding)}" for finding in inspection.findings),
         *([] if inspection.conversion is None else ["", f"Converted by {inspection.conversion.words}."]),
         "",
         f"What {holder} holds, traced on {_word_model(inspection)}:",
-        *(f"  {line}" for line in _word_layouts(inspection.layouts)),
+        *(f"  {line}" for line in _word_layouts(inspection.layouts) or ["no tensor that torch shows"]),
         *_word_sample(inspection),
         "",
         _word_trial(inspection),
@@ -101,6 +105,7 @@ def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
             "kept_as": trial.exact_in,
             "failure": trial.failure,
         },
+        "explains_all": inspection.explains_all,
         "memory": list(inspection.memory),
         "is_loaded": inspection.compared is not None,
         "compared": list(inspection.compared or ()),
@@ -113,8 +118,12 @@ def _finding_record(finding: WeightFinding) -> dict[str, Any]:
         "severity": str(finding.severity),
         "tensors": list(finding.kinds),
         "places": list(finding.port_tensors),
-        "text": finding.text,
+        "text": _word_finding(finding),
     }
+
+
+def _word_finding(finding: WeightFinding) -> str:
+    return f"{finding.text}: {finding.details}" if finding.details else finding.text
 
 
 def _verdict_word(inspection: WeightInspection) -> str:
@@ -123,11 +132,18 @@ def _verdict_word(inspection: WeightInspection) -> str:
 
 def _headline(inspection: WeightInspection, layers: Sequence[int]) -> str:
     weights = f"the weights of {word_layers(layers)} in {inspection.target}"
+    if inspection.verdict is Verdict.PASS and inspection.has_unseen:
+        return f"{word_layers(layers)} of {inspection.target} gives the right output; its weights were not all seen"
     if inspection.verdict is Verdict.PASS:
         return f"{weights} are right"
-    is_of_forward = not any(finding.severity is not Severity.NOTE for finding in inspection.findings)
+    wrong = [finding for finding in inspection.findings if finding.severity is Severity.WRONG]
+    if wrong:
+        more = f" (and {format_count(len(wrong) - 1, 'more finding')})" if len(wrong) > 1 else ""
+        alone = f"; {NOTHING_ELSE}" if inspection.explains_all else ""
+        return f"{weights} are wrong: {wrong[0].text}{more}{alone}"
+    is_of_forward = not any(finding.severity is Severity.SUSPECT for finding in inspection.findings)
     if is_of_forward and inspection.trial.has_run and not inspection.trial.is_quantised:
-        return f"{weights} are right; the forward differs"
+        return f"no fault is seen in {weights}, and the output differs"
     return weights
 
 
@@ -145,9 +161,7 @@ def _word_trial(inspection: WeightInspection) -> str:
     if trial.refilled_error is not None:
         missing = word_kinds(dict.fromkeys(_missing_kinds(inspection)))
         if trial.is_right_if_refilled:
-            return (
-                f"{off}. With {missing} right it agrees to {trial.refilled_error:.1e}: nothing else is wrong."
-            )
+            return f"{off}. With {missing} right it agrees to {trial.refilled_error:.1e}: {NOTHING_ELSE}."
         off += f", with {missing} right still by {trial.refilled_error:.2g}"
     if trial.repairs:
         with_them = " and ".join(repair.text for repair in trial.repairs)
@@ -169,7 +183,7 @@ def _word_trial(inspection: WeightInspection) -> str:
         return (
             f"{off}. What is wrong above is in it: mend that, and trace again to see what the forward does."
         )
-    return f"{off}: the forward computes something else, or wants the weights in another order."
+    return f"{off}: the forward computes something else, or wants the weights in another order or layout."
 
 
 def _missing_kinds(inspection: WeightInspection) -> Iterator[str]:
@@ -191,8 +205,8 @@ def _word_loaded(inspection: WeightInspection) -> str:
     if not not_compared:
         return f"{text}: all its numbers are compared with the checkpoint's."
     return (
-        f"{text}. Not compared are {word_kinds(not_compared)}: "
-        "found wrong above, or held by the port in parts, in copies, or as values computed from them."
+        f"{text}. Not compared are {word_kinds(not_compared)}: found wrong above, or held by the port in other "
+        "numbers, in parts of rows and columns, or where torch shows no tensor."
     )
 
 

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 
 from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import find_target
 from neuron.weight_trace.generated_tensors import Tensors
+from neuron.weight_trace.held_check import conclude
+from neuron.weight_trace.loaded_check import LoadedLayer
+from neuron.weight_trace.source_lines import LineTable
 from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample
 from neuron.weight_trace.traced_port import TracedPort
@@ -44,13 +48,21 @@ class TrialOrder:
     trial_input: TrialInput
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadOrder:
+    """An order to load the checkpoint's own layer."""
+
+    config: Mapping[str, Any]  # config.json of the checkpoint's model
+
+
 # | order | the rank |
 # |---|---|
 # | `ExpertSample` | traces these experts and sends its origins |
 # | `torch.dtype` | builds the port in this dtype |
 # | `TrialOrder` | runs the port that it built |
+# | `LoadOrder` | loads the checkpoint's layer, and sends what it holds of it |
 # | None | ends |
-Order = ExpertSample | torch.dtype | TrialOrder | None
+Order = ExpertSample | torch.dtype | TrialOrder | LoadOrder | None
 
 
 class SharedPort:
@@ -101,6 +113,21 @@ class SharedPort:
             run_refilled=None if self.port.ranks.are_several else lead.run_refilled,
         )
 
+    def load_checkpoint(self, spec: ModelSpec) -> LoadedLayer:
+        """Load the checkpoint's own layer on all ranks; `spec` is of the checkpoint's model.
+
+        Raises:
+            CheckpointError: The layer cannot be read.
+            TargetError: The port cannot be built or loaded.
+        """
+        self._messages.send(LoadOrder(config=dict(spec.raw)))
+        part, port_tensors = self.port.load_checkpoint(spec)
+        return LoadedLayer(
+            held=conclude(self._messages.gather(part), LineTable(spec)),
+            port_tensors=port_tensors,
+            source=LayerTensors.open(self.port.reader, spec, self.port.layer, self.port.dtype),
+        )
+
     def dismiss(self) -> None:
         """Tell the other ranks that no order follows."""
         self._messages.send(None)
@@ -113,8 +140,7 @@ def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
         Mm2Error: An order failed on this rank. That ends the inspection on all ranks.
     """
     with (
-        # No layer is opened, so no shard need be on this machine: this rank generates all values.
-        CheckpointReader(assignment.folder, layers=range(0)) as reader,
+        CheckpointReader(assignment.folder, layers=range(assignment.layer, assignment.layer + 1)) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
     ):
         port = TracedPort(
@@ -133,6 +159,8 @@ def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
                 runtime.messages.gather(port.trace(order))
             elif isinstance(order, torch.dtype):
                 trial = port.prepare_trial(order)
+            elif isinstance(order, LoadOrder):
+                runtime.messages.gather(port.load_checkpoint(ModelSpec.from_config(order.config))[0])
             else:
                 assert trial is not None, "a port is built before it runs"
                 trial.run(order.tensors, order.trial_input)

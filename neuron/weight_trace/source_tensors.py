@@ -42,8 +42,7 @@ class SourceTensor:
     @property
     def expert(self) -> int | None:
         """Number of the expert that has this tensor; None for other tensors."""
-        match = _EXPERT.match(self.name)
-        return int(match[1]) if match else None
+        return expert_of(self.name)
 
     @property
     def kind(self) -> str:
@@ -92,6 +91,12 @@ class SourceTensors:
         """Return the expert of each numbered element; -1 for elements of other tensors."""
         experts = torch.tensor([-1 if source.expert is None else source.expert for source in self.all])
         return experts[self.find(numbers)]
+
+
+def expert_of(name: str) -> int | None:
+    """Return the number of the expert that has a tensor; None for other tensors."""
+    match = _EXPERT.match(name)
+    return int(match[1]) if match else None
 
 
 def kind_of(name: str) -> str:

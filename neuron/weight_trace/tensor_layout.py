@@ -41,23 +41,30 @@ class TensorLayout:
 def read_layout(origin: TensorOrigin, sources: SourceTensors) -> TensorLayout:
     """Read the layout of a port tensor from the origins of its elements.
 
-    `origin.numbers` holds the source number of each element, negative for an element without one. The last two dims are
-    a matrix, after the dim that counts experts has moved to the front. A single matrix may be cut by rows into several.
+    `origin.numbers` holds the source number of each element, negative for an element without one.
     """
-    numbers = _experts_first(origin.numbers, sources)
-    if numbers.dim() < 2:
-        numbers = numbers.reshape(-1, 1)
-    stacked = numbers.reshape(-1, *numbers.shape[-2:])
-    if len(stacked) == 1:
-        stacked = _cut_where_repeated(stacked[0], sources)
+    stacked = stack_matrices(origin, sources)
     matrices = tuple(tuple(read_segments(matrix, sources)) for matrix in stacked)
     experts = _experts_of(matrices)
     return TensorLayout(
         origin=origin,
         matrices=matrices,
         experts=experts,
-        text=_word_layout(matrices, experts, stacked.shape[-2:], is_stacked=numbers.dim() > 2),
+        text=_word_layout(matrices, experts, stacked.shape[-2:], is_stacked=origin.numbers.dim() > 2),
     )
+
+
+def stack_matrices(origin: TensorOrigin, sources: SourceTensors) -> torch.Tensor:
+    """Return the source numbers of a port tensor as matrices [n,R,C].
+
+    The last two dims are a matrix, after the dim that counts experts has moved to the front. A single matrix may be cut
+    by rows into several.
+    """
+    numbers = _experts_first(origin.numbers, sources)
+    if numbers.dim() < 2:
+        numbers = numbers.reshape(-1, 1)
+    stacked = numbers.reshape(-1, *numbers.shape[-2:])
+    return _cut_where_repeated(stacked[0], sources) if len(stacked) == 1 else stacked
 
 
 def expert_orders(layouts: Sequence[TensorLayout]) -> Iterator[tuple[list[TensorLayout], tuple[int, ...]]]:

@@ -26,6 +26,7 @@ class TensorOrigin:
         numbers: Source numbers, int64, of the tensor's shape or of its traced part; or `CONSTANT`, `COMPUTED`,
             `NOT_SAMPLED`.
         gain: Factor of the landed elements; None if it differs between them, or none landed.
+        gains: Factor of each element, float32, of the shape of `numbers`; None if `gain` tells it.
         offset: Number added to the landed elements; None if it differs between them, or none landed.
         rounding: Largest relative error of the landed elements after gain and offset are undone; 0 if exact.
         rounding_float32: The same of landed elements of the router's tensors, which stay float32 in every run.
@@ -48,6 +49,7 @@ class TensorOrigin:
     weight_sum: float | None = None
     num_mixed: float | None = None
     mixed_kinds: tuple[str, ...] = ()
+    gains: torch.Tensor | None = None
 
     @property
     def has_landed(self) -> bool:

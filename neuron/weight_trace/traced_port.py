@@ -24,18 +24,17 @@ from neuron.ports.returned import find_output
 from neuron.ports.target import Target
 from neuron.weight_trace.conversion_memory import WideAllocations
 from neuron.weight_trace.generated_tensors import GeneratedTensors, MakeTensor, Tensors
-from neuron.weight_trace.loaded_check import LoadedPort
+from neuron.weight_trace.held_check import HeldPart, check_part
 from neuron.weight_trace.origin_tracer import OriginTracer
+from neuron.weight_trace.port_lines import PortLines
 from neuron.weight_trace.port_tensors import find_port_tensors
+from neuron.weight_trace.source_lines import LineTable, NotedTensors
 from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample
 from neuron.weight_trace.trial import TrialInput, TrialPort
 
 # A conversion of a larger layer is not measured: all tensors of the layer are in memory at once.
 _MOST_MEASURED_BYTES = 256 << 20
-# Tensors of more elements than this are not copied before loading. One that is zero after loading is then reported as
-# zero, not as never bound.
-_MAX_COPIED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,23 +119,21 @@ class TracedPort:
         peak_bytes: int = allocations.peak_bytes
         return peak_bytes
 
-    def load_checkpoint(self, spec: ModelSpec) -> LoadedPort:
+    def load_checkpoint(self, spec: ModelSpec) -> tuple[HeldPart, Mapping[str, torch.Tensor]]:
         """Load the checkpoint's own layer into the port, built for the checkpoint's `spec`.
+
+        Returns:
+            What this rank holds of it, and all tensors that it holds, by name.
 
         Raises:
             CheckpointError: The layer cannot be read.
             TargetError: The port cannot be built or loaded.
         """
         module = self._build(spec, self.dtype)
-        before = {
-            name: tensor.clone()
-            for name, tensor in find_port_tensors(module).items()
-            if tensor.numel() <= _MAX_COPIED
-        }
-        source = LayerTensors.open(self.reader, spec, self.layer, self.dtype)
-        # The port may remove what it reads from its mapping.
-        self._load(module, source.copy(), spec)
-        return LoadedPort(port_tensors=find_port_tensors(module), before=before, source=source)
+        tensors = NotedTensors.noting(self.reader, spec, self.layer, self.dtype, table=LineTable(spec))
+        self._load(module, tensors, spec)
+        part = check_part(module, tensors, sent=PortLines(spec), pool=self.pool)
+        return part, find_port_tensors(module)
 
     def _build(self, spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
         return self.target.build(spec, self.layer, dtype=dtype, ranks=self.ranks)

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.text_enum import TextEnum
-
-
-class WeightMistake(TextEnum):
-    """A kind of fault in the port's weights. A source element is an element of the checkpoint's layer."""
-
-    MISSING = "missing"  # source elements land nowhere
-    DUPLICATED = "duplicated"  # source elements land several times
-    SWAPPED = "swapped"  # one weight lies where another belongs: w1 where w3 does
-    TRANSPOSED = (
-        "transposed"  # rows and columns are exchanged: a transposition is missing or too many, or a reshape
-    )
-    ORDER = "order"  # rows, columns or experts lie in another order
-    SCALED = "scaled"  # multiplied, or a number added
-    COMPUTED = "computed"  # computed from several source elements
-    DTYPE = "dtype"  # rounded
-    # Seen in the values that lie in the port once the checkpoint's layer is loaded:
-    NEVER_BOUND = "never_bound"  # still holds what the constructor gave it
-    ZERO = "zero"  # zero everywhere
-    VALUES = "values"  # other numbers than the checkpoint's
 
 
 class Severity(TextEnum):
@@ -42,6 +24,7 @@ class WeightFinding:
     severity: Severity
     kinds: tuple[str, ...]  # kinds of the source tensors concerned: `q_proj`, `w1`
     text: str
+    details: str = ""  # what lies where, if the text does not say
     port_tensors: tuple[str, ...] = ()  # names of the port's tensors concerned
     # True if the name of the port's tensor claims another weight than lies there: wrong, unless the trial is right.
     contradicts_names: bool = False

@@ -262,6 +262,9 @@ RIGHT_MODELS: tuple[ModelPlant, ...] = (
     ModelPlant(name="compiled_eager", port="implementations.py:compiled_eager", backends=("cpu",)),
     ModelPlant(name="compiled_aot_eager", port="implementations.py:compiled_aot_eager", backends=("cpu",)),
     ModelPlant(name="traced_black_box", port="implementations.py:TracedBlackBox", backends=("cpu",)),
+    ModelPlant(
+        name="transformers_black_box", port="implementations.py:TransformersBlackBox", backends=("cpu",)
+    ),
     ModelPlant(name="tensor_parallel", port="implementations.py:TensorParallel", num_ranks=2),
 )
 

@@ -16,6 +16,7 @@ from minimax_tools.results.results import (
     RouterDtype,
     SiteResult,
     Verdict,
+    WeightsResult,
 )
 from schemas.parts import (
     Schema,
@@ -72,6 +73,7 @@ def conclusion() -> Schema:
             "port": text(told["port"]),
             "notes": listed(text(), told["notes"]),
             "router_dtypes": listed(schema_of(RouterDtype), told["router_dtypes"]),
+            "weights": listed(schema_of(WeightsResult), told["weights"]),
             "generated": listed(schema_of(GeneratedRow), told["generated"]),
             "passes": listed(schema_of(PassLogits), told["pass_logits"]),
             "findings": listed(schema_of(ModelFinding), told["findings"]),
@@ -133,6 +135,7 @@ def diagnosis() -> Schema:
             "passed_over": listed(
                 schema_of(PassedOver), "Layers that are like others, which nothing explains."
             ),
+            "weights": listed(schema_of(Blame), "Wrong weights, where no mistake is searched."),
             "unexplained_blame": listed(blame, "Blame that no named mistake explains."),
             "reference": text("Folder or address of the golden."),
             "target": text("Folder or address of the run."),
@@ -182,6 +185,7 @@ def bisection() -> Schema:
     return record(
         {
             "verdict": VERDICT,
+            "headline": text("The result in a sentence."),
             "compared": whole("Layers whose own output was judged."),
             "of": whole("Layers of the search."),
             "blame": listed(schema_of(Blame), "Layers that are wrong alone."),
@@ -222,6 +226,7 @@ def stream_search() -> Schema:
     return record(
         {
             "verdict": VERDICT,
+            "headline": text("The result in a sentence."),
             "compared": whole("Parts of the model that were judged."),
             "of": whole("Parts of the model: its layers, and what lies before and behind them."),
             "blame": listed(record(blame), "The last wrong part; empty if none is."),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from neuron.weight_trace.weight_finding import Severity, WeightMistake
+from minimax_tools.capture.held_weights import WeightMistake
+from neuron.weight_trace.weight_finding import Severity
 from schemas.judging import VERDICT
 from schemas.parts import Schema, anything, by_name, choice, flag, listed, maybe, number, record, text, whole
 
@@ -53,6 +54,7 @@ def weights() -> Schema:
             "findings": listed(record(finding), "What is wrong or unclear; empty if all is right."),
             "places": listed(record(place), "Every tensor that the port holds."),
             "trial": record(trial, "The port's forward on generated weights, beside the reference layer."),
+            "explains_all": flag("Whether the output is right once the wrong weights are mended."),
             "memory": listed(text(), "Memory that the run does not need: float32 weights and temporaries."),
             "is_loaded": flag("Whether the checkpoint's own layer was loaded too."),
             "compared": listed(text(), "Kinds of tensors whose loaded values were all compared."),

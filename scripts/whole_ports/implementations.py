@@ -97,6 +97,13 @@ class TransformersEager(TransformersSdpa):
     experts_implementation = "eager"
 
 
+class TransformersBatched(TransformersSdpa):
+    """transformers' own model with eager attention and batched experts."""
+
+    attn_implementation = "eager"
+    experts_implementation = "batched_mm"
+
+
 class TransformersStaticCache(TransformersSdpa):
     """transformers' own model with a cache of fixed length."""
 
@@ -122,23 +129,63 @@ class _WithTuples(Model):
         return logits, tuple(cache)
 
 
-class TracedBlackBox(nn.Module):
-    """A right port that torch traced, a graph for each shape: it returns logits and cache, and shows no submodule."""
+class BlackBox(nn.Module):
+    """A right port that returns logits and cache, and shows no submodule."""
+
+    inner = Model
 
     def __init__(self, config):
         super().__init__()
-        whole = _WithTuples(config)
+        whole = self.inner(config)
         # Its weights are this module's own, but not the module: so nothing of it can be hooked.
         for name, parameter in whole.named_parameters():
             self.register_parameter(name.replace(".", "__"), parameter)
+        kept = whole.state_dict().keys()
         for name, buffer in whole.named_buffers():
-            self.register_buffer(name.replace(".", "__"), buffer)
-        self.hidden, self.graphs = (whole,), {}
+            self.register_buffer(name.replace(".", "__"), buffer, persistent=name in kept)
+        self.hidden = (whole,)
 
     def convert_state_dict(self, tensors, config, layer_idx):
         """Convert as the port within does."""
         converted = self.hidden[0].convert_state_dict(tensors, config, layer_idx)
         return {name.replace(".", "__"): converted[name] for name in converted}
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        """Return logits [B,S,V] and the cache."""
+        return self.hidden[0](input_ids, attention_mask, position_ids, past_key_values)
+
+
+class TransformersBlackBox(BlackBox):
+    """transformers' own model, of which nothing is seen but logits and cache."""
+
+    inner = TransformersSdpa
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        """Return logits [B,S,V] and transformers' cache."""
+        result = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return result.logits, result.past_key_values
+
+
+class TransformersEagerBlackBox(TransformersBlackBox):
+    """The same with eager attention and eager experts."""
+
+    inner = TransformersEager
+
+
+class TransformersBatchedBlackBox(TransformersBlackBox):
+    """The same with eager attention and batched experts."""
+
+    inner = TransformersBatched
+
+
+class TracedBlackBox(BlackBox):
+    """A black box that torch traced, a graph for each shape."""
+
+    inner = _WithTuples
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.graphs = {}
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
         """Return logits [B,S,V] and the cache, a pair [B,K,P+S,D] for each layer."""

@@ -532,6 +532,31 @@ class TestPasses:
         # Neither what attention is called with, nor a pass behind the first, counts as one that is left.
         assert not any("passes" in note for note in record["notes"])
 
+    @pytest.mark.parametrize(
+        ("passes", "steps"),
+        [
+            ([[(0, 0, 48)], [(1, 0, 33)]], "[['0'], ['1']]"),
+            ([[(1, 0, 33)], [(0, 0, 30)], [(0, 30, 48)]], "[['1', '2'], ['0']]"),
+            (
+                [[(0, 0, 43), (1, 0, 28)], *([(0, 43 + n, 44 + n), (1, 28 + n, 29 + n)] for n in range(5))],
+                None,
+            ),
+        ],
+    )
+    def test_steps_that_an_error_names_are_those_that_work(
+        self, passes: Any, steps: str | None, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_sglang(tmp_path / "dump", runs["right"], passes=passes, has_request_ids=False)
+        for name in ("positions", "seq_lens", "req_pool_indices"):
+            for file in (tmp_path / "dump").glob(f"*name={name}___*"):
+                file.unlink()
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 3
+        line = "steps: " + record["error"].partition("steps: ")[2].rstrip(".")
+        assert line == f"steps: {steps or [[str(step) for step in range(6)]]}"
+        exit_code, record = compare(tmp_path / "dump", line)
+        assert (exit_code, record["compared"]) == (0, COMPARED["sglang"])
+
     def test_prompt_of_which_a_token_is_missing_is_refused(
         self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
     ) -> None:

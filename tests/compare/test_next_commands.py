@@ -119,3 +119,5 @@ def test_layer_without_a_name_is_traced_and_run_again(sweep: RunCommands) -> Non
     assert again.startswith("mm2-test sweep --layers 0:4 ")
     right = Diagnosis(reference="golden", target="run", is_failed=False, layers=())
     assert after_diagnosis(right, sweep) == ()
+    stopped = replace(right, unproved="compared 2 of 4 sites")
+    assert after_diagnosis(stopped, sweep) == ("mm2-test show run",)

@@ -152,9 +152,10 @@ def test_unusable_tensor_fails(change: Any, message: str, layer: mm2.GoldenLayer
         mm2.assert_site(change(layer.read("attn_delta")), layer, "attn_delta")
 
 
-def test_tensor_in_another_dtype_warns(layer: mm2.GoldenLayer) -> None:
-    with pytest.warns(mm2.PortWarning, match="expected torch.bfloat16, found torch.float32"):
-        mm2.assert_site(layer.read("attn_delta").float(), layer, "attn_delta")
+def test_tensor_in_float32_passes_and_one_in_float16_warns(layer: mm2.GoldenLayer) -> None:
+    assert mm2.assert_site(layer.read("attn_delta").float(), layer, "attn_delta").status == "pass"
+    with pytest.warns(mm2.PortWarning, match="expected torch.bfloat16, found torch.float16"):
+        mm2.assert_site(layer.read("attn_delta").half(), layer, "attn_delta")
 
 
 def test_padding_is_not_judged(layer: mm2.GoldenLayer) -> None:

@@ -152,3 +152,13 @@ class Counting(Model):
         if len(path.read_text().splitlines()) > most:
             raise RuntimeError("the device is gone")
         return super().forward(input_ids, attention_mask, position_ids, past_key_values)
+
+
+class OtherExpert(Model):
+    """One expert of layer 3 is twice too large."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        name = "block_sparse_moe.experts.5.w2.weight"
+        if layer_idx == 3:
+            tensors = {**tensors, name: 2 * tensors[name]}
+        return super().convert_state_dict(tensors, config, layer_idx)

@@ -112,6 +112,8 @@ def test_culprit_behind_a_faint_drift_is_the_headline() -> None:
 def test_clean_bisection_points_to_the_sweep() -> None:
     whole = bisection(Probe(span=Span(0, 8), chains=tuple(chain(at, at + 2, 0.4) for at in range(0, 8, 2))))
     assert whole.verdict is Verdict.PASS
-    assert draw(whole).splitlines()[0] == "PASS: nothing found in layers 0-7"
+    assert draw(whole).splitlines()[0] == "Nothing above 1.50 % found in layers 0-7"
+    assert bisection_record(whole)["headline"] == "Nothing above 1.50 % found in layers 0-7"
+    assert "PASS" not in draw(whole)
     assert "did not run" not in draw(whole)
     assert next_commands(whole)[0].startswith("mm2-test sweep --layers 0:8 ")

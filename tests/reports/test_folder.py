@@ -4,10 +4,8 @@ import json
 import resource
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,12 +47,20 @@ def write(comparison: Comparison, folder: Path) -> WrittenReport:
     return write_report(Report(comparison=comparison, next_commands=NEXT), folder)
 
 
-def remove_once_there(path: Path) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with suppress(FileNotFoundError):
-            path.unlink()
-            return
+@contextmanager
+def removing(removed: Path, *, when: Path) -> Iterator[None]:
+    """Removes a file at the moment when another one is renamed into place: Python announces each rename."""
+    is_awaited = True
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal is_awaited
+        if is_awaited and event == "os.rename" and str(arguments[1]) == str(when):
+            is_awaited = False
+            removed.unlink()
+
+    sys.addaudithook(hear)  # it cannot be taken away again
+    yield
+    assert not is_awaited, f"{when} was not renamed"
 
 
 def test_page_comes_first_where_its_package_is_installed(failing: Comparison, tmp_path: Path) -> None:
@@ -128,12 +134,12 @@ class TestWithoutThePage:
         assert first == second
 
     def test_file_that_is_removed_meanwhile_is_named(self, passing: Comparison, tmp_path: Path) -> None:
-        # It is renamed first: the others are flushed to the disk meanwhile.
-        remover = threading.Thread(target=remove_once_there, args=(tmp_path / NAMES[-1],))
-        remover.start()
-        with pytest.raises(CannotRunError, match=rf"the report's {NAMES[-1]} .* was removed while"):
+        # The last file is renamed first.
+        with (
+            removing(tmp_path / NAMES[-1], when=tmp_path / NAMES[0]),
+            pytest.raises(CannotRunError, match=rf"the report's {NAMES[-1]} .* was removed while"),
+        ):
             write(passing, tmp_path)
-        remover.join()
 
     def test_directory_that_cannot_be_made_is_named(self, passing: Comparison, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way", encoding="utf-8")

@@ -41,7 +41,7 @@ import pathlib, time
 def write(path):
     path = pathlib.Path(path)
     path.write_bytes(bytes(1 << 20))
-    time.sleep(0.3)
+    time.sleep(1)  # ten times the interval of the gauges
     path.unlink()
     return {}
 """

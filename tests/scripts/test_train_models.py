@@ -73,7 +73,9 @@ def test_unknown_model_is_refused_before_any_training(arguments: list[str], tmp_
         check=False,
     )
     assert result.returncode == 2
-    assert "there is no model nameless; there are a, b, c, d, e, f, g, h, i, tiny" in result.stderr
+    assert (
+        "there is no model nameless; there are a, b, c, d, e, f, g, h, i, j, k, l, m, tiny" in result.stderr
+    )
     assert not any(tmp_path.iterdir())
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.command_line.console import print_json, print_text
 from minimax_tools.commands.work.plan_text import describe_plan, plan_values
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub
+from minimax_tools.model.family import MODEL_TYPE
+from minimax_tools.model.rope import warn_of_rotary_width
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
@@ -32,6 +35,9 @@ def divide_model(
     nodes += read_nodes(nodes_file) if nodes_file is not None else ()
     check_nodes(nodes)
     source = open_source(model, headers=True)
+    if source.config["model_type"] == MODEL_TYPE:
+        warn_of_rounded_router(source.headers_known)
+        warn_of_rotary_width(source.config, where=source.model)
     workload = Workload(context_length=context_length, batch_size=batch_size, dtype=dtype)
     # Asked once: a source that has config.json alone builds the list of tensors on every access.
     tensors = source.tensors

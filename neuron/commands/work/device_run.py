@@ -20,6 +20,7 @@ from minimax_tools.capture.further import ALSO
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_commands import judge_port_of
 from minimax_tools.command_line.console import end_command, print_json, say
@@ -176,6 +177,7 @@ def _run_port(
         CheckpointReader(folder, layers=layers) as reader,
         LayerProgress(request.num_layers, label="Device") as progress,
     ):
+        warn_of_rounded_router(reader.index.entries)
         device_run = DeviceRun(request, runtime=runtime, reader=reader, progress=progress)
         directory = options.store.place_run(run.name, device_run.describe())
         report = device_run.capture(directory)

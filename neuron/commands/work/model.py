@@ -87,7 +87,7 @@ def run_model(options: ModelOptions) -> None:
             if is_black_box(capture) and options.dtype is torch.bfloat16:
                 logits_folder = options.store.captures / LOGITS_FOLDER
                 comparison = judge_black_box(
-                    judged.comparison, capture, reader=reader, spec=spec, folder=logits_folder
+                    judged.comparison, golden, capture, reader=reader, spec=spec, folder=logits_folder
                 )
                 judged = replace(judged, comparison=comparison)
             named = name_first(
@@ -153,5 +153,5 @@ def _print_text(named: NamedRun) -> None:
     if named.isolated is not None:
         layer = named.isolated.layers[0]
         write(f"\nLayer {layer} alone, on the golden's input: {str(named.isolated.verdict).upper()}")
-    if named.diagnosis is not None and named.diagnosis.exit_code:
+    if named.diagnosis is not None and named.diagnosis.verdict is Verdict.FAIL:
         write(render_diagnosis(named.diagnosis))

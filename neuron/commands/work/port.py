@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from neuron.port_arguments import name_port
 from neuron.port_stages import StageLog, StageResult
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX
+from neuron.weight_trace.report import NOTHING_ELSE
 
 logger = logging.getLogger(__name__)
 _NAME_WIDTH = 9
@@ -92,7 +93,8 @@ def judge_in_stages(
             next_commands=following,
         )
     else:
-        lines = [f"{str(verdict).upper()}: {target}"]
+        cause = ": the weights are wrong" if _is_explained_by_weights(results) else ""
+        lines = [f"{str(verdict).upper()}: {target}{cause}"]
         lines += [f"  {result.name:{_NAME_WIDTH}}  {_outcome(result)}" for result in results]
         print_text("\n".join(["", *lines]), next_commands=following)
     end_command(exit_code)
@@ -131,7 +133,7 @@ class _Plan:
         return next(open_stages, None)
 
     def _stages(self, finished: Mapping[str, StageResult]) -> Iterator[_Stage]:
-        """Yield all stages; the last depends on the sweep's verdict."""
+        """Yield all stages; the last depends on the verdicts before. Weights that explain all are mended first."""
         golden, run = address_of(self.golden or self._made_golden), str(self.folder / "run")
         on_golden = ("--model", self.model, "--golden", golden)
         if self.golden is None:
@@ -146,12 +148,21 @@ class _Plan:
         report = ("--report-path", str(self.folder / "report"))
         sweep = (*on_golden, *self.named, "--output-dir", run, "--overwrite", *report)
         yield _Stage(name="sweep", words=("mm2-test", "sweep", *sweep))
-        if finished["sweep"].exit_code:
-            sides = ("--model", self.model, "--golden", golden, "--run", run)
-            yield _Stage(name="diagnosis", words=("mm2-diagnose", *sides, "--prove", *report))
-        else:
+        if not finished["sweep"].exit_code:
             chain = ("--output-dir", str(self.folder / "chain"), "--overwrite", *report)
             yield _Stage(name="chain", words=("mm2-test", "full", *on_golden, *self.named, *chain))
+        elif not _is_explained_by_weights(finished.values()):
+            sides = ("--model", self.model, "--golden", golden, "--run", run)
+            yield _Stage(name="diagnosis", words=("mm2-diagnose", *sides, "--prove", *report))
+
+
+def _is_explained_by_weights(results: Iterable[StageResult]) -> bool:
+    """Decide whether the trace of the weights proved that nothing else is wrong: then no mistake is searched."""
+    for result in results:
+        if result.name == "weights" and result.exit_code == 1:
+            record = result.record
+            return NOTHING_ELSE in result.output if record is None else record.get("explains_all") is True
+    return False
 
 
 def _without(words: Sequence[str], option: str) -> tuple[str, ...]:

@@ -40,10 +40,9 @@ from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.following import Follower
-from neuron.prompt_runs.golden_check import refuse_other_golden
-from neuron.prompt_runs.golden_maker import make_golden_logits
+from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 from neuron.prompt_runs.port_record import PortRecord
-from neuron.prompt_runs.prompt_run import PromptRun
+from neuron.prompt_runs.prompt_run import PromptRun, trust_golden
 from reports.prompts import prompts_record, render_followed, render_prompts
 
 # Tokens of an answer that are decoded, and of a golden's rows, if --decode does not say.
@@ -58,24 +57,31 @@ def run_prompts(options: PromptOptions) -> None:
     prompts = _read_prompts(options, folder, spec)
     directory = options.store.directory(DEVICE_SIDE, "prompts")
     with output_set_aside(), CheckpointReader(folder) as reader:
-        store = LogitsStore.open(_logits_folder(options), reader=reader, spec=spec)
+        goldens = GoldenRows(
+            store=LogitsStore.open(_logits_folder(options), reader=reader, spec=spec),
+            reader=reader,
+            spec=spec,
+            captured={}
+            if options.golden is None
+            else captured_logits(Capture.open(options.golden).natural()),
+        )
         run = PromptRun(
             prompts=tuple(prompts),
             spec=spec,
-            store=store,
+            goldens=goldens,
             padding_side=options.padding_side or "right",
             buckets=options.pad_to,
             batch_size=options.prompts_at_once,
         )
         if options.target is None:
-            num_known = make_golden_logits(store, [p.row for p in prompts], reader=reader, spec=spec)
+            num_known = goldens.make([prompt.row for prompt in prompts])
             ranking = None
         else:
             with open_runtime(options.backend, ranks=options.ranks) as runtime:
-                num_known = make_golden_logits(store, [p.row for p in prompts], reader=reader, spec=spec)
+                num_known = goldens.make([prompt.row for prompt in prompts])
                 ranking = _run_port(options, run, folder, directory, runtime, reader, num_known=num_known)
     if ranking is None:
-        _print_golden(options, store, len(prompts), num_known)
+        _print_golden(options, goldens.store, len(prompts), num_known)
         end_command(0)
     notes = () if options.golden is None else Capture.open(options.golden).row_notes
     ranking = replace(ranking, words=_words(folder, ranking), notes=notes)
@@ -96,7 +102,7 @@ def _run_port(
     """Run the port on the prompts that are not on record, rank all, and run the worst alone."""
     assert options.target is not None, "a run has a port"
     if options.golden is not None:
-        refuse_other_golden(Capture.open(options.golden).natural(), run)
+        run = trust_golden(Capture.open(options.golden).natural(), run, model=options.model)
     target = find_model_target(options.target)
     setup = ModelSetup(
         target=target,
@@ -109,8 +115,8 @@ def _run_port(
     record = PortRecord.open(
         directory / "logits",
         Provenance(
-            model=run.store.model,
-            model_source=str(run.store.directory),
+            model=run.goldens.store.model,
+            model_source=str(run.goldens.store.directory),
             backend=str(runtime.backend),
             device=runtime.backend.description,
             dtypes={"weights": str(options.dtype)},

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.capture_commands import judge_port_of
 from minimax_tools.command_line.console import end_command, print_json, print_text
@@ -70,6 +71,7 @@ def trace_weights(
         CheckpointReader(folder, layers=layers) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
     ):
+        warn_of_rounded_router(reader.index.entries)
         found = find_target(target)
 
         def inspect_layers() -> Iterator[WeightInspection]:

@@ -68,7 +68,7 @@ class TestFirstFailure:
 
     def test_input_that_warns_is_not_called_right(self) -> None:
         (one,) = blame(Site.ROUTER_LOGITS, warning=(Site.POST_NORM,))
-        assert one.reason == "error 9×; post_norm is a little beyond the limit"
+        assert one.reason == "error 9×; post_norm warns: error 9×"
 
 
 class TestIndependentCulprits:

@@ -15,6 +15,7 @@ from compare.blame.location import locate_blamed
 from compare.blame.recomputed_judge import Recomputed
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.noise.rho import token_ratios
 from compare.noise.rows import Rows
 from compare.sides.batch import Batch
 from compare.sides.sides import Sides
@@ -97,11 +98,15 @@ def locate(
         criteria=Criteria(name=criteria, rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
     )
     result = SiteResult(layer=layer, site=str(site), status=SiteStatus.FAIL)
-    judge: Any = SimpleNamespace(judged_rows=lambda _: found)
+
+    def is_right(_: Site, part: Rows) -> bool:
+        return float(token_ratios(part).max()) < 2.0
+
+    judge: Any = SimpleNamespace(judged_rows=lambda _: found, is_right=is_right)
     blame = (Blame(layer=layer, sites=("post_norm", str(site)), reason=""),)
     results = locate_blamed({site: result}, blame, judge=judge, recomputed={}, sides=sides)
     # A site that was recomputed is located by its rows of then.
-    other: Any = SimpleNamespace(judged_rows=None)
+    other: Any = SimpleNamespace(judged_rows=None, is_right=is_right)
     again = (
         locate_blamed(
             {site: result},
@@ -114,7 +119,7 @@ def locate(
         else results
     )
     assert again == results
-    assert bool(results[site].regions) is bool(results[site].where)
+    assert not results[site].regions or results[site].where
     return results[site].where
 
 

@@ -31,7 +31,7 @@ def test_positions_that_are_wrong_are_told_in_text_and_data(copyist: Any, judge:
 
     comparison = judge(copyist.device_run({(2, Site.ATTN_DELTA): spoil}))
 
-    sentence = "wrong tokens: all 8 at tokens from 40 on; the 73 others are right"
+    sentence = "wrong tokens: row 0: 40-47; the 73 others are right"
     assert where(comparison, 2, Site.ATTN_DELTA) == (sentence,)
     assert sentence in render_comparison(comparison, width=120, is_terminal=False)
     sites = comparison_record(comparison)["sites"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from compare.blame.recomputed_judge import judge_recomputed
+from compare.blame.recomputed_judge import RecomputingJudge
 from minimax_tools.model.sites import Site
 
 
@@ -33,7 +33,8 @@ def test_nothing_is_recomputed(
         reference=Golden(),
         target=Golden(),
         weights="weights" if has_weights else None,
-        criteria=SimpleNamespace(name=criteria),
+        is_classic=criteria == "classic",
     )
     judge: Any = None
-    assert judge_recomputed(sites, layer=1, failing=frozenset(), judge=judge, sides=sides) == {}
+    with RecomputingJudge(sides, layer=1, judge=judge) as recomputing:
+        assert recomputing.judge_sites(sites, failing=frozenset()) == {}

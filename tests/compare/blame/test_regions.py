@@ -9,12 +9,16 @@ import torch
 
 from compare.blame.regions import (
     Region,
+    TokenList,
     channel_regions,
     expert_regions,
+    likeliest,
+    list_channels,
     range_regions,
     row_regions,
-    tightest,
+    step_regions,
 )
+from minimax_tools.results.regions import WrongRegion
 
 
 def items(*numbers: int, total: int = 100) -> torch.Tensor:
@@ -160,7 +164,7 @@ class TestChance:
         wrong, held = items(*range(num_wrong)), items(*range(size))
         most = 1e-6 * math.comb(100, num_wrong) / math.comb(size, num_wrong)
         for num_choices, counts in ((0.99 * most, True), (1.01 * most, False)):
-            found = tightest(wrong, [region(held, num_choices=num_choices)])
+            found = likeliest(wrong, [region(held, num_choices=num_choices)])
             assert (found is not None) is counts
 
     def test_region_narrows_another_if_chance_is_below_a_thousandth(self) -> None:
@@ -171,25 +175,81 @@ class TestChance:
             assert region(inner, num_choices=num_choices).adds_to(region(outer), wrong) is adds
 
     def test_region_without_all_wrong_items_never_counts(self) -> None:
-        assert tightest(items(*range(20)), [region(items(*range(19)), num_choices=1e-30)]) is None
-        assert tightest(items(), [region(items(1), num_choices=1e-30)]) is None
-        assert tightest(items(1), []) is None
+        assert likeliest(items(*range(20)), [region(items(*range(19)), num_choices=1e-30)]) is None
+        assert likeliest(items(), [region(items(1), num_choices=1e-30)]) is None
+        assert likeliest(items(1), []) is None
 
     @pytest.mark.parametrize(("total", "most"), [(50, 45), (100, 92), (200, 192)])
     def test_region_of_nearly_all_items_says_nothing(self, total: int, most: int) -> None:
         wrong = items(1, total=total)
         for size, counts in ((most, True), (most + 1, False)):
             held = region(items(*range(size), total=total), num_choices=1e-30)
-            assert (tightest(wrong, [held]) is not None) is counts
+            assert (likeliest(wrong, [held]) is not None) is counts
 
-    def test_simpler_of_about_equal_regions_is_told(self) -> None:
+    def test_region_of_least_chance_is_told_however_small_another_is(self) -> None:
         wrong = items(*range(20))
-        small = region(items(*range(20)), num_choices=9.0, words="small")
-        for size, words in ((21, "simple"), (22, "small")):
+        small = region(items(*range(20)), num_choices=1e6, words="small")
+        for size, words in ((25, "simple"), (40, "small")):
             simple = region(items(*range(size)), num_choices=2.0, words="simple")
-            found = tightest(wrong, [small, simple])
+            found = likeliest(wrong, [small, simple])
             assert found is not None
             assert found.words == words
+
+
+class TestSteps:
+    TOKENS = torch.arange(100) % 50
+    EVERYWHERE = torch.ones(100, dtype=torch.bool)
+
+    def find(self, *wrong: int) -> list[Region]:
+        return [*step_regions(items(*wrong), self.TOKENS, self.EVERYWHERE)]
+
+    def test_every_so_many_tokens(self) -> None:
+        (found,) = self.find(7, 17, 37, 57)
+        assert found.words == "at every 10th token from 7 on"
+        assert (found.numbers, found.num_choices) == ({"tokens": ((7, 49),), "every": 10}, 2500.0)
+        assert found.items.nonzero().flatten().tolist() == [7, 17, 27, 37, 47, 57, 67, 77, 87, 97]
+
+    @pytest.mark.parametrize("wrong", [(7, 17), (7, 8, 19), (7, 57)])
+    def test_others_have_no_step(self, wrong: tuple[int, ...]) -> None:
+        assert self.find(*wrong) == []
+
+
+class TestLists:
+    @pytest.mark.parametrize(
+        ("tokens", "words"),
+        [
+            ({0: [31, 63, 95, 127]}, "row 0: 31, 63, 95, 127: every 32nd"),
+            ({1: [4, 5, 6, 7, 8]}, "row 1: 4-8"),
+            ({0: [2, 3, 9], 2: [2, 3, 9]}, "rows 0, 2: 2-3, 9"),
+            (
+                {0: [7, 15, 47, 71, 95], 1: [7]},
+                "row 0: 7, 15, 47, 71, 95, and row 1: 7: each 7 plus a multiple of 8",
+            ),
+            # Three numbers of one parity are chance.
+            ({0: [1, 5, 11]}, "row 0: 1, 5, 11"),
+            ({3: [8]}, "row 3: 8"),
+            (
+                {0: [*range(0, 45, 3)]},
+                "row 0: 0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33 and 3 more: every 3rd",
+            ),
+        ],
+    )
+    def test_tokens_are_listed_by_row_with_their_rule(self, tokens: dict[int, list[int]], words: str) -> None:
+        places = [(row, token) for row, of_row in tokens.items() for token in of_row]
+        assert str(TokenList.of(reversed(places))) == words
+
+    def test_list_is_a_region_if_the_rows_have_one_list(self) -> None:
+        found = TokenList.of([(0, 31), (0, 63), (0, 95)]).region(of=192)
+        assert found == WrongRegion(
+            num_wrong=3, num_held=3, of=192, rows=(0,), tokens=((31, 31), (63, 63), (95, 95)), every=32
+        )
+        assert TokenList.of([(0, 31), (1, 63)]).region(of=192) is None
+
+    def test_channels_are_listed(self) -> None:
+        words, found = list_channels(items(3, 17, 18), "channel")
+        assert (words, found.channels) == ("channels 3, 17-18", ((3, 3), (17, 18)))
+        words, found = list_channels(items(3, 17), "expert")
+        assert (words, found.experts) == ("experts 3, 17", (3, 17))
 
 
 def test_intersection_has_all_choices_of_both() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.finding import Diagnosis
+from compare.diagnosis.report import render_diagnosis
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Run, sweep_run
@@ -37,8 +38,13 @@ def noisy(tensor: torch.Tensor) -> torch.Tensor:
 def diagnosed(golden: Path, toy: Path, copyist: Any) -> Diagnose:
     """Diagnoses a run whose sites at some places are noisy, by a mistake that explains none of it."""
 
-    def run(*places: tuple[int | None, Site | ModelSite], run: Run = RUN, **options: Any) -> Diagnosis:
-        target = copyist.device_run(dict.fromkeys(places, noisy), run=run)
+    def run(
+        *places: tuple[int | None, Site | ModelSite],
+        run: Run = RUN,
+        stop_before: int | None = None,
+        **options: Any,
+    ) -> Diagnosis:
+        target = copyist.device_run(dict.fromkeys(places, noisy), run=run, stop_before=stop_before)
         mistakes = ("k_v_swapped",)
         return diagnose(Capture.open(golden), Capture.open(target), model=toy, mistakes=mistakes, **options)
 
@@ -91,6 +97,18 @@ def test_right_layer_beside_wrong_ones_passes(diagnosed: Diagnose) -> None:
     (layer,) = found.layers
     assert (layer.is_blamed, layer.is_right, layer.blame) == (False, True, ())
     assert (asked, advances) == ([1], [(3, True)])
+
+
+class TestRunThatStopped:
+    def test_is_no_pass(self, diagnosed: Diagnose) -> None:
+        found = diagnosed(stop_before=1)
+        assert (found.verdict, found.exit_code) == (Verdict.INCOMPARABLE, 3)
+        assert "compared 10 of 40 sites" in render_diagnosis(found)
+        assert any("run it again" in note for note in found.notes)
+
+    def test_layers_that_ran_are_diagnosed(self, diagnosed: Diagnose) -> None:
+        assert diagnosed(stop_before=2, layers=(0, 1)).verdict is Verdict.PASS
+        assert diagnosed((0, Site.V_PROJ), stop_before=1).verdict is Verdict.FAIL
 
 
 class TestOutside:

@@ -134,13 +134,20 @@ def test_replayed_values_are_judged_in_place_of_the_goldens() -> None:
 
 
 class TestDtype:
-    def test_another_is_worth_a_warning(self) -> None:
-        found = judge(rows(GOLDEN.float()))
-        assert (found.status, found.reason) == (
-            SiteStatus.WARN,
-            "dtype: expected torch.bfloat16, found torch.float32",
-        )
-        assert judge(rows(GOLDEN.float(), twin=None)).status is SiteStatus.WARN
+    def test_finer_one_is_noted(self) -> None:
+        for one in (rows(GOLDEN.float()), rows(GOLDEN.float(), twin=None)):
+            found = judge(one)
+            assert found.status is SiteStatus.PASS
+            assert found.reason == "shown in float32, where the golden holds bfloat16"
+
+    @pytest.mark.parametrize(
+        ("golden", "port"), [(torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)]
+    )
+    def test_one_that_cannot_hold_the_goldens_values_warns(
+        self, golden: torch.dtype, port: torch.dtype
+    ) -> None:
+        found = judge(rows(GOLDEN.to(port), stored_dtype=golden))
+        assert (found.status, found.reason) == (SiteStatus.WARN, f"dtype: expected {golden}, found {port}")
 
     def test_failure_keeps_its_reason(self) -> None:
         assert "noise floor" in judge(rows(2.0 * GOLDEN.float())).reason

@@ -13,6 +13,7 @@ from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.run import full_run, single_layer_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
+from reports.terminal import render_comparison
 
 Judge = Callable[..., Comparison]
 
@@ -64,12 +65,20 @@ class TestFailClosed:
         assert result.status is SiteStatus.FAIL
         assert result.reason.startswith("dtype: expected torch.")
 
-    def test_right_values_in_another_dtype_are_worth_a_warning(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run({(0, Site.POST_NORM): torch.Tensor.float}))
-        result = site_of(comparison, 0, Site.POST_NORM)
-        assert result.status is SiteStatus.WARN
-        assert result.reason == "dtype: expected torch.bfloat16, found torch.float32"
+    def test_right_values_in_float32_are_one_note(self, copyist: Any, judge: Judge) -> None:
+        places = [(layer, site) for layer in (0, 1) for site in (Site.Q_PROJ, Site.POST_NORM)]
+        comparison = judge(copyist.device_run(dict.fromkeys(places, torch.Tensor.float)))
+        assert comparison.verdict is Verdict.PASS
+        (note,) = (note for note in comparison.notes if "float32" in note)
+        assert note == ("layers 0-1, q_proj, post_norm: shown in float32, where the golden holds bfloat16")
+
+    def test_right_values_in_float16_are_worth_a_warning(self, copyist: Any, judge: Judge) -> None:
+        comparison = judge(copyist.device_run({(0, Site.POST_NORM): torch.Tensor.half}))
+        reason = "dtype: expected torch.bfloat16, found torch.float16"
+        assert site_of(comparison, 0, Site.POST_NORM).reason == reason
         assert (comparison.verdict, comparison.verdict.exit_code) == (Verdict.WARN, 0)
+        headline = render_comparison(comparison, width=200).partition("\n")[0]
+        assert headline == f"WARN: first at layer 0, post_norm: {reason}"
 
     def test_site_that_was_declared_and_not_stored_is_a_failure(self, copyist: Any, judge: Judge) -> None:
         comparison = judge(copyist.device_run({(1, Site.K_ROPE): None}))

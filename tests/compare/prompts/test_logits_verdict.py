@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -25,6 +27,24 @@ def draw(seed: int, scale: float) -> torch.Tensor:
 EXACT = [draw(row, 3.0) for row in range(NUM_ROWS)]
 
 
+@dataclass(frozen=True)
+class Source:
+    """Golden logits of all rows; `flipped` are those of one right model more of the second row."""
+
+    goldens: list[GoldenLogits]
+    flipped: TokenLogits | None = None
+
+    def read(self, row: Sequence[int]) -> GoldenLogits:
+        return self.goldens[ROWS.index(tuple(row))]
+
+    def find_alternatives(self, goldens: Sequence[GoldenLogits]) -> list[GoldenLogits]:
+        is_flipped = self.flipped is not None
+        return [
+            golden.with_alternatives(self.flipped) if is_flipped and golden.row == ROWS[1] else golden
+            for golden in goldens
+        ]
+
+
 @pytest.fixture(scope="module")
 def goldens() -> list[GoldenLogits]:
     found = []
@@ -40,13 +60,17 @@ def goldens() -> list[GoldenLogits]:
     return found
 
 
-def judge(goldens: list[GoldenLogits], ports: list[torch.Tensor]) -> LogitsVerdict:
+def judge(
+    goldens: list[GoldenLogits], ports: list[torch.Tensor], flipped: torch.Tensor | None = None
+) -> LogitsVerdict:
     tokens = torch.arange(NUM_TOKENS)
     measured = [
         PortLogits(tokens=tokens, logits=golden.measure(logits, tokens))
         for golden, logits in zip(goldens, ports, strict=True)
     ]
-    return judge_logits(split_rows(ROWS, num_decoded=NUM_DECODED), goldens, measured, through="two layers")
+    prompts = split_rows(ROWS, num_decoded=NUM_DECODED)
+    source = Source(goldens, None if flipped is None else goldens[1].measure(flipped, tokens))
+    return judge_logits(prompts, measured, source, through="two layers")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -108,3 +132,37 @@ def test_rows_that_are_only_wrong_together_are_told_by_their_phase(goldens: list
     assert (verdict.is_right, verdict.first_pass) == (False, 1)
     assert verdict.reason.startswith("89 % of the tokens of the decode are farther from the exact model")
     assert 1.0 < verdict.excess < 1.2
+
+
+@pytest.fixture
+def flipped() -> torch.Tensor:
+    """Return the logits of a right model of the second row that sends one token to another expert."""
+    logits = EXACT[1].clone()
+    logits[4] += draw(7, 1.0)[4]
+    return logits
+
+
+def test_token_near_another_right_model_is_right(goldens: list[GoldenLogits], flipped: torch.Tensor) -> None:
+    ports = [EXACT[0], flipped + draw(50, SIGMA), EXACT[2]]
+    assert not judge(goldens, ports).is_right
+    verdict = judge(goldens, ports, flipped)
+    assert verdict.is_right
+    assert verdict.num_flipped == 1
+
+
+def test_token_as_far_as_another_right_model_but_elsewhere_is_wrong(
+    goldens: list[GoldenLogits], flipped: torch.Tensor
+) -> None:
+    """The flip of a right model does not widen what is noise: the port must make the same."""
+    ports = [exact.clone() for exact in EXACT]
+    ports[1][4] += draw(8, 1.0)[4]
+    verdict = judge(goldens, ports, flipped)
+    assert (verdict.is_right, verdict.first_pass) == (False, 0)
+
+
+def test_many_tokens_beyond_noise_need_no_other_models(
+    goldens: list[GoldenLogits], flipped: torch.Tensor
+) -> None:
+    """Flips are rare: a row of which many tokens differ has a mistake, whatever model is near it."""
+    moved = EXACT[1] + draw(9, 1.0)
+    assert not judge(goldens, [EXACT[0], moved, EXACT[2]], moved).is_right

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
 
 from compare.prompts.noise_level import NoiseLevel, rounding_noise, token_noise
-from compare.prompts.prompt_judge import PortLogits, PromptJudge
-from compare.prompts.prompt_limits import PromptLimits
+from compare.prompts.prompt_judge import PortLogits, PromptJudge, PromptLimits
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, following_tokens
 from minimax_tools.golden_logits.token_logits import TokenLogits, divergence
 from minimax_tools.results.prompt_results import PromptResult, rank_prompts
@@ -248,3 +247,31 @@ def test_limits_are_those_that_were_measured() -> None:
         "share_deviations": 4.0,
         "tokens_apart": 4,
     }
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """The golden logits of the one row, and those of a right model that sends its third token to another expert."""
+
+    golden: GoldenLogits
+
+    def read(self, row: Sequence[int]) -> GoldenLogits:
+        return self.golden
+
+    def find_alternatives(self, goldens: Sequence[GoldenLogits]) -> list[GoldenLogits]:
+        return [golden.with_alternatives(golden.measure(FLIPPED, INPUT_IDS)) for golden in goldens]
+
+
+FLIPPED = EXACT.clone()
+FLIPPED[3] += draw(99, 1.0)[3]
+
+
+@pytest.mark.parametrize(("num_prompts", "num_differing"), [(1, 0), (8, 0), (9, 9)])
+def test_flips_of_more_prompts_than_chance_sends_there_excuse_none(
+    num_prompts: int, num_differing: int, golden: GoldenLogits
+) -> None:
+    port = PortLogits(tokens=INPUT_IDS, logits=golden.measure(FLIPPED, INPUT_IDS))
+    judge = PromptJudge(level=NoiseLevel.of([golden]))
+    results = judge.judge_all([PROMPT] * num_prompts, [port] * num_prompts, OneRow(golden))
+    assert sum(result.is_beyond for result in results) == num_differing
+    assert sum(result.num_flipped for result in results) == num_prompts - num_differing

@@ -148,21 +148,24 @@ class TestReadingAhead:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def cached(self, folder: Path) -> dict[str, bool]:
+    def cached(self, folder: Path, pattern: str = "*.safetensors") -> dict[str, bool]:
         found = {}
-        for path in sorted(folder.rglob("*.safetensors")):
+        for path in sorted(folder.rglob(pattern)):
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
                 found[str(path.relative_to(folder))] = is_cached(file.fileno(), 0, 1_000_000)
         return found
 
-    def cached_after(self, options: list[str], folder: Path) -> dict[str, bool]:
+    def cached_after(self, options: list[str], folder: Path, *, awaited: str = "") -> dict[str, bool]:
+        """Tell what is cached once the files `awaited`, a pattern, are; a look at any other fetches that one."""
         run(options)
         for thread in threading.enumerate():
             if thread.name == "mm2-read-ahead":
                 thread.join(60)
         # The system was asked; the disk may still be at it.
-        time.sleep(0.5)
+        deadline = time.monotonic() + 60
+        while awaited and not all(self.cached(folder, awaited).values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
         return self.cached(folder)
 
     @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -170,7 +173,7 @@ class TestReadingAhead:
         self, sides: list[Path], order: tuple[int, int]
     ) -> None:
         words = [["--golden", str(sides[0])], ["--run", str(sides[1])]]
-        cached = self.cached_after([*words[order[0]], *words[order[1]]], sides[0].parent)
+        cached = self.cached_after([*words[order[0]], *words[order[1]]], sides[0].parent, awaited="layer_1*")
         assert cached == {
             "golden/layer_0.safetensors": False,
             "golden/layer_1.safetensors": True,

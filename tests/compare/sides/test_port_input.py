@@ -72,6 +72,27 @@ def places(record: dict[str, Any]) -> list[tuple[int, str]]:
     return [(blame["layer"], blame["sites"][-1]) for blame in record["blame"]]
 
 
+def test_figures_are_golden_against_port_and_those_on_its_own_input_beside_them(
+    run_full: Callable[[str], Any], golden: Path
+) -> None:
+    _, record, directory = run_full(f"SwappedGateUp_at_{LAYER}")
+    reference, port = Capture.open(golden), Capture.open(directory)
+    mask = reference.read_inputs().attention_mask.bool()
+    sites = {(site["layer"], site["site"]): site for site in record["sites"]}
+    for layer in (0, LAYER, 3):
+        site = sites[layer, "output"]
+        difference = (
+            port.read(layer, Site.OUTPUT).double() - reference.read(layer, Site.OUTPUT).double()
+        ).abs()
+        assert site["metrics"]["max_abs_diff"] == pytest.approx(float(difference[mask].max()))
+        # The first layer's input is the golden's.
+        assert (site["own_input_metrics"] is None) is (layer == 0)
+    behind = sites[3, "output"]
+    assert behind["metrics"]["close_fraction"] < 0.5 < behind["own_input_metrics"]["close_fraction"]
+    logits = sites[None, "logits"]
+    assert logits["metrics"]["cosine_similarity"] < logits["own_input_metrics"]["cosine_similarity"]
+
+
 @pytest.mark.parametrize(
     "shows",
     ["", "_without_experts", pytest.param("_without_choice", marks=pytest.mark.slow), "_outputs"],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from minimax_tools.model.run import multi_layer_run, single_layer_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.weight_names import layer_prefix
 from minimax_tools.text.input_request import InputRequest
+
+sys.path.append(str(Path(__file__).parents[2]))
+from moments import KILL, words_of
 
 CPU = torch.device("cpu")
 STREAMS = {
@@ -194,16 +197,11 @@ def test_stream_killed_in_mid_run_resumes_to_the_same_bytes(toy: Path, tmp_path:
     arguments = ["extract-all", "--model", str(toy), "--seq-len", "24,15", "--stream", "on", "--quiet"]
     command(main, *arguments, "--output-dir", tmp_path / "whole")
     killed = tmp_path / "killed"
-    words = [sys.executable, "-m", "gpu_reference", *arguments, "--output-dir", str(killed)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    has_ended = False
-    while not (killed / "layer_1.safetensors").exists():
-        assert not has_ended, "the run ended before it reached layer 1"
-        # Asked before the next look at the file: a run that ends meanwhile has written it.
-        has_ended = process.poll() is not None
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
+    dying = words_of("gpu_reference", name="layer_1.safetensors", act=KILL)
+    ended = subprocess.run(
+        [*dying, *arguments, "--output-dir", str(killed)], stdout=subprocess.DEVNULL, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
     command(main, *arguments, "--output-dir", killed)
     assert contents(killed) == contents(tmp_path / "whole")
 

@@ -191,3 +191,33 @@ def test_a_fed_tensor_fills_the_first_columns_of_an_input_that_the_port_padded()
         found = module(padded).unflatten(0, (2, 5))
     assert torch.equal(found[:, :3], fed)
     assert (found[:, 3:] == 7).all()
+
+
+class InParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 3, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.inner(part) for part in states.split(2)])
+
+
+def test_all_calls_of_a_site_are_kept_and_forgotten_at_the_start_of_a_run() -> None:
+    module, states = InParts(), torch.randn(5, 16)
+    with Recorder(module, {Site.K_PROJ: Tap(path="inner")}, keep=copy_on_device) as recorder:
+        whole = module(states)
+        tensors, inputs = recorder.calls()[Site.K_PROJ]
+        assert torch.equal(torch.cat(tensors), whole)
+        assert [given.tolist() for given in inputs] == [states[2:4, :8].tolist(), states[4:, :8].tolist()]
+        recorder.start({})
+        assert recorder.calls() == {}
+
+
+def test_a_site_that_is_computed_in_parts_cannot_be_replaced() -> None:
+    fed = {Site.K_PROJ: torch.zeros(1, 5, 3)}
+    recorder = Recorder(InParts(), {Site.K_PROJ: Tap(path="inner")}, keep=copy_on_device, feeds=fed)
+    with (
+        recorder,
+        pytest.raises(TargetError, match="k_proj cannot be replaced: the port computes it in parts"),
+    ):
+        recorder._module(torch.zeros(5, 16))

@@ -276,15 +276,15 @@ def seen() -> Seen:
 def test_terminal_shows_one_bar_with_everything_on_one_row(seen: Seen) -> None:
     bars = [row for row in seen.rows if row.startswith("Golden")]
     assert len(bars) == 1
-    assert re.fullmatch(r"Golden +━+ 6/6 · layer 5 · took 0:0\d · [\d.]+ .B/s · memory [\d.]+ MB", bars[0]), (
-        bars
-    )
+    assert re.fullmatch(
+        r"Golden +━+ 6/6 · layer 5 · took \d+:\d\d · [\d.]+ .B/s · memory [\d.]+ MB", bars[0]
+    ), bars
 
 
 def test_bar_is_drawn_while_layers_run(seen: Seen) -> None:
     plain = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", seen.written)
     assert re.search(r"0/6 · memory [\d.]+ MB", plain)
-    assert re.search(r"[234]/6 · layer [123] · 0:0\d left · [\d.]+ .B/s · memory", plain)
+    assert re.search(r"[1-5]/6 · layer [0-4] · \d+:\d\d left · [\d.]+ .B/s · memory", plain)
 
 
 def test_lines_written_while_the_bar_is_live_stay_whole_above_it(seen: Seen) -> None:

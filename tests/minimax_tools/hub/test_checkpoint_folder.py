@@ -74,7 +74,7 @@ def _layer(name: str) -> int:
 
 @pytest.fixture
 def access(hub: Any, tmp_path: Path) -> HubAccess:
-    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=5)
+    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=60)
 
 
 @pytest.fixture
@@ -360,10 +360,10 @@ def test_a_body_that_breaks_off_is_continued_where_it_ended(
 ) -> None:
     fault = hub_module.Fault(after_bytes=CUT, ending=ending)
     hub.plant("GET", _content(hub_module, files, LAYER_0), fault)
-    # Only where it stalls is the silence waited for; a busy machine's own must not pass for it.
-    folder = resolve(layers=range(1), timeout_s=1.5)
+    # Only where it stalls is the silence waited for; a busy machine's own silence may end further requests.
+    folder = resolve(layers=range(1), **({"timeout_s": 1.5} if ending == "stall" else {}))
     assert (folder / LAYER_0).read_bytes() == files[LAYER_0]
-    whole, rest = _ranges(hub, LAYER_0)
+    whole, rest, *_ = _ranges(hub, LAYER_0)
     assert whole is None
     assert 0 < _start(rest) <= CUT
 

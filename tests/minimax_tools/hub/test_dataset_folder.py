@@ -47,7 +47,7 @@ def access(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubAcce
         token="hf_good",
         first_delay_s=0.01,
         num_attempts=2,
-        timeout_s=5,
+        timeout_s=60,
     )
 
 

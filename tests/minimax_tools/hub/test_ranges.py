@@ -23,7 +23,7 @@ CUT = 150_000
 @pytest.fixture
 def access(hub: Any, tmp_path: Path) -> HubAccess:
     hub.add(MODEL, {"config.json": b"{}", SHARD: DATA})
-    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=5)
+    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=60)
 
 
 def read(access: HubAccess, start: int, stop: int, *, is_stopped: bool = False) -> bytes:

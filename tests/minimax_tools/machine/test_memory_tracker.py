@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,13 +30,27 @@ def samplers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "memory sampler"]
 
 
+def wait_for_samples() -> None:
+    """Wait until each sampler has gone to sleep a few times, and so has taken a sample in between."""
+    ends = {thread: num_sleeps(thread) + 3 for thread in samplers()}
+    deadline = time.monotonic() + 120
+    while any(num_sleeps(thread) < end for thread, end in ends.items()):
+        assert time.monotonic() < deadline, "the sampler takes no samples"
+        time.sleep(0.01)
+
+
+def num_sleeps(thread: threading.Thread) -> int:
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
 @pytest.fixture
 def spike(fill: Callable[[int], torch.Tensor]) -> Callable[[], None]:
     """Takes memory that is gone before anyone looks, and is there for many samples."""
 
     def take_and_free() -> None:
         tensor = fill(BLOCK)
-        time.sleep(0.15)
+        wait_for_samples()
         del tensor
 
     return take_and_free

@@ -14,12 +14,12 @@ from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING
 from minimax_tools.reference.layer import ReferenceLayer
-from minimax_tools.reference.plausible_flips import NUM_FLIPPING, PlausibleFlips
+from minimax_tools.reference.plausible_flips import FLIP_SHARES, PlausibleFlips
 from minimax_tools.reference.rounded_model import RoundedModel
 from minimax_tools.reference.rounding import RoundingKind
 
 LEARNED = Path(__file__).parents[2] / "models" / "learned"
-KINDS = (RoundingKind.EXACT, RoundingKind.NEAREST, *(RoundingKind.RANDOM,) * (1 + NUM_FLIPPING))
+KINDS = (RoundingKind.EXACT, RoundingKind.NEAREST, *(RoundingKind.RANDOM,) * (1 + len(FLIP_SHARES)))
 
 
 def test_exact_copy_is_the_model_in_float32() -> None:

@@ -20,7 +20,7 @@ MODEL = "owner/toy"
 @pytest.fixture
 def access(hub: Any, toy: Path, tmp_path: Path) -> HubAccess:
     hub.add(MODEL, toy)
-    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=5)
+    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=60)
 
 
 def asked_bytes(hub: Any) -> int:

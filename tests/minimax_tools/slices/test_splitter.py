@@ -266,25 +266,25 @@ def test_utilization_and_compute_are_kept_in_bounds() -> None:
 
 def test_split_model_is_awaited_and_does_not_block(save: Save, tmp_path: Path) -> None:
     config = config_of(save("gpt2"), plans(a=_ATTENTION[:2], b=_ATTENTION[2:]), tmp_path / "async")
-    splitter = ModelSplitter()
+    has_ticked = threading.Event()
 
-    async def split_both() -> tuple[list[SplitResult], int]:
-        ticks, is_done = 0, asyncio.Event()
+    class WaitingSplitter(ModelSplitter):
+        """A splitter whose threads cut nothing before the event loop has gone on."""
 
-        async def tick() -> None:
-            nonlocal ticks
-            while not is_done.is_set():
-                ticks += 1
-                await asyncio.sleep(0)
+        def cut_shard(self, *args: Any, **options: Any) -> SliceCut:
+            assert has_ticked.wait(timeout=60)
+            return super().cut_shard(*args, **options)
 
-        ticker = asyncio.create_task(tick())
-        results = await asyncio.gather(*(splitter.split_model(config, node) for node in "ab"))
-        is_done.set()
-        await ticker
-        return list(results), ticks
+    splitter = WaitingSplitter()
 
-    results, ticks = asyncio.run(split_both())
-    assert ticks > 10
+    async def split_both() -> list[SplitResult]:
+        tasks = [asyncio.create_task(splitter.split_model(config, node)) for node in "ab"]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        has_ticked.set()
+        return list(await asyncio.gather(*tasks))
+
+    results = asyncio.run(split_both())
     assert results == [splitter.split_model_sync(config, node) for node in "ab"]
 
 

@@ -216,7 +216,7 @@ def test_one_used_node_of_several_may_hold_the_whole(toy: Path) -> None:
 
 @pytest.fixture
 def access(hub: Any, tmp_path: Path) -> HubAccess:
-    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=5)
+    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=60)
 
 
 def in_one_shard(llama: Path, folder: Path) -> Path:

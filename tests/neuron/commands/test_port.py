@@ -35,6 +35,18 @@ class DecoderLayer(port.DecoderLayer):
         return super().convert_state_dict(tensors, config, layer_idx)
 """
 
+# Wrong in its forward: no weight is.
+WRONG_FORWARD = """
+import sys
+sys.path.insert(0, {examples!r})
+import port
+
+class DecoderLayer(port.DecoderLayer):
+    def __init__(self, config, layer_idx):
+        config.rope_theta = 10000.0
+        super().__init__(config, layer_idx)
+"""
+
 # Its helper is imported when it runs: nothing tells mm2 of it before.
 LAZY = """
 import sys
@@ -89,7 +101,7 @@ def judge(shallow: Path, shallow_golden: Path, tmp_path: Path) -> Judge:
 
 # A wrong port that damages its golden at the end of the sweep, so that nobody can ask why it is wrong.
 DESTRUCTIVE = (
-    WRONG
+    WRONG_FORWARD
     + """
 import atexit
 from pathlib import Path
@@ -143,14 +155,14 @@ def test_mistake_is_found_named_and_proved(judged: Judged) -> None:
     assert record["verdict"] == "fail"
     assert [stage["stage"] for stage in record["stages"]] == ["weights", "sweep", "diagnosis"]
     weights, _, diagnosis = (stage["output"] for stage in record["stages"])
-    assert weights["findings"]
-    assert {named["mistake"] for named in diagnosis["diagnosis"]} == {"gate_up_swapped"}
+    assert weights["findings"] == []
+    assert {named["mistake"] for named in diagnosis["diagnosis"]} == {"rope_theta"}
     *told, again = record["next"]
     assert told == diagnosis["next"]
     assert again.startswith("mm2-test port --model ")
     assert again.endswith(f" --output-dir {output_dir}")
     markdown = (output_dir / "report" / "report.md").read_text()
-    assert "- layer 0: matches gate\\_up\\_swapped: leaves ρ" in markdown
+    assert "- layer 0: matches rope\\_theta (theta" in markdown
 
 
 def test_wrong_port_is_wrong_though_its_diagnosis_cannot_be_carried_out(judged: Judged) -> None:
@@ -214,21 +226,35 @@ def test_summary_tells_what_each_stage_found_and_how_to_go_on(
     judge: Judge, tmp_path: Path, shallow: Path, shallow_golden: Path
 ) -> None:
     source = tmp_path / "wrong.py"
-    source.write_text(WRONG.format(examples=str(EXAMPLES)))
+    source.write_text(WRONG_FORWARD.format(examples=str(EXAMPLES)))
     target = f"{source}:DecoderLayer"
     *shown, verdict, weights, sweep, diagnosis, _, title, prove, command = judge(target).stdout.splitlines()
     assert "Next" not in shown
     assert prove.startswith("  mm2-test ")
     assert verdict == f"FAIL: {target}"
-    assert weights == f"  weights    wrong: the weights of layer 0 in {target}"
+    told = f"no fault is seen in the weights of layer 0 in {target}, and the output differs"
+    assert weights == f"  weights    right, with a warning: {told}"
     assert sweep.startswith("  sweep      wrong: layer 0, ")
-    assert sweep.endswith(", moe_delta")
-    assert diagnosis.startswith("  diagnosis  wrong: layer 0, ")
-    assert diagnosis.endswith(", gate_up_swapped")
+    assert diagnosis.startswith("  diagnosis  wrong: layer 0, rope_theta (theta")
     assert title == "Next"
     options = f"--model {shallow} --golden {shallow_golden} --backend cpu --target {target}"
     assert command.startswith(f"  mm2-test port {options} ")
     assert command.endswith(f" --output-dir {tmp_path / 'out'}")
+
+
+@pytest.mark.slow
+def test_weights_that_explain_all_end_the_search(judge: Judge, tmp_path: Path) -> None:
+    source = tmp_path / "wrong.py"
+    source.write_text(WRONG.format(examples=str(EXAMPLES)))
+    target = f"{source}:DecoderLayer"
+    told = judge(target).stdout
+    verdict, weights, sweep = told.splitlines()[-6:-3]
+    assert verdict == f"FAIL: {target}: the weights are wrong"
+    cause = "w1 (gate) and w3 (up) are swapped; nothing else is wrong"
+    assert weights == f"  weights    wrong: the weights of layer 0 in {target} are wrong: {cause}"
+    assert sweep == "  sweep      wrong: layer 0, moe_delta"
+    assert "mm2-diagnose" not in told
+    assert "no known mistake" not in told
 
 
 def test_stage_that_cannot_be_carried_out_ends_the_call(judge: Judge, tmp_path: Path) -> None:

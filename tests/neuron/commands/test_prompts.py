@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.text.tokenizer import encode_texts
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]
@@ -21,6 +23,7 @@ TESTS = Path(__file__).parents[2]
 LEARNED = TESTS / "models" / "learned"
 PORTS = TESTS / "ports" / "prompt_ports.py"
 RIGHT = TESTS.parent / "scripts" / "examples" / "model_port.py"
+OTHER_EXPERT = "model.layers.3.block_sparse_moe.experts.5.w2.weight"
 PROMPTS = ("It was the best of times, it was the", "Call me", "The old man said that he")
 ANSWERS = (" worst of times, it was the age", " Ishmael. Some", " would not go to sea again")
 
@@ -195,6 +198,37 @@ def test_golden_of_other_weights_is_refused(prompts: Command, command: Command, 
     result = prompts(f"{RIGHT}:Model", "--golden", tmp_path / "golden", "--decode", 2)
     assert result.exit_code == 3
     assert "are not those of mm2's reference" in result.stderr
+    assert f"mm2-gpu extract-all --model {LEARNED}" in result.stderr
+
+
+def test_golden_of_which_few_tokens_differ_is_taken_once_it_is_certified(
+    prompts: Command, command: Command, tmp_path: Path
+) -> None:
+    """The golden is of a model with one other expert, which no fingerprint covers."""
+    model, golden = tmp_path / "model", tmp_path / "golden"
+    shutil.copytree(LEARNED, model)
+    for shard in sorted(model.glob("*.safetensors")):
+        tensors = load_file(shard)
+        if OTHER_EXPERT in tensors:
+            tensors[OTHER_EXPERT] *= 2
+            save_file(tensors, shard, metadata={"format": "pt"})
+    text = (LEARNED / "held_out.txt").read_text(encoding="utf-8")
+    (tokens,) = encode_texts(LEARNED, [text], chat=False)
+    (tmp_path / "rows.json").write_text(json.dumps([tokens[5000:5060], tokens[9000:9050]]))
+    arguments = ["full", "--model", model, "--input-ids", tmp_path / "rows.json", "--max-new-tokens", "1"]
+    assert command(mm2_gpu, *arguments, "--output-dir", golden, "--quiet").exit_code == 0
+    refused = prompts(f"{RIGHT}:Model", "--golden", golden)
+    certify = ["certify", "--model", str(LEARNED), "--golden", str(golden)]
+    assert refused.exit_code == 3
+    assert shlex.join(["mm2-gpu", *certify]) in refused.stderr
+    # Followed, the command tells that the golden is of other weights.
+    assert command(mm2_gpu, *certify, "--quiet").exit_code == 1
+    assert prompts(f"{RIGHT}:Model", "--golden", golden).exit_code == 3
+    # With its own model it is certified. Still its wrong tokens excuse no port.
+    assert command(mm2_gpu, "certify", "--model", model, "--golden", golden, "--quiet").exit_code == 0
+    assert prompts(f"{RIGHT}:Model", "--golden", golden).exit_code == 0
+    wrong = prompts(f"{PORTS}:OtherExpert", "--golden", golden, "--json")
+    assert (wrong.exit_code, loads(wrong)["num_differing"]) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.model.weight_names import K_PROJ
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.weight_trace.repairs import Repair, candidate_repairs
 from neuron.weight_trace.source_tensors import SourceTensors
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 from neuron.weight_trace.tensor_origin import TensorOrigin
-from neuron.weight_trace.weight_finding import WeightMistake
 
 # Four heads of 32: q_proj [128,128] and o_proj are square, and so are the experts' matrices.
 SPEC = SyntheticModel(
@@ -44,7 +44,7 @@ def numbers_of(name: str) -> torch.Tensor:
 
 
 def repairs_of(layouts: list[TensorLayout], mistake: WeightMistake) -> list[Repair]:
-    return [repair for repair in candidate_repairs(layouts, SOURCES, SPEC) if repair.mistake is mistake]
+    return [repair for repair in candidate_repairs([layouts], SOURCES, SPEC) if repair.mistake is mistake]
 
 
 @pytest.mark.parametrize(
@@ -93,5 +93,5 @@ def test_exchanged_experts_are_named() -> None:
     ]
     origin = layout_of(torch.stack(stacked)).origin
     layout = read_layout(origin, sources)
-    texts = [repair.text for repair in candidate_repairs([layout], sources, spec)]
+    texts = [repair.text for repair in candidate_repairs([[layout]], sources, spec)]
     assert "w2 (down): experts 0 and 1, 2 and 3 are exchanged" in texts

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from minimax_tools.capture.held_weights import WeightMistake
 from minimax_tools.model.weight_names import K_PROJ, Q_PROJ, V_PROJ
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.weight_trace.layout_check import check_layouts
+from neuron.weight_trace.scales import Scales
 from neuron.weight_trace.source_tensors import SourceTensors
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 from neuron.weight_trace.tensor_origin import CONSTANT, TensorOrigin
-from neuron.weight_trace.weight_finding import WeightMistake
 
-SOURCES = SourceTensors.of(SyntheticModel().spec())
+SPEC = SyntheticModel().spec()
+SOURCES = SourceTensors.of(SPEC)
 
 
 def numbers_of(name: str) -> torch.Tensor:
@@ -68,7 +70,7 @@ def test_a_reshaped_tensor_beside_another_is_found() -> None:
     layout = layout_of(torch.cat((keys.T.reshape(keys.shape), values), 1))
     (finding,) = [
         finding
-        for finding in check_layouts([[layout]], SOURCES)
+        for finding in check_layouts([[layout]], SOURCES, SPEC, Scales.of([], SOURCES, SPEC))
         if finding.mistake is WeightMistake.TRANSPOSED
     ]
     where = f"columns 0–{keys.shape[1] - 1}"

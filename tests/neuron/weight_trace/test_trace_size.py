@@ -95,7 +95,7 @@ def test_a_right_port_passes(inspect: Inspect, name: str) -> None:
     [
         ('state["moe.down_proj"][23] = state["moe.down_proj"][5]', "missing", {"w2"}),
         # Of experts that are not followed: seen once the layer is loaded.
-        ('state["moe.down_proj"][7] = state["moe.down_proj"][6]', "scaled", {"w2"}),
+        ('state["moe.down_proj"][7] = state["moe.down_proj"][6]', "swapped", {"w2"}),
     ],
     ids=["last_expert_lost", "one_that_is_not_followed_lost"],
 )

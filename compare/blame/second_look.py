@@ -1,0 +1,195 @@
+"""Second look: results of a layer that the sites around a failing one correct, with the weights at hand.
+
+- A scale is folded: each channel of a site is a multiple of the golden's, and what is computed from it is right for the
+  golden's values, and would be wrong for those that the port shows. So its weights undo the scale, as AWQ and
+  SmoothQuant do. The site passes, and its reason says so. A reader that does not undo the scale is the one that fails.
+- A site fails only by the error of an input that passes, and it is right given that input. Then the input fails: a
+  mistake in few tokens may be below the limit of one site and beyond that of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+from compare.blame.blame import blame_layer, carries, inputs_carrying
+from compare.blame.recomputed_judge import Recomputed, RecomputingJudge
+from compare.blame.scales import find_scale, unscaled
+from compare.judging.layer_judge import LayerJudge
+from compare.judging.noise_judge import describe_figure
+from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.results.results import SiteResult, SiteStatus
+
+# Sites into which a scale can be folded, since weights behind them, or the attention's own scale, can undo it; and the
+# site behind each that then shows it too.
+_SHOWN_BEHIND: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
+    {
+        Site.INPUT_NORM: (),
+        Site.V_PROJ: (Site.ATTN_CONTEXT,),
+        Site.Q_NORM: (Site.Q_ROPE,),
+        Site.K_NORM: (Site.K_ROPE,),
+        Site.POST_NORM: (),
+    }
+)
+
+Results = Mapping[Site, SiteResult]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondLook:
+    """The results of one layer, corrected."""
+
+    results: Results
+    folded: frozenset[Site] = frozenset()  # sites that pass although their channels are scaled
+    # Sites that fail on the port's own inputs, whatever errors these carry
+    proved: frozenset[Site] = frozenset()
+
+
+def look_again(
+    results: Results, *, layer: int, given: tuple[Site, ...], judge: LayerJudge, recomputing: RecomputingJudge
+) -> SecondLook:
+    """Look at the sites to blame in one layer again; `given` are sites whose values were given to it.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
+    """
+    folded: dict[Site, SiteResult] = {}
+    for site in _culprits(results, layer, given):
+        if site in _SHOWN_BEHIND and site not in folded:
+            folded |= _find_folded(site, results, judge=judge, recomputing=recomputing)
+    corrected = {**results, **folded}
+    passed = frozenset(site for site, result in folded.items() if result.status is SiteStatus.PASS)
+    proved = set()
+    for site in _culprits(corrected, layer, given):
+        carrying = [source for source in inputs_carrying(site, corrected) if source not in passed]
+        own = _on_own_inputs(site, recomputing) if carrying else None
+        if own is not None and own.result.status is SiteStatus.FAIL:
+            proved.add(site)
+        elif own is not None:
+            origin = _find_origin(site, corrected)
+            corrected[origin] = _blamed_by(site, origin, corrected)
+    return SecondLook(results=corrected, folded=passed, proved=frozenset(proved))
+
+
+def _culprits(results: Results, layer: int, given: tuple[Site, ...]) -> tuple[Site, ...]:
+    blame = blame_layer(results, layer=layer, given=given, is_chained=False)
+    return tuple(Site(blamed.sites[-1]) for blamed in blame)
+
+
+def _on_own_inputs(site: Site, recomputing: RecomputingJudge) -> Recomputed | None:
+    """Judge a site on the values that the port shows of its inputs; None if it cannot be computed from them."""
+    return next(recomputing.judgements(site, doubted=frozenset()), None)
+
+
+def _find_origin(site: Site, results: Results) -> Site:
+    """Follow the largest error that a failing site inherits from sites that pass, to where it begins."""
+    broken = results[site].nearest
+    assert broken is not None, "a site that others' errors make fail has a figure"
+    origin = site
+    while carrying := inputs_carrying(origin, results, broken=broken):
+        origin = max(carrying, key=lambda source: carries(results[source], broken))
+    return origin
+
+
+def _blamed_by(site: Site, origin: Site, results: Results) -> SiteResult:
+    """Let a site fail by whose error another fails."""
+    broken, result = results[site].nearest, results[origin]
+    assert broken is not None, "a site that others' errors make fail has a figure"
+    assert result.noise is not None, "an inherited error has figures"
+    value = getattr(result.noise, broken.figure)
+    reason = (
+        f"{describe_figure(replace(broken, value=value), result.noise)}, within its own limit; {site} is beyond its "
+        "limit by it, and right on it"
+    )
+    return replace(result, status=SiteStatus.FAIL, reason=reason)
+
+
+def _find_folded(
+    site: Site, results: Results, *, judge: LayerJudge, recomputing: RecomputingJudge
+) -> dict[Site, SiteResult]:
+    """Find the sites that a folded scale changes, from the first on, and the readers that do not undo it.
+
+    {} if the channels are not off by constant factors, or nothing shows that these are undone.
+    """
+    scaled = _find_scaled(site, results, judge)
+    if not scaled:
+        return {}
+    readers = _compared_readers(scaled, results)
+    failing = frozenset(one for one, result in results.items() if result.status is SiteStatus.FAIL)
+    outcomes = {
+        reader: list(recomputing.judgements(reader, doubted=failing | scaled.keys())) for reader in readers
+    }
+    right = [
+        reader
+        for reader, judged in outcomes.items()
+        if results[reader].status is not SiteStatus.FAIL or _is_right_without(scaled, judged)
+    ]
+    undoing = [reader for reader in right if _notices(scaled, outcomes[reader])]
+    if not undoing:
+        return {}
+    found = {
+        one: replace(
+            result,
+            status=SiteStatus.PASS,
+            reason=f"each channel is off by a factor, which is undone in {_join(undoing)}",
+        )
+        for one, result in scaled.items()
+    }
+    for reader in readers:
+        if reader not in right:
+            words = f"the scale of {_join(scaled)} is undone in {_join(undoing)}, and not here"
+            found[reader] = replace(results[reader], reason=f"{results[reader].reason}; {words}")
+    return found
+
+
+def _find_scaled(site: Site, results: Results, judge: LayerJudge) -> dict[Site, SiteResult]:
+    """Return results of a site, and of one that shows its scale too, judged without the factors; {} without any."""
+    scaled: dict[Site, SiteResult] = {}
+    for one in (site, *_SHOWN_BEHIND[site]):
+        is_failing = one in results and results[one].status is SiteStatus.FAIL
+        rows = judge.judged_rows(one) if is_failing else None
+        if rows is None or rows.num_tokens == 0 or not bool(rows.target.isfinite().all()):
+            break
+        scale = find_scale(rows, head_dim=None, is_right=partial(judge.is_right, one))
+        if scale is None or scale.of == "token":
+            break
+        judged = judge.judge_rows(one, unscaled(rows, scale))
+        scaled[one] = replace(
+            results[one],
+            where=(str(scale),),
+            noise=judged.noise,
+            relative=judged.relative,
+            nearest=judged.nearest,
+        )
+    return scaled
+
+
+def _compared_readers(scaled: Iterable[Site], results: Results) -> tuple[Site, ...]:
+    """Return the nearest compared sites that are computed from scaled ones, themselves not scaled."""
+    passed_on, readers = set(scaled), []
+    for site in Site:
+        if site in passed_on or not passed_on & set(SITE_INPUTS[site]):
+            continue
+        if site in results and results[site].status.is_compared:
+            readers.append(site)
+        else:
+            passed_on.add(site)
+    return tuple(readers)
+
+
+def _is_right_without(scaled: Iterable[Site], judged: Iterable[Recomputed]) -> bool:
+    """Decide whether a site is right on the golden's values of the scaled sites, beside the port's of the others."""
+    return any(again.result.status is not SiteStatus.FAIL for again in judged if not again.own & set(scaled))
+
+
+def _notices(scaled: Iterable[Site], judged: Iterable[Recomputed]) -> bool:
+    """Decide whether a site would be wrong, were it computed from the scaled values by the checkpoint's weights."""
+    return any(again.result.status is SiteStatus.FAIL for again in judged if again.own & set(scaled))
+
+
+def _join(sites: Iterable[Site]) -> str:
+    *first, last = map(str, sites)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,134 @@
+"""Held weights: what the port was seen to hold of each layer's weights, judged.
+
+Zeros and NaN are wrong. Anything else a port may do on purpose, and undo in its forward, which the golden tells: it is
+right if the site that reads these weights is right, and a token of the golden reached them. If the golden does not
+tell, weights that lie otherwise than most of their kind are wrong; of others it is only said what was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from compare.sides.sides import Sides
+from minimax_tools.capture.held_weights import HeldWeights, WeightFault
+from minimax_tools.model.sites import Site
+from minimax_tools.model.span import word_layers
+from minimax_tools.results.results import WEIGHTS, Blame, SiteResult, SiteStatus, WeightsResult
+
+# The site that reads each kind of weight.
+_READERS: Mapping[str, Site] = MappingProxyType(
+    {
+        "input_layernorm": Site.INPUT_NORM,
+        "q_proj": Site.Q_PROJ,
+        "k_proj": Site.K_PROJ,
+        "v_proj": Site.V_PROJ,
+        "q_norm": Site.Q_NORM,
+        "k_norm": Site.K_NORM,
+        "o_proj": Site.ATTN_DELTA,
+        "post_attention_layernorm": Site.POST_NORM,
+        "gate": Site.ROUTER_LOGITS,
+        "e_score_correction_bias": Site.ROUTER_EXPERTS,
+        "w1": Site.MOE_DELTA,
+        "w2": Site.MOE_DELTA,
+        "w3": Site.MOE_DELTA,
+    }
+)
+
+
+def judge_weights(sides: Sides, sites: Sequence[SiteResult]) -> tuple[WeightsResult, ...]:
+    """Judge the weights of every layer that were compared when they were loaded; `sites` are all results."""
+    layers = dict.fromkeys(site.layer for site in sites if site.layer is not None)
+    return tuple(
+        _judge_layer(
+            sides, layer, held, {Site(site.site): site.status for site in sites if site.layer == layer}
+        )
+        for layer in layers
+        if (held := sides.target.held_weights.get(layer)) is not None
+    )
+
+
+def blame_weights(blame: Sequence[Blame], weights: Sequence[WeightsResult]) -> tuple[Blame, ...]:
+    """Return the blame with wrong weights as the reason of the sites that they explain, or else before the sites."""
+    merged = list(blame)
+    for layer in weights:
+        if not layer.wrong:
+            continue
+        text = "; ".join(fault.text for fault in layer.wrong)
+        places = [
+            place
+            for place, blamed in enumerate(merged)
+            if blamed.layer == layer.layer and not set(layer.explains).isdisjoint(blamed.sites)
+        ]
+        for place in places:
+            reason = f"its weights are wrong: {text}; {merged[place].reason}"
+            merged[place] = replace(merged[place], reason=reason, is_of_weights=True)
+        if not places:
+            behind = (n for n, blamed in enumerate(merged) if (blamed.layer or 0) >= layer.layer)
+            cause = Blame(layer=layer.layer, sites=(WEIGHTS,), reason=text, is_of_weights=True)
+            merged.insert(next(behind, len(merged)), cause)
+    return tuple(merged)
+
+
+def note_weights(weights: Sequence[WeightsResult]) -> tuple[str, ...]:
+    """Say which weights lie otherwise than most, and may on purpose, and which were not compared, and why."""
+    layers_of: dict[str, list[int]] = {}
+    for layer in weights:
+        for fault in layer.noted:
+            layers_of.setdefault(f"{fault.text}; a port may do so on purpose", []).append(layer.layer)
+        if layer.not_compared:
+            kinds = ", ".join(layer.not_compared)
+            layers_of.setdefault(
+                f"not compared with the checkpoint's numbers: {kinds}; {layer.reason}", []
+            ).append(layer.layer)
+    return tuple(f"weights of {word_layers(layers)}: {text}" for text, layers in layers_of.items())
+
+
+def _judge_layer(
+    sides: Sides, layer: int, held: HeldWeights, statuses: Mapping[Site, SiteStatus]
+) -> WeightsResult:
+    reached = _reached_experts(sides, layer) if any(fault.experts for fault in held.faults) else frozenset()
+    wrong = tuple(fault for fault in held.faults if _is_wrong(fault, statuses, reached))
+    explains = (
+        str(_READERS[kind])
+        for fault in wrong
+        if not fault.experts or not reached.isdisjoint(fault.experts)
+        for kind in fault.kinds
+    )
+    return WeightsResult(
+        layer=layer,
+        compared=held.compared,
+        not_compared=held.not_compared,
+        reason=held.reason,
+        wrong=wrong,
+        noted=tuple(fault for fault in held.faults if fault not in wrong),
+        explains=tuple(dict.fromkeys(explains)),
+    )
+
+
+def _is_wrong(fault: WeightFault, statuses: Mapping[Site, SiteStatus], reached: frozenset[int]) -> bool:
+    if fault.is_certain:
+        return True
+    is_seen = not fault.experts or not reached.isdisjoint(fault.experts)
+    if is_seen and all(_is_right(_READERS[kind], statuses) for kind in fault.kinds):
+        return False
+    return fault.is_exception
+
+
+def _is_right(reader: Site, statuses: Mapping[Site, SiteStatus]) -> bool:
+    """Decide whether a site passes; if it was not compared, the next one that was."""
+    behind = (
+        status for site, status in statuses.items() if site.order >= reader.order and status.is_compared
+    )
+    return next(behind, SiteStatus.FAIL) is not SiteStatus.FAIL
+
+
+def _reached_experts(sides: Sides, layer: int) -> frozenset[int]:
+    """Return the experts that tokens of the golden chose; all of them if it does not tell."""
+    chosen = sides.read_golden(layer, Site.ROUTER_EXPERTS)
+    if chosen is None:
+        return frozenset(
+            range(sides.reference.description.provenance.model_config.get("num_local_experts", 0))
+        )
+    return frozenset(chosen.unique().int().tolist())

@@ -1,0 +1,249 @@
+"""Source lines: the rows and columns of a layer's tensors, as the checkpoint gives them while a port loads.
+
+A line is a row or a column of a matrix, or a block of a vector: a head of a q/k norm, one number of the correction
+bias, a whole layer norm. Each has a number, by which all ranks know it. R rows and C columns of a matrix, E experts.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.line_sums import LineSums, Sums
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
+    CORRECTION_BIAS,
+    FLOAT32_NAMES,
+    K_NORM,
+    Q_NORM,
+    expected_layer_shapes,
+)
+from neuron.weight_trace.source_tensors import expert_of, kind_of
+
+Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+# In place of a line's number:
+FOREIGN = -1  # no line of the checkpoint
+EMPTY = -2  # zeros
+AMBIGUOUS = -3  # one of several lines of the checkpoint that are alike
+
+
+class Direction(Enum):
+    """Direction of lines in the checkpoint."""
+
+    ROWS = "rows"  # and blocks of vectors
+    COLUMNS = "columns"
+
+
+class LineTable:
+    """Numbers of the lines of a layer of `spec`: of each tensor the rows, then the columns."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.matrices: dict[
+            str, tuple[int, int]
+        ] = {}  # each tensor as a matrix [R,C]; a vector has a row per block
+        self._starts: dict[tuple[str, Direction], int] = {}
+        self._stops: dict[tuple[str, Direction], int] = {}
+        self.size = 0  # number of lines
+        widths = {CORRECTION_BIAS: 1, Q_NORM: spec.head_dim, K_NORM: spec.head_dim}
+        for name, shape in expected_layer_shapes(spec).items():
+            if len(shape) == 1:
+                width = widths.get(name, shape[0])
+                self.matrices[name] = shape[0] // width, width
+                counts = (shape[0] // width, 0)
+            else:
+                self.matrices[name] = counts = shape[0], shape[1]
+            for direction, count in zip(Direction, counts, strict=True):
+                self._starts[name, direction] = self.size
+                self.size += count
+                self._stops[name, direction] = self.size
+
+    def lines(self, name: str, direction: Direction) -> slice:
+        """Return the numbers of a tensor's lines; a vector has none along its columns."""
+        return slice(self._starts[name, direction], self._stops[name, direction])
+
+    def name_of(self, number: int) -> str:
+        """Return the tensor of a line."""
+        place = bisect_right(tuple(self._starts.values()), number) - 1
+        return tuple(self._starts)[place][0]
+
+    @property
+    def shared(self) -> Iterator[str]:
+        """Tensors that no expert has."""
+        return (name for name in self.matrices if expert_of(name) is None)
+
+    @cached_property
+    def by_direction(self) -> Mapping[Direction, Numbers]:
+        """Numbers of all lines of each direction."""
+        return {
+            direction: np.concatenate([np.r_[self.lines(name, direction)] for name in self.matrices]).astype(
+                int
+            )
+            for direction in Direction
+        }
+
+    @cached_property
+    def of_experts(self) -> Mapping[Direction, Mapping[str, Numbers]]:
+        """Numbers [E,n] of the experts' lines, by direction and kind of weight.
+
+        Rows of the router's gate, and numbers of its correction bias, are lines of their experts.
+        """
+        return {direction: dict(self._of_experts(direction)) for direction in Direction}
+
+    def _of_experts(self, direction: Direction) -> Iterator[tuple[str, Numbers]]:
+        by_kind: dict[str, list[Numbers]] = {}
+        for name in self.matrices:
+            if expert_of(name) is not None:
+                by_kind.setdefault(kind_of(name), []).append(np.r_[self.lines(name, direction)])
+            elif name in FLOAT32_NAMES and direction is Direction.ROWS:
+                yield kind_of(name), np.r_[self.lines(name, direction)][:, None]
+        for kind, lines in by_kind.items():
+            yield kind, np.stack(lines)
+
+
+class SourceLines:
+    """Sums of a layer's lines, as far as the checkpoint gave them. Threads may note tensors at once."""
+
+    def __init__(self, table: LineTable) -> None:
+        self.table = table
+        self._num_read = np.zeros(table.size, dtype=np.int32)  # numbers of each line that were read
+        self._is_known = np.zeros(table.size, dtype=np.bool_)
+        self._sums = np.zeros(table.size, dtype=np.uint64)
+        # Of float32 values the sums once they are rounded to BF16, as a port may hold them.
+        self._rounded = np.zeros(table.size, dtype=np.uint64)
+        self._lock = threading.Lock()
+
+    def note(
+        self, name: str, values: torch.Tensor, *, rows: range | None = None, columns: range | None = None
+    ) -> None:
+        """Note the lines of a tensor that was read, or of some of its rows and columns.
+
+        A line that is read in parts is known once all of it was read.
+        """
+        num_rows, num_columns = self.table.matrices[name]
+        if values.device.type != "cpu":
+            return
+        if values.dim() == 1:
+            if len(values) % num_columns:
+                return
+            values = values.reshape(-1, num_columns)
+            rows = None if rows is None else range(rows.start // num_columns, rows.stop // num_columns)
+        exact = LineSums.of(values)
+        rounded = LineSums.of(values.bfloat16()) if values.dtype == torch.float32 else None
+        is_whole = rows is None and columns is None
+        spans = (
+            (Direction.ROWS, rows or range(num_rows), num_columns, values.shape[1]),
+            (Direction.COLUMNS, columns or range(num_columns), num_rows, values.shape[0]),
+        )
+        with self._lock:
+            for direction, cut, length, num_read in spans:
+                lines = self.table.lines(name, direction)
+                if lines.start == lines.stop:
+                    continue  # a vector has no columns
+                lines = slice(lines.start + cut.start, lines.start + cut.stop)
+                if is_whole:
+                    self._sums[lines] = self._rounded[lines] = self._num_read[lines] = 0
+                self._sums[lines] += getattr(exact, direction.value)
+                if rounded is not None:
+                    self._rounded[lines] += getattr(rounded, direction.value)
+                self._num_read[lines] += num_read
+                # What was read more often in parts is not known.
+                self._is_known[lines] = self._num_read[lines] == length
+
+    @property
+    def is_empty(self) -> Flags:
+        """Flags of lines that were given, and hold nothing but zeros."""
+        is_empty: Flags = self._is_known & (self._sums == 0)
+        return is_empty
+
+    @cached_property
+    def exact(self) -> Mapping[Direction, LineIndex]:
+        """Lines by the sums of their values."""
+        return {
+            direction: LineIndex(np.where(self._is_known, self._sums, 0), numbers)
+            for direction, numbers in self.table.by_direction.items()
+        }
+
+    @cached_property
+    def rounded(self) -> Mapping[Direction, LineIndex]:
+        """Lines by the sums of their values rounded to BF16, where these are others."""
+        is_other = self._is_known & (self._rounded != self._sums)
+        rounded = np.where(is_other, self._rounded, 0)
+        return {
+            direction: LineIndex(rounded, numbers) for direction, numbers in self.table.by_direction.items()
+        }
+
+
+class LineIndex:
+    """Lines of one direction, found by their sums.
+
+    Args:
+        sums: The sum of each line by its number, uint64; lines whose sum is 0 are left out.
+        numbers: Numbers of the lines, int64 [n].
+    """
+
+    def __init__(self, sums: Sums, numbers: Numbers) -> None:
+        numbers = numbers[sums[numbers] != 0]
+        order = np.argsort(sums[numbers], kind="stable")
+        self._numbers, self._sums = numbers[order], sums[numbers[order]]
+        # Lines that are alike have one sum: such as rows of zeros and a single one.
+        is_first = np.r_[True, self._sums[1:] != self._sums[:-1]][: len(order)]
+        self._group_of = np.cumsum(is_first) - 1
+        self._group_size = np.bincount(self._group_of)
+
+    def find(self, sums: Sums) -> Numbers:
+        """Return the number of the line of each sum; or `FOREIGN`, `EMPTY`, `AMBIGUOUS`."""
+        return self.find_all(sums)[0]
+
+    def find_all(self, sums: Sums) -> tuple[Numbers, Numbers]:
+        """Return what `find` does, and the numbers of all lines that have one of these sums."""
+        found = np.where(sums == 0, EMPTY, FOREIGN)
+        if not len(self._sums):
+            return found, self._numbers
+        places = np.searchsorted(self._sums, sums).clip(max=len(self._sums) - 1)
+        is_found = self._sums[places] == sums
+        groups = self._group_of[places[is_found]]
+        is_single = self._group_size[groups] == 1
+        found[is_found] = np.where(is_single, self._numbers[places[is_found]], AMBIGUOUS)
+        is_held = np.zeros(len(self._group_size), dtype=np.bool_)
+        is_held[groups] = True
+        return found, self._numbers[is_held[self._group_of]]
+
+
+class NotedTensors(LayerTensors):
+    """A layer's tensors, of which each is noted as the checkpoint gives it; copies note in the same place."""
+
+    lines: SourceLines
+
+    @classmethod
+    def noting(
+        cls, reader: CheckpointReader, spec: ModelSpec, layer: int, dtype: torch.dtype, *, table: LineTable
+    ) -> NotedTensors:
+        """Open the tensors of a layer, as `LayerTensors.open` does; `table` is of the same `spec`."""
+        tensors = cls.open(reader, spec, layer, dtype)
+        assert isinstance(tensors, NotedTensors), "open makes an object of this class"
+        tensors.lines = SourceLines(table)
+        return tensors
+
+    def read_into(
+        self, name: str, out: torch.Tensor, *, rows: range | None = None, columns: range | None = None
+    ) -> None:
+        """Fill `out` as `LayerTensors.read_into` does."""
+        super().read_into(name, out, rows=rows, columns=columns)
+        if self.is_stored(name):
+            self.lines.note(name, out, rows=rows, columns=columns)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = super().__getitem__(name)
+        if self.is_stored(name):
+            self.lines.note(name, value)
+        return value

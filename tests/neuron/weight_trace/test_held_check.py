@@ -1,0 +1,286 @@
+"""What a port holds of a layer: right ports hold all of it in any layout, and each fault is told with its experts."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minimax_tools.capture.held_weights import HeldWeights, WeightMistake
+from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.devices.weights import WeightLoader
+from neuron.ports.targets import find_target
+from neuron.weight_trace.held_check import check_part, conclude
+from neuron.weight_trace.port_lines import PortLines
+from neuron.weight_trace.source_lines import LineTable, NotedTensors
+
+EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
+MODEL = SyntheticModel(
+    num_hidden_layers=1,
+    hidden_size=128,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    rotary_dim=16,
+    num_local_experts=12,
+    num_experts_per_tok=3,
+    intermediate_size=64,
+    vocab_size=512,
+)
+GATE_UP, DOWN, QKV = "moe.gate_up_proj", "moe.down_proj", "self_attn.qkv_proj.weight"
+ROUTER, BIAS = "moe.router.weight", "moe.router.correction_bias"
+
+State = dict[str, torch.Tensor]
+Spoil = Callable[[State], None]
+Hold = Callable[..., HeldWeights]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "tiny"
+    synthesize(folder, model=MODEL, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture
+def hold(tiny: Path) -> Hold:
+    """Loads an example port, whose weights a function spoils, and returns what it holds."""
+
+    def load(
+        spoil: Spoil = lambda state: None,
+        *,
+        target: str = "port.py:DecoderLayer",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> HeldWeights:
+        port = find_target(target if ":" not in target else f"{EXAMPLES}/{target}")
+        spec = ModelSpec.from_folder(tiny)
+        with CheckpointReader(tiny) as reader, ReadingPool(1) as pool:
+            module = port.build(spec, 0, dtype=dtype)
+            spoil_conversion(module, spoil)
+            tensors = NotedTensors.noting(reader, spec, 0, dtype, table=LineTable(spec))
+            loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
+            port.load(module, tensors, spec, loader=loader)
+            part = check_part(module, tensors, sent=PortLines(spec), pool=pool)
+        return conclude([part], tensors.lines.table)
+
+    return load
+
+
+def spoil_conversion(module: nn.Module, spoil: Spoil) -> None:
+    convert = getattr(module, "convert_state_dict", lambda tensors, config, layer_idx: dict(tensors))
+
+    def spoilt(self: nn.Module, tensors: Any, config: Any, layer_idx: int) -> Mapping[str, torch.Tensor]:
+        state = convert(tensors, config, layer_idx)
+        spoil(state)
+        return state  # type: ignore[no-any-return]
+
+    if convert.__module__ != "neuron.builtin.layer":  # whose weights are no tensors yet
+        module.convert_state_dict = types.MethodType(spoilt, module)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "target", ["builtin", "reference", "port.py:DecoderLayer", "minimal_port.py:DecoderLayer"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_right_port_holds_every_number(hold: Hold, target: str, dtype: torch.dtype) -> None:
+    held = hold(target=target, dtype=dtype)
+    assert len(held.compared) == 13
+    assert (held.not_compared, held.faults) == ((), ())
+
+
+def transpose_experts(state: State) -> None:
+    state[DOWN] = state[DOWN].mT.contiguous().mT
+
+
+def reverse_experts_and_router(state: State) -> None:
+    for name in (GATE_UP, DOWN, ROUTER, BIAS):
+        state[name] = state[name].flip(0)
+
+
+def exchange_two_with_their_router(state: State) -> None:
+    for name in (GATE_UP, DOWN, ROUTER, BIAS):
+        state[name][[4, 9]] = state[name][[9, 4]]
+
+
+def interleave_all(state: State) -> None:
+    state[GATE_UP] = torch.stack([torch.stack(both.chunk(2), 1).flatten(0, 1) for both in state[GATE_UP]])
+
+
+def permute_heads(state: State) -> None:
+    state[QKV][:256] = state[QKV][:256].unflatten(0, (8, 32)).flip(0).flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        transpose_experts,
+        reverse_experts_and_router,
+        exchange_two_with_their_router,
+        interleave_all,
+        permute_heads,
+    ],
+)
+def test_a_layout_that_all_share_is_no_fault(hold: Hold, layout: Spoil) -> None:
+    held = hold(layout)
+    assert (len(held.compared), held.faults) == (13, ())
+
+
+def swap_gate_and_up(state: State) -> None:
+    gate, up = state[GATE_UP][4].chunk(2)
+    state[GATE_UP][4] = torch.cat((up, gate))
+
+
+def set_zero(state: State) -> None:
+    state[DOWN][[4, 9]] = 0
+
+
+def set_some_rows_zero(state: State) -> None:
+    state[DOWN][4, :100] = 0
+
+
+def set_nan(state: State) -> None:
+    state[DOWN][4, 3, 5] = torch.nan
+
+
+def repeat_another(state: State) -> None:
+    for name in (GATE_UP, DOWN):
+        state[name][4] = state[name][3]
+
+
+def scale_one(state: State) -> None:
+    state[DOWN][4] *= 1.25
+
+
+def exchange_two(state: State) -> None:
+    for name in (GATE_UP, DOWN):
+        state[name][[4, 9]] = state[name][[9, 4]]
+
+
+def set_head_zero(state: State) -> None:
+    state[QKV][64:96] = 0
+
+
+def set_all_zero(state: State) -> None:
+    state[DOWN].zero_()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mistake", "text", "experts", "is_certain"),
+    [
+        (set_zero, "zero", "w2 (down) of experts 4, 9: zeros in their place (moe.down_proj)", (4, 9), True),
+        (
+            set_some_rows_zero,
+            "zero",
+            "w2 (down) of expert 4: zeros in their place, 100 of 128 rows (moe.down_proj)",
+            (4,),
+            True,
+        ),
+        (
+            set_nan,
+            "values",
+            "w2 (down) of expert 4: NaN or Inf in their place, 1 of 128 rows (moe.down_proj)",
+            (4,),
+            True,
+        ),
+        (
+            repeat_another,
+            "swapped",
+            "w1 (gate), w2 (down), w3 (up) of expert 4: those of expert 3 in their place (moe.gate_up_proj, "
+            "moe.down_proj)",
+            (4,),
+            False,
+        ),
+        (
+            scale_one,
+            "values",
+            "w2 (down) of expert 4: numbers of 1.25 times the norm in their place (moe.down_proj)",
+            (4,),
+            False,
+        ),
+        (
+            swap_gate_and_up,
+            "order",
+            "w1 (gate), w3 (up) of expert 4: in another layout than those of most experts (moe.gate_up_proj)",
+            (4,),
+            False,
+        ),
+        (
+            exchange_two,
+            "order",
+            "w1 (gate), w2 (down), w3 (up) of experts 4, 9: experts 4 and 9 are exchanged, the router's rows are not "
+            "(moe.gate_up_proj, moe.down_proj)",
+            (4, 9),
+            False,
+        ),
+        (
+            set_head_zero,
+            "zero",
+            "q_proj: zeros in their place, 32 of 256 rows (self_attn.qkv_proj.weight)",
+            (),
+            True,
+        ),
+        (set_all_zero, "zero", "w2 (down): nowhere, and zeros in moe.down_proj of its size", (), True),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_fault_is_told_with_its_experts(
+    hold: Hold, spoil: Spoil, mistake: str, text: str, experts: tuple[int, ...], is_certain: bool
+) -> None:
+    (fault,) = hold(spoil).faults
+    assert (fault.mistake, fault.text, fault.experts) == (WeightMistake(mistake), text, experts)
+    assert fault.is_certain is is_certain
+    assert fault.is_exception or spoil is set_all_zero
+
+
+def test_weights_of_one_expert_under_each_others_names_are_told(hold: Hold) -> None:
+    def swap(state: State) -> None:
+        first, second = (f"block_sparse_moe.experts.7.{name}.weight" for name in ("w1", "w3"))
+        state[first], state[second] = state[second], state[first]
+
+    faults = hold(swap, target="minimal_port.py:DecoderLayer").faults
+    assert [(fault.kinds, fault.experts) for fault in faults] == [(("w1",), (7,)), (("w3",), (7,))]
+    assert "where most experts have them in block_sparse_moe.experts.#.w1.weight" in faults[0].text
+
+
+def test_other_numbers_of_a_whole_kind_are_not_compared(hold: Hold) -> None:
+    def round_to_fp8(state: State) -> None:
+        state[DOWN] = state[DOWN].to(torch.float8_e5m2).bfloat16()
+
+    held = hold(round_to_fp8)
+    assert (held.not_compared, held.faults) == (("w2",), ())
+    assert held.reason.startswith("the port holds them in other numbers")
+
+
+def test_a_rounded_bias_in_float32_is_told(hold: Hold) -> None:
+    def round_bias(state: State) -> None:
+        state[BIAS] = state[BIAS].bfloat16()
+
+    (fault,) = hold(round_bias).faults
+    assert (fault.mistake, fault.kinds) == (WeightMistake.DTYPE, ("e_score_correction_bias",))
+    assert not fault.is_certain
+
+
+def test_lines_that_are_read_in_parts_are_known_once_whole(tiny: Path) -> None:
+    spec = ModelSpec.from_folder(tiny)
+    name = "self_attn.o_proj.weight"
+    with CheckpointReader(tiny) as reader:
+        parts, whole = (
+            NotedTensors.noting(reader, spec, 0, torch.bfloat16, table=LineTable(spec)) for _ in range(2)
+        )
+        expected = whole[name]
+        for rows in (range(0, 100), range(100, 128)):
+            parts.read_into(name, torch.empty(len(rows), 256, dtype=torch.bfloat16), rows=rows)
+        port = PortLines(spec)
+        port.note("o_proj", expected.T.contiguous())
+        (of_parts,), (of_whole,) = (list(port.families(tensors.lines)) for tensors in (parts, whole))
+    assert of_parts.found.tolist() == of_whole.found.tolist()
+    assert len(of_whole.found) in (128, 256)
