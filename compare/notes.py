@@ -65,7 +65,7 @@ def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
         # Another tool's dump does not describe its run, nor hold its inputs.
         if source.known_description is not None:
             inputs = source.read_inputs()
-            return f"{int(inputs.attention_mask.sum())} at {format_positions(inputs)}"
+            return f"{int(inputs.is_kept.sum())} at {format_positions(inputs)}"
     return ""
 
 

@@ -59,6 +59,8 @@ class LayerInputs:
     calls: tuple[
         tuple[int, ...], ...
     ] = ()  # rows of each call of the port's layer; empty: one call of all rows
+    # Tokens whose values are kept, bool [B,S]; None for all real tokens. Only these are judged.
+    is_kept: torch.Tensor | None = None
 
     @property
     def tokens_by_call(self) -> tuple[torch.Tensor, ...]:
@@ -70,9 +72,14 @@ class LayerInputs:
         )
 
     @property
-    def real_tokens(self) -> torch.Tensor:
-        """Indices of the real tokens among all B·S, ascending: int64 [T]."""
-        return self.attention_mask.flatten().nonzero().flatten()
+    def is_judged(self) -> torch.Tensor:
+        """Whether each token is judged, bool [B,S]."""
+        return self.attention_mask.bool() if self.is_kept is None else self.is_kept
+
+    @property
+    def judged_tokens(self) -> torch.Tensor:
+        """Indices of the judged tokens among all B·S, ascending: int64 [T]."""
+        return self.is_judged.flatten().nonzero().flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -40,8 +40,8 @@ JudgeBatch = Callable[[Batch], tuple[Blame, ...]]
 def split_passes(sides: Sides) -> PassSplit | None:
     """Divide the tokens of a whole port's run by passes; None for other runs."""
     description = sides.target.known_description
-    mask = sides.reference.read_attention_mask()
-    if description is None or mask is None or sides.target.read_passes() is None:
+    mask, kept = sides.reference.read_attention_mask(), sides.reference.read_kept_mask()
+    if description is None or mask is None or kept is None or sides.target.read_passes() is None:
         return None
     num_decoded = description.run.num_decoded
     is_decoded = decoded_tokens(mask, num_decoded, by_row=True)
@@ -52,7 +52,7 @@ def split_passes(sides: Sides) -> PassSplit | None:
     ]
     return PassSplit(
         numbers=number_steps(is_decoded),
-        prefill=Batch(mask.bool() & ~is_decoded),
+        prefill=Batch(kept & ~is_decoded),
         decoded=Batch(is_decoded) if num_decoded else None,
         steps=tuple(Batch(step) for step in steps),
     )
@@ -87,5 +87,4 @@ def is_black_box(target: CaptureSource) -> bool:
 
 def real_tokens(sides: Sides) -> torch.Tensor | None:
     """Return the mask of real tokens, bool [B,S]; None if neither side keeps it."""
-    mask = sides.reference.read_attention_mask()
-    return None if mask is None else mask.bool()
+    return sides.reference.read_kept_mask()

@@ -129,6 +129,7 @@ class Golden:
             inputs_digest=request.inputs.digest(),
             is_quick=request.inputs.is_quick,
             expert_tokens=request.inputs.expert_tokens,
+            last_tokens=request.inputs.last_tokens,
             input_source=request.inputs.source,
             noise_floor=request.noise_floor,
             floor_variants=request.floor_variants,

@@ -60,8 +60,8 @@ class GoldenWriter:
         self.progress.advance(layer, num_bytes=self._num_bytes_read - before)
 
     def _find_unreached(self, router_experts: torch.Tensor) -> tuple[int, ...]:
-        """Return the experts that no real token chose; `router_experts` is [B,S,k]."""
-        chosen = router_experts[self.inputs.attention_mask.bool()].unique().tolist()
+        """Return the experts that no judged token chose; `router_experts` is [B,S,k]."""
+        chosen = router_experts[self.inputs.is_kept].unique().tolist()
         return tuple(sorted(set(range(self.num_experts)) - set(chosen)))
 
     def write_model(self, captured: Mapping[ModelSite, torch.Tensor], *, hidden_states: torch.Tensor) -> None:

@@ -94,6 +94,8 @@ class Description:
     floor_variants: tuple[str, ...] = ()  # other right ways to compute a layer, which widen the noise floor
     is_quick: bool = False  # whether the rows are the short ones of --quick
     expert_tokens: ExpertTokens | None = None  # tokens whose states are set at each layer's input
+    # Number of tokens at each row's end whose values are stored (see `kept_tokens`); 0 for all
+    last_tokens: int = 0
     # Of a run, the rows of each call of a layer; a row's last call counts. Empty: one call of all rows
     calls: tuple[tuple[int, ...], ...] = ()
 
@@ -107,7 +109,7 @@ class Description:
 
 
 # Manifests without these stay as they were before they existed.
-omit_default(Description, "floor_variants", "is_quick", "expert_tokens", "calls")
+omit_default(Description, "floor_variants", "is_quick", "expert_tokens", "last_tokens", "calls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,14 @@ class CaptureSource(ABC):
     def read_attention_mask(self) -> torch.Tensor | None:
         """Read the mask, int64 [B,S], 1 on real tokens; None if the layout does not keep it: all are real then."""
 
+    def read_kept_mask(self) -> torch.Tensor | None:
+        """Read which tokens' values are kept, bool [B,S]; None if the layout does not tell real tokens.
+
+        These alone are judged. The values of other tokens are read as zeros where they are not stored.
+        """
+        mask = self.read_attention_mask()
+        return None if mask is None else mask.bool()
+
     def read_ahead(self, layer: int) -> None:
         """Have the system read a layer that is needed soon, if it can; returns at once."""
         return
@@ -96,10 +104,22 @@ class CaptureSource(ABC):
         return None
 
     @property
+    def keeps_last_tokens(self) -> bool:
+        """True if the values of each row's last tokens alone are stored (see `kept_tokens`)."""
+        description = self.known_description
+        return description is not None and description.last_tokens > 0
+
+    @property
     def row_notes(self) -> tuple[str, ...]:
         """Sentences on rows that show less than mm2's own, for every verdict on this golden."""
         description = self.known_description
-        return (_QUICK_ROWS,) if description is not None and description.is_quick else ()
+        if description is None:
+            return ()
+        kept = f"only the last {description.last_tokens} tokens of each row were compared: --last-tokens"
+        return (
+            *((_QUICK_ROWS,) if description.is_quick else ()),
+            *((kept,) if description.last_tokens else ()),
+        )
 
     @property
     def description(self) -> Description:

@@ -100,6 +100,7 @@ _GROUPS = {
             "--seq-len",
             "--quick",
             "--batch-size",
+            "--last-tokens",
             "--padding-side",
         ),
         *("--pad-to", "--max-length", "--start-positions", "--random-input", "--seed", "--continuation"),

@@ -11,7 +11,7 @@ one value:
 | `dtype_option`, `memory_dtype_option`; `run_options` | --dtype; it, --sites and --seed | |
 | `input_options` | --prompt, --prompts-file, --chat, --input-ids, | `inputs`: InputRequest, with --seed |
 | | --seq-len, --quick, --batch-size, --padding-side, --pad-to, | |
-| | --max-length, --start-positions | |
+| | --last-tokens, --max-length, --start-positions | |
 | `span_options` | --start-layer, --end-layer, --layers | `span`: Span or None |
 | `layer_option` | --layer | |
 | `memory_budget_option` | --memory-budget | |
@@ -279,6 +279,14 @@ input_options = stack_options(
     ),
     click.option(
         "--batch-size", type=click.IntRange(min=1), default=1, help="Random rows of each length. Default: 1."
+    ),
+    click.option(
+        "--last-tokens",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="16",
+        help="Keep and judge the last tokens of each row alone: rows of thousands of tokens take little disk. "
+        "Default: all.",
     ),
     padding_options,
     max_length_option,

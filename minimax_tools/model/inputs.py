@@ -41,6 +41,7 @@ class Inputs:
         False  # whether these are the short rows of --quick, which show less than the default rows
     )
     expert_tokens: ExpertTokens | None = None
+    last_tokens: int = 0  # number of tokens at each row's end whose values are kept and judged; 0 for all
 
     def __post_init__(self) -> None:
         shapes = {tuple(tensor.shape) for tensor in self.tensors().values()}
@@ -85,6 +86,12 @@ class Inputs:
             row = self.expert_tokens.row
             found[row] = tail_tokens(self.attention_mask[row : row + 1], self.expert_tokens.count)[0]
         return found
+
+    @property
+    def is_kept(self) -> torch.Tensor:
+        """Whether each token is kept and judged, bool [B,S]: real ones, or the last ones of each row."""
+        mask = self.attention_mask
+        return tail_tokens(mask, self.last_tokens) if self.last_tokens else mask.bool()
 
     def natural(self) -> Inputs:
         """Return the batch as a model computes it from its tokens alone: expert tokens become padding."""
@@ -228,8 +235,8 @@ def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, s
 
 
 def format_positions(inputs: Inputs) -> str:
-    """Format the positions of the real tokens as ranges: `positions 0-99, 4096-4111`."""
-    positions = inputs.position_ids[inputs.attention_mask.bool()].unique().tolist()
+    """Format the positions of the judged tokens as ranges: `positions 0-99, 4096-4111`."""
+    positions = inputs.position_ids[inputs.is_kept].unique().tolist()
     ranges: list[tuple[int, int]] = []
     for position in positions:
         if ranges and position == ranges[-1][1] + 1:

@@ -29,6 +29,7 @@ class InputRequest:
     max_length: int | None = None  # number of tokens that a row is cut to
     start_positions: tuple[int, ...] = ()  # position of each row's first token, or one for all; empty: 0
     seed: int = 0
+    last_tokens: int = 0  # number of tokens at each row's end whose values are kept; 0 for all
 
     def __post_init__(self) -> None:
         if sum((self.has_text, bool(self.input_ids), bool(self.seq_lens), self.quick)) > 1:
@@ -48,6 +49,12 @@ class InputRequest:
             raise UsageError(
                 "--start-positions has no rows to place: the rows of mm2 have positions of their own",
                 next_step="Give --prompt, --input-ids or --seq-len too.",
+            )
+
+        if self.last_tokens and not self.names_rows:
+            raise UsageError(
+                "--last-tokens is for long rows, and none is named",
+                next_step="Give --seq-len 4200, --prompt or --input-ids too.",
             )
 
     @property

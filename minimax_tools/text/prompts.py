@@ -98,6 +98,7 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
     ids = rows.ids if request.max_length is None else [row[: request.max_length] for row in rows.ids]
     with naming(rows.file):
         _refuse_unusable_rows(ids, rows.starts, spec)
+        _refuse_short_rows(ids, request.last_tokens)
     padded = pad_rows(
         ids,
         padding_side=request.padding_side or rows.padding_sides or "right",
@@ -106,7 +107,12 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
         source=rows.source,
         start_positions=rows.starts,
     )
-    return replace(padded, is_quick=rows.is_quick, expert_tokens=rows.expert_tokens)
+    return replace(
+        padded,
+        is_quick=rows.is_quick,
+        expert_tokens=rows.expert_tokens,
+        last_tokens=request.last_tokens,
+    )
 
 
 def read_prompts(path: Path | None) -> list[str]:
@@ -245,3 +251,13 @@ def _refuse_unusable_rows(rows: list[list[int]], starts: tuple[int, ...], spec: 
                 found=f"position {start + len(row) - 1}",
                 next_step="Give --start-positions a smaller number, or shorten the row with --max-length.",
             )
+
+
+def _refuse_short_rows(rows: list[list[int]], last_tokens: int) -> None:
+    shortest = min(range(len(rows)), key=lambda row: len(rows[row]))
+    if len(rows[shortest]) < last_tokens:
+        raise UsageError(
+            f"--last-tokens {last_tokens} keeps more tokens than row {shortest} has",
+            expected=f"at most {len(rows[shortest])}",
+            next_step="Give fewer, or longer rows.",
+        )

@@ -290,6 +290,7 @@ class DeviceRun:
             inputs_digest=request.inputs.digest(),
             is_quick=request.inputs.is_quick,
             expert_tokens=request.inputs.expert_tokens,
+            last_tokens=request.inputs.last_tokens,
             calls=request.inputs.plan_calls(),
             input_source=self._input_source(),
         )
