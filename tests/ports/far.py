@@ -90,13 +90,12 @@ class WindowOf4096(planted.Planted):
         window = 4096
 
 
-class PageEdgeAt4096(planted.Planted):
-    """The first key of a page is lost: the one before stands there."""
+class PageFrom4096(planted.Planted):
+    """The page of keys and values from 4096 on is read where the first page lies."""
 
     class attention(port.Attention):  # noqa: N801
         def attend(self, q, k, v, attention_mask):
-            places = torch.arange(k.shape[2], device=k.device)
-            places = torch.where(places == 4096, 4095, places)
+            places = torch.arange(k.shape[2], device=k.device) % 4096
             return super().attend(q, k[:, :, places], v[:, :, places], attention_mask)
 
 
