@@ -88,6 +88,7 @@ def judge_run(
         UsageError: No layer matches the pattern.
         CaptureError: A file is missing or damaged: `proved` checks the digests of all that was read.
     """
+    target = target.beside(reference)
     pairing_notes = refuse_other_runs(reference, target)
     layers = select_layers(reference, target, layer_pattern)
     model_sites = _declared_model_sites(target) if layers == declared_layers(target) else ()

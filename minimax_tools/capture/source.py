@@ -135,6 +135,13 @@ class CaptureSource(ABC):
         """
         return self
 
+    def beside(self, golden: CaptureSource) -> CaptureSource:
+        """Return this capture read beside its golden, which tells heads from tokens where shapes do not.
+
+        Another tool's dump returns itself: its map names the order of dims.
+        """
+        return self
+
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         """Return the sites that the run wanted and the port does not expose."""
         return ()

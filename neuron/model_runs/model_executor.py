@@ -188,6 +188,11 @@ class ModelExecutor:
         return ModelClasses.compare(eager, eager_module(there))
 
     @property
+    def tokens_first(self) -> frozenset[Site]:
+        """Sites with heads that the port shows as [B,s,heads,D], as far as its passes tell."""
+        return frozenset(self._join.tokens_first)
+
+    @property
     def replaces_itself(self) -> bool:
         """True if the port replaces its stream itself: then no hook sees whether it did."""
         return getattr(eager_module(self.module), REPLACE_STREAM, None) is not None

@@ -258,7 +258,10 @@ class ModelRun:
         num_columns = self._request.inputs.sequence_length
         tensors = {
             site: assemble_site(
-                [(model_pass, sites[site]) for model_pass, sites in shown], site, num_columns=num_columns
+                [(model_pass, sites[site]) for model_pass, sites in shown],
+                site,
+                num_columns=num_columns,
+                tokens_first=self._executor.tokens_first,
             )
             for site in self._request.sites
             if all(site in sites for _, sites in shown)

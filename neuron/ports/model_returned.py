@@ -108,7 +108,7 @@ def _check_tokens(tokens: object, batch_size: int, *, what: str) -> torch.Tensor
             found=f"{tokens.dtype} {list(tokens.shape)}",
             next_step="Return the next token of each row as `tokens`, or none.",
         )
-    return tokens.reshape(batch_size)
+    return tokens.reshape(batch_size).long()
 
 
 def past_argument(module: nn.Module) -> str | None:

@@ -178,7 +178,11 @@ def _find_taps(
     # Checked before compilation: a compiler would print its graph first.
     find_output(result, tuple(example[0].shape), what=what)
     batch_shape = (request.inputs.batch_size, request.inputs.sequence_length)
-    tensors = {site: shape_to_batch(site, kept, batch_shape) for site, kept in recorder.tensors.items()}
+    head_dim = request.spec.head_dim
+    tensors = {
+        site: shape_to_batch(site, kept, batch_shape, head_dim=head_dim)
+        for site, kept in recorder.tensors.items()
+    }
     return {
         site: tap
         for site, tap in taps.items()
