@@ -1,5 +1,7 @@
 """Attention of decoded tokens over a cache that may hold, or show, something wrong.
 
+Decoded are the tokens of all passes but the first: of steps, which take one token of each prompt, or of chunks.
+
 B prompts, S columns of the batch, P entries that may be read, N heads, K kv heads, D head_dim, T chosen tokens.
 """
 
@@ -11,7 +13,6 @@ import torch
 
 from compare.diagnosis.evaluation import Evaluation, LayerInputs
 from minimax_tools.capture.passes import CachePair
-from minimax_tools.model.inputs import number_steps
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import split_heads
 
@@ -22,11 +23,16 @@ HIDDEN = -torch.inf
 class DecodedInputs(LayerInputs):
     """Inputs of a layer of a whole port's run, which decoded the last tokens of each prompt from its own cache."""
 
-    is_decoded: torch.Tensor  # bool [B,S]
+    numbers: torch.Tensor  # the pass that computed a token, 0 for the first one and padding: int64 [B,S]
     caches: dict[int, CachePair]  # right keys and values of other layers by number, float32 [B,K,S,D]
     cached: CachePair | None = None  # what the port's cache holds, to take it as it is: float32 [B,K,S,D]
     # Inputs of the layer that padding may have, float32 [H], by name; the batch's own first. Empty if not known
     padding: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def is_decoded(self) -> torch.Tensor:
+        """Tokens behind a cache, bool [B,S]."""
+        return self.numbers > 0
 
     @property
     def num_decoded(self) -> int:
@@ -34,8 +40,15 @@ class DecodedInputs(LayerInputs):
         return int(self.is_decoded.sum(-1).max())
 
     @property
+    def is_chunked(self) -> bool:
+        """True if some pass behind the first takes several tokens of a prompt."""
+        return self.num_decoded > int(self.numbers.max())
+
+    @property
     def prefill_width(self) -> int:
-        """Number of columns of the prefill."""
+        """Number of columns of the first pass."""
+        if self.is_chunked:
+            return int(self.prefilled().max())
         return int(self.attention_mask.shape[1]) - self.num_decoded
 
     @property
@@ -46,13 +59,33 @@ class DecodedInputs(LayerInputs):
         is_on_the_left = bool((self.attention_mask[:, 0] == 0).any())
         return f"{next(iter(self.padding))} at {'0' if is_on_the_left else 'the last'}"
 
-    def steps(self) -> torch.Tensor:
-        """Return the number of the step that decodes a token, from 1 on; 0 for the prefill's: int64 [B,S]."""
-        return number_steps(self.is_decoded)
-
     def prefilled(self) -> torch.Tensor:
-        """Return the number of each prompt's tokens that were prefilled, int64 [B]."""
+        """Return the number of each prompt's tokens in the first pass, int64 [B]."""
         return self.attention_mask.sum(-1) - self.is_decoded.sum(-1)
+
+    def ordinals(self) -> torch.Tensor:
+        """Return each token's place in its prompt, from 0 on: int64 [B,S]."""
+        return (self.attention_mask.cumsum(1) - 1).clamp(min=0)
+
+    def starts(self) -> torch.Tensor:
+        """Return the place in its prompt at which each token's pass begins: int64 [B,S]."""
+        counts = self._counts()
+        return (counts.cumsum(1) - counts).gather(1, self.numbers)
+
+    def columns(self) -> torch.Tensor:
+        """Return the column of each token in a cache that keeps the padding of every pass: int64 [B,S]."""
+        counts = self._counts()
+        widths = counts.max(dim=0).values
+        widths[0] = self.prefill_width
+        places = (widths.cumsum(0) - widths)[self.numbers] + self.ordinals() - self.starts()
+        is_on_the_left = self.attention_mask[:, :1] == 0
+        return places + is_on_the_left * (widths - counts).gather(1, self.numbers)
+
+    def _counts(self) -> torch.Tensor:
+        """Return the number of each prompt's tokens in each pass, int64 [B,passes]."""
+        is_real = self.attention_mask.bool()
+        passes = range(int(self.numbers.max()) + 1)
+        return torch.stack([((self.numbers == number) & is_real).sum(1) for number in passes], dim=1)
 
 
 def decoded_inputs(layer: Evaluation) -> DecodedInputs:

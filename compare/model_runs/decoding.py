@@ -137,7 +137,7 @@ def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights, split: PassSp
         position_ids=tokens.position_ids,
         # Decoded tokens are computed as if they were prefilled; mistakes replace what they read.
         decode_start=tokens.attention_mask.shape[1],
-        is_decoded=split.numbers > 0,
+        numbers=split.numbers,
         caches={},
         padding=padding,
     )

@@ -32,18 +32,18 @@ def judge_layer_order(sides: Sides, num_layers: int) -> tuple[ModelFinding, ...]
         return ()
     for number, calls in enumerate(passes.layer_calls):
         # Without a single call, calls cannot be seen: the port is a compiled graph.
-        finding = _judge_calls(number, calls, num_layers) if calls else None
+        where = f"in the {pass_name(number, is_chunk=bool(passes.chunks))}"
+        finding = _judge_calls(number, calls, num_layers, where=where) if calls else None
         if finding is not None:
             return (finding,)
     return _judge_stream(sides, num_layers)
 
 
-def _judge_calls(number: int, calls: Sequence[int], num_layers: int) -> ModelFinding | None:
+def _judge_calls(number: int, calls: Sequence[int], num_layers: int, *, where: str) -> ModelFinding | None:
     """Judge the calls of one pass; None if they are those of a right model."""
     counts = Counter(calls)
     skipped = [layer for layer in range(num_layers) if not counts[layer]]
     repeated = [layer for layer, count in sorted(counts.items()) if count > 1]
-    where = f"in the {pass_name(number)}"
     if skipped:
         return _finding(
             number,

@@ -20,13 +20,20 @@ from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.mirror import CaptureMirror, capture_folder
 from minimax_tools.capture.open_files import OpenFiles
-from minimax_tools.capture.passes import PASSES_NAME, CachePair, LogitsForm, ModelPasses, cache_file
+from minimax_tools.capture.passes import (
+    CHUNKS_FOLDER,
+    PASSES_NAME,
+    CachePair,
+    LogitsForm,
+    ModelPasses,
+    cache_file,
+)
 from minimax_tools.capture.proof import Proof
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE, MANIFEST_NAME, layer_files, list_captures
 from minimax_tools.errors import CaptureError, IncomparableError, list_names
 from minimax_tools.machine.read_ahead import read_ahead
-from minimax_tools.model.inputs import Inputs, tail_tokens
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -205,6 +212,10 @@ class Capture(CaptureSource):
     def read_passes(self) -> ModelPasses | None:
         return self._passes
 
+    def read_chunks(self) -> Capture | None:
+        folder = self.directory / CHUNKS_FOLDER
+        return Capture.open(folder) if (folder / MANIFEST_NAME).exists() else None
+
     def read_cache(self, layer: int) -> CachePair | None:
         if self._passes is None or layer not in self._passes.cached_layers:
             return None
@@ -217,8 +228,8 @@ class Capture(CaptureSource):
     def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
         if site is not ModelSite.LOGITS or not self._has_last_logits:
             return None
-        # The prefill's last token, and the decoded ones behind it.
-        return tail_tokens(self.read_attention_mask(), self.description.run.num_decoded + 1)
+        assert self._passes is not None, "only a whole port returns logits of last tokens"
+        return self._passes.ends_pass(self.read_attention_mask())
 
     @cached_property
     def _passes(self) -> ModelPasses | None:

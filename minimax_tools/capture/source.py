@@ -194,6 +194,10 @@ class CaptureSource(ABC):
         """Read what a whole port's run shows beside its sites; None for other runs."""
         return None
 
+    def read_chunks(self) -> CaptureSource | None:
+        """Open the capture of a whole port's run in chunks, beside that of its prefill and steps; None without one."""
+        return None
+
     def read_cache(self, layer: int) -> CachePair | None:
         """Read the keys and values in a whole port's cache, [B,K,S,D] each; None if they were not stored."""
         return None

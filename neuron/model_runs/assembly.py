@@ -65,8 +65,10 @@ def assemble_logits(
             rows, columns = (model_pass.columns >= 0).nonzero(as_tuple=True)
             assembled[rows, model_pass.columns[rows, columns]] = logits[rows, columns]
         else:
-            rows = torch.arange(len(logits))
-            assembled[rows, model_pass.columns[rows, model_pass.last_columns]] = logits[:, 0]
+            columns = model_pass.columns.gather(1, model_pass.last_columns[:, None])[:, 0]
+            # A chunk may hold no token of a short row.
+            rows = (columns >= 0).nonzero().flatten()
+            assembled[rows, columns[rows]] = logits[rows, 0]
     assert assembled is not None, "a run has a prefill"
     return assembled
 

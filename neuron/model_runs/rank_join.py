@@ -86,15 +86,14 @@ class RankJoin:
                 whole = _unflattened(of_ranks[0], batch_size)
                 model[model_site] = _first_columns(whole, num_columns, model_site)
         for name, tensor in result.sites.items():
-            site = _parse_returned(name)
+            layer, returned = _parse_returned(name)
             whole = with_signed(tensor.to("cpu"))
-            if isinstance(site, ModelSite):
-                model[site] = _first_columns(_unflattened(whole, batch_size), num_columns, site)
-            elif site[1] in self._setup.sites:
-                layer, of_layer = site
-                self._note_forms({of_layer: whole}, padded_shape)
-                shaped = shape_to_batch(of_layer, whole, padded_shape, head_dim=spec.head_dim)
-                layers.setdefault(layer, {})[of_layer] = _first_columns(shaped, num_columns, of_layer)
+            if isinstance(returned, ModelSite):
+                model[returned] = _first_columns(_unflattened(whole, batch_size), num_columns, returned)
+            elif returned in self._setup.sites:
+                self._note_forms({returned: whole}, padded_shape)
+                shaped = shape_to_batch(returned, whole, padded_shape, head_dim=spec.head_dim)
+                layers.setdefault(layer, {})[returned] = _first_columns(shaped, num_columns, returned)
         return layers, model
 
     def _note_forms(self, tensors: Mapping[Site, torch.Tensor], batch_shape: tuple[int, int]) -> None:
@@ -168,14 +167,14 @@ def _unflattened(tensor: torch.Tensor, batch_size: int) -> torch.Tensor:
     return tensor.unflatten(0, (batch_size, -1)) if is_flat else tensor
 
 
-def _parse_returned(name: str) -> tuple[int, Site] | ModelSite:
-    """Read the name of a site that a compiled port returned: `layer_3.output`, or `final_norm`."""
+def _parse_returned(name: str) -> tuple[int, Site | ModelSite]:
+    """Read the name of a site that a compiled port returned: `layer_3.output`, or `final_norm`, with -1 for a layer."""
     prefix, _, short = name.partition(".")
     number = prefix.removeprefix("layer_")
     if short and number != prefix and number.isdecimal():
         return int(number), parse_site(short)
     try:
-        return ModelSite(name)
+        return -1, ModelSite(name)
     except ValueError:
         raise TargetError(
             f"the port returned the site {name!r}, which mm2 does not know",

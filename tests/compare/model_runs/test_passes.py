@@ -35,14 +35,13 @@ class Side:
     model_values: Mapping[ModelSite, torch.Tensor] = field(default_factory=dict)
     values: Mapping[tuple[int, Site], torch.Tensor] = field(default_factory=dict)
     passes: ModelPasses | None = None
-    num_decoded: int = 2
     held: torch.Tensor | None = None
     mask: torch.Tensor | None = field(default_factory=lambda: MASK)
     directory: Path = Path("side")
 
     @property
     def known_description(self) -> Any:
-        return SimpleNamespace(run=SimpleNamespace(num_decoded=self.num_decoded))
+        return SimpleNamespace()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -100,9 +99,18 @@ class TestSplit:
         assert split.numbers.tolist() == [[0, 0, 1, 2, 0], [0, 1, 2, 0, 0]]
 
     def test_prefill_alone(self) -> None:
-        split = split_passes(sides(Side(passes=PASSES, num_decoded=0)))
+        split = split_passes(sides(Side(passes=ModelPasses(num_passes=1))))
         assert split is not None
         assert (numbers(split.prefill), split.decoded, split.steps) == ([0, 1, 2, 3, 5, 6, 7], None, ())
+
+    def test_chunks_take_several_tokens_of_a_prompt_or_none(self) -> None:
+        passes = ModelPasses(num_passes=3, chunks=((1, 1), (2, 2), (1, 0)))
+        split = split_passes(sides(Side(passes=passes)))
+        assert split is not None
+        assert split.numbers.tolist() == [[0, 1, 1, 2, 0], [0, 1, 1, 0, 0]]
+        assert [numbers(step) for step in split.steps] == [[1, 2, 6, 7], [3]]
+        assert [split.name(number) for number in range(3)] == ["chunk 1", "chunk 2", "chunk 3"]
+        assert passes.ends_pass(MASK).long().tolist() == [[1, 0, 1, 1, 0], [1, 0, 1, 0, 0]]
 
     def test_other_runs_have_no_passes(self) -> None:
         assert split_passes(sides(Side())) is None
