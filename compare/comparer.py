@@ -18,9 +18,11 @@ from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
 from compare.model_faults import find_model_faults
+from compare.model_runs.choices import draws_tokens
 from compare.model_runs.chunks import join_chunks, open_chunks
 from compare.model_runs.next_tokens import compare_passes
 from compare.model_runs.passes import is_black_box, split_passes
+from compare.model_runs.repeated import judge_own_logits
 from compare.notes import gather_notes, word_tokens
 from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
 from compare.sides.batch import Batch
@@ -110,9 +112,19 @@ def judge_run(
         # `source` closes with this block; a diagnosis opens layers again.
         run, *others = (judge.conclude(pairing_notes, weights=weights) for judge in judges)
     if isinstance(chunks, CaptureSource):
-        joined = join_chunks(run.comparison, others[0].comparison, chunks)
-        return replace(run, comparison=joined, chunks=others[0])
+        in_chunks = _with_own_logits(run, others[0])
+        joined = join_chunks(run.comparison, in_chunks.comparison, chunks)
+        return replace(run, comparison=joined, chunks=in_chunks)
     return replace(run, comparison=replace(run.comparison, chunks=chunks))
+
+
+def _with_own_logits(run: JudgedRun, chunks: JudgedRun) -> JudgedRun:
+    """Judge a black box's logits in chunks by its own of the same tokens, which have the noise of one port."""
+    split = split_passes(chunks.sides)
+    if split is None or not is_black_box(run.sides.target):
+        return chunks
+    findings = judge_own_logits(run.sides, chunks.sides, split)
+    return replace(chunks, comparison=replace(chunks.comparison, findings=findings))
 
 
 class _RunJudge:
@@ -167,7 +179,7 @@ class _RunJudge:
         pass_logits: tuple[PassLogits, ...] = ()
         if ModelSite.LOGITS in sites:
             pass_logits = compare_passes(sides, split)
-            generated = ModelJudge(sides, last_layer=max(self._layers)).judge_generated()
+            generated = _judge_generated(sides, last_layer=max(self._layers))
         return JudgedRun(
             comparison=_conclude(
                 sides,
@@ -187,6 +199,19 @@ class _RunJudge:
             },
             recomputed=tuple(result for part in self._parts for result in part.recomputed),
         )
+
+
+def _judge_generated(sides: Sides, *, last_layer: int) -> tuple[GeneratedRow, ...]:
+    """Compare what both sides generated; a port that draws its tokens at random is not judged by them."""
+    generated = ModelJudge(sides, last_layer=last_layer).judge_generated()
+    passes = sides.target.read_passes()
+    if passes is None or not draws_tokens(passes):
+        return generated
+    reason = "the port seems to draw its tokens at random"
+    return tuple(
+        replace(row, status=SiteStatus.NOT_JUDGED, reason=reason) if row.status is SiteStatus.FAIL else row
+        for row in generated
+    )
 
 
 def _conclude(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from compare.model_runs.choices import judge_choices
 from compare.model_runs.classes import judge_classes
 from compare.model_runs.layer_order import LAYER_SKIPPED, judge_layer_order
+from compare.model_runs.repeated import judge_repetitions
 from compare.parts import ComparedPart
 from compare.sides.pairing import declared_layers
 from compare.sides.sides import Sides
@@ -25,7 +26,8 @@ def find_model_faults(
     # A layer that never ran lacks all its sites: its own finding says why.
     skipped = {finding.layer for finding in order if finding.mistake == LAYER_SKIPPED}
     parts = [embedding, *(part for part in layers if part.layer not in skipped), head]
-    findings = [*order, *judge_choices(sides), *(finding for part in parts for finding in _of_sites(part))]
+    findings = [*order, *judge_choices(sides), *judge_repetitions(sides)]
+    findings += [finding for part in parts for finding in _of_sites(part)]
     findings += [finding for part in parts for finding in part.cache.findings]
     findings += [] if classes is None else [classes]
     return tuple(sorted(findings, key=lambda finding: finding.order))

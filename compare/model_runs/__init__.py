@@ -9,5 +9,8 @@
 - `decoding`: the known mistake that explains a layer's decoded tokens
 - `decoding_mistakes`: the catalogue of these mistakes
 - `cached_attention`: attention of decoded tokens over a cache, right or wrong
-- `choices`: tokens that the port chose, padded logits, and prompts that were run twice
+- `choices`: tokens that the port chose, and padded logits
+- `choice_rules`: the rule that explains all wrongly chosen tokens
+- `repeated`: prompts that were computed more than once, and what their logits depend on
+- `chunks`: the run in passes of several tokens behind a cache, joined to that of the steps
 """

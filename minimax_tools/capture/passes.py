@@ -56,10 +56,12 @@ class Choice:
     likeliest: int
     # Logit of the likeliest token minus that of the chosen one; None if one is not finite, or no such token exists
     behind: float | None
-    # Column of the pass whose likeliest token is the chosen one, if another than the last real one: padding, or an
-    # earlier token. None if no column's is.
-    column: int | None = None
-    is_padding: bool = False  # whether that column is padding
+    rank: int = 0  # number of tokens that are likelier than the chosen one
+    # Columns of the pass whose likeliest token is the chosen one, and that of the prompt's last token; () and 0 if the
+    # logits are of each prompt's last token alone
+    columns: tuple[int, ...] = ()
+    last_column: int = 0
+    num_columns: int = 1  # columns of the logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,7 @@ class Repetition:
     difference: float
     is_finite: bool = True
     kind: Repeated = Repeated.OTHER_ROWS
+    chosen: int | None = None  # the token that the port chose then; None if it chooses none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,7 @@ class ModelPasses:
     cache_shift: int = 0
     cache_changes: tuple[CacheChange, ...] = ()
     choices: tuple[Choice, ...] = ()  # empty if the port chooses no tokens itself
+    vocab_size: int = 0  # columns of the logits without padding
     misplaced: tuple[MisplacedLogits, ...] = ()  # logits of other tokens than each prompt's last
     # Columns of the logits beyond the vocabulary, and the largest logit there minus the largest within; None if none
     num_padded_logits: int = 0

@@ -66,7 +66,6 @@ def list_choices(model_pass: Pass, result: PassResult) -> list[Choice]:
     for row, chosen in enumerate(result.tokens.tolist()):
         best = int(likeliest[row])
         is_token = 0 <= chosen < logits.shape[-1]
-        column = _column_of_choice(result.logits[row], chosen)
         behind = float(logits[row, best] - logits[row, chosen]) if is_token else float("inf")
         choices.append(
             Choice(
@@ -76,14 +75,17 @@ def list_choices(model_pass: Pass, result: PassResult) -> list[Choice]:
                 likeliest=best,
                 # JSON has no infinity and no NaN.
                 behind=behind if math.isfinite(behind) else None,
-                column=column,
-                is_padding=column is not None and int(model_pass.columns[row, column]) < 0,
+                rank=int((logits[row] > logits[row, chosen]).sum()) if is_token else logits.shape[-1],
+                columns=_columns_of_choice(result.logits[row], chosen),
+                last_column=int(model_pass.last_columns[row]) if result.logits.shape[1] > 1 else 0,
+                num_columns=result.logits.shape[1],
             )
         )
     return choices
 
 
-def _column_of_choice(logits: torch.Tensor, chosen: int) -> int | None:
-    """Return the last column of a row's logits [s,·] whose likeliest token was chosen; None if there is none."""
-    columns = (logits.float().argmax(-1) == chosen).nonzero().flatten().tolist()
-    return columns[-1] if columns and len(logits) > 1 else None
+def _columns_of_choice(logits: torch.Tensor, chosen: int) -> tuple[int, ...]:
+    """Return the columns of a row's logits [s,·] whose likeliest token was chosen; () of a single column."""
+    if len(logits) == 1:
+        return ()
+    return tuple((logits.float().argmax(-1) == chosen).nonzero().flatten().tolist())

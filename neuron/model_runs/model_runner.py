@@ -312,6 +312,7 @@ class ModelRun:
                     choices=()
                     if is_chunked
                     else tuple(found for ran in passes for found in list_choices(*ran)),
+                    vocab_size=vocab_size,
                     misplaced=find_misplaced(*passes[0], spec=self._request.spec, reader=self._reader),
                     num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
                     padded_logits_above=_clipped(max(above)) if above else None,

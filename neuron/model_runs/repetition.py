@@ -102,7 +102,13 @@ def _repeat(
         except PassRefusedError:
             return
         before, later = last_logits(model_pass, result.logits)[prompts], last_logits(other, again.logits)
-        yield from compare_logits(model_pass.number, prompts.tolist(), before, later, kind=kind)
+        compared = compare_logits(model_pass.number, prompts.tolist(), before, later, kind=kind)
+        chosen = (
+            None if again.tokens is None else dict(zip(prompts.tolist(), again.tokens.tolist(), strict=True))
+        )
+        yield from (
+            compared if chosen is None else (replace(item, chosen=chosen[item.row]) for item in compared)
+        )
 
 
 def _is_suspect(repetition: Repetition) -> bool:
