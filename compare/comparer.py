@@ -17,7 +17,7 @@ from compare.judging.model_judge import ModelJudge
 from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
-from compare.model_faults import find_model_faults
+from compare.model_faults import find_model_faults, without_norm
 from compare.model_runs.choices import draws_tokens
 from compare.model_runs.chunks import join_chunks, open_chunks
 from compare.model_runs.next_tokens import compare_passes
@@ -175,6 +175,8 @@ class _RunJudge:
         head = judge_outside(
             sides, tuple(site for site in sites if site is not ModelSite.EMBEDDING), split=split
         )
+        head, findings = without_norm(sides, head, last_layer=max(self._layers))
+        findings = (*find_model_faults(sides, embedding, self._parts, head), *findings)
         generated: tuple[GeneratedRow, ...] = ()
         pass_logits: tuple[PassLogits, ...] = ()
         if ModelSite.LOGITS in sites:
@@ -188,7 +190,7 @@ class _RunJudge:
                 head,
                 generated=generated,
                 pass_logits=pass_logits,
-                findings=find_model_faults(sides, embedding, self._parts, head),
+                findings=tuple(sorted(findings, key=lambda finding: finding.order)),
                 pairing_notes=pairing_notes,
             ),
             sides=replace(sides, weights=weights),

@@ -1,7 +1,8 @@
 """A whole port's run, judged beyond the sites of its layers.
 
 - `passes`: the tokens of the prefill and of each decoding step, and the first pass that is wrong
-- `layer_order`: the order of the layers, and the stream between them
+- `layer_order`: the order of the layers
+- `stream`: what each layer, and the final norm, is given
 - `classes`: modules that another device gets in another class
 - `next_tokens`: next tokens by pass, against the golden itself
 - `cache`: keys and values in the cache, after the prefill and each step

@@ -49,7 +49,7 @@ def join_chunks(run: Comparison, chunks: Comparison, capture: CaptureSource) -> 
     )
     places = {(finding.layer, site) for finding in findings for site in finding.sites}
     blame = tuple(
-        replace(blamed, reason=f"in chunks, {blamed.reason}")
+        replace(blamed, in_chunks=True, reason=f"in chunks, {blamed.reason}")
         for blamed in chunks.blame
         if places & {(blamed.layer, site) for site in blamed.sites}
     )

@@ -159,6 +159,9 @@ class Blame:
     right: tuple[str, ...] = ()
     # Operation that computes this site and another blamed one of the layer, if both are one cause; empty if not.
     operation: str = ""
+    in_chunks: bool = (
+        False  # whether it is wrong in a whole port's chunks alone, and right in prefill and steps
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
