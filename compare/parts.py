@@ -106,12 +106,13 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
     if split is not None and not layer_input.is_inherited and layer_input.is_recorded:
         is_decoding_wrong = fault is not None and fault.number > 0
         cache = judge_cache(sides, layer, split=split, is_decoding_wrong=is_decoding_wrong)
+        # Attention that is right on what the cache holds is no second cause.
         if (
-            cache.holds_fewer_bits
+            (cache.holds_fewer_bits or cache.findings)
             and _is_of_cache(fault, blame_of_all, layer=layer, judge=judge, sides=sides)
             and is_right_on_own_cache(sides, layer)
         ):
-            blame, fault, is_excused = (), None, True
+            blame, fault, is_excused = (), None, cache.holds_fewer_bits
     if layer_input.is_inherited:
         blame = _blame_nonfinite(blame, results)
     else:

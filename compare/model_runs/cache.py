@@ -18,6 +18,7 @@ from compare.model_runs.cache_mistakes import (
     holds_scaled_bits,
     is_before_rope,
     noise_of,
+    word_places,
 )
 from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT
 from compare.model_runs.passes import PassSplit
@@ -28,6 +29,7 @@ from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import CacheChange, CachePair
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import format_count
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import split_heads
 from minimax_tools.results.model_findings import ModelFinding
@@ -95,12 +97,14 @@ def judge_cache(
         tokens=mask,
         others=lambda: _other_pairs(sides.target, layer),
         unrotated=_unrotated(sides.target if own is not None else golden, layer, right),
+        real=mask,
     )
     if is_before_rope(content):
         return CacheJudgement(findings=changes, note="it holds keys before rotary embedding")
     num_passes = 1 + len(split.steps)
     is_alike = len(wrong) == num_passes
     in_question = content.at(torch.isin(split.numbers, torch.tensor(list(wrong))) & mask)
+    in_question = in_question.at(in_question.wrong_tokens())
     named = next(
         ((mistake, found) for mistake in CACHE_MISTAKES if (found := mistake.find(in_question)) is not None),
         None,
@@ -241,19 +245,17 @@ def _describe(
     content: CacheContent, wrong: dict[int, tuple[str, ...]], split: PassSplit, *, is_shown: bool
 ) -> str:
     kinds = sorted({kind for of_pass in wrong.values() for kind in of_pass})
-    heads = content.wrong_heads()
-    row, column = content.tokens.nonzero()[0].tolist()
+    heads, places = content.wrong_heads(), content.tokens.nonzero()
     beside = (
         "; the port's own keys and values are other ones: the cache is wrong, not the projections"
         if is_shown
         else ""
     )
-    number = min(wrong)
+    number, num_wrong = min(wrong), format_count(len(places), "token")
     since = f"from {split.name(number)} on" if number or split.is_chunked else "from the prefill on"
     return (
         f"{since} the cached {' and '.join(kinds)} of kv heads {', '.join(map(str, heads))} are off by "
-        f"{content.rho(content.right):.3g} times the noise at {int(content.tokens.sum())} tokens, the first at row "
-        f"{row}, token {column}{beside}"
+        f"{content.rho(content.right):.3g} times the noise at {num_wrong} ({word_places(places)}){beside}"
     )
 
 

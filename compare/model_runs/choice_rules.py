@@ -67,6 +67,8 @@ def _shard_rules(
     choices: Sequence[Choice], wrong: Sequence[Choice], *, vocab_size: int
 ) -> Iterator[ChoiceRule]:
     """Try choices by their numbers within a shard of the vocabulary, and numbers that are off by shard."""
+    if not vocab_size:
+        return
     for degree in _DEGREES:
         width = math.ceil(vocab_size / degree)
         if all(choice.chosen == choice.likeliest % width for choice in choices):
@@ -75,9 +77,10 @@ def _shard_rules(
     differences = {choice.likeliest: choice.likeliest - choice.chosen for choice in choices}
     ordered = [differences[token] for token in sorted(differences)]
     groups = len(set(ordered) - {0})
+    is_one_way = min(ordered) >= 0 or max(ordered) <= 0
     sizes = [abs(difference) for difference in ordered]
     num_apart = len({choice.likeliest for choice in wrong})
-    if sizes == sorted(sizes) and num_apart > groups:
+    if is_one_way and sizes == sorted(sizes) and num_apart > groups:
         parameters = {"by": ", ".join(str(difference) for difference in dict.fromkeys(ordered) if difference)}
         yield _shard_rule(parameters, chance=float(vocab_size) ** (groups - num_apart))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from compare.model_runs.choice_rules import find_rule, is_likeliest, rule_of_column
 from compare.sides.sides import Sides
 from minimax_tools.capture.passes import Choice, ModelPasses, Repeated, pass_name
+from minimax_tools.errors import format_count
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.results.model_findings import ModelFinding
 
@@ -59,6 +61,7 @@ def _judge_choice(passes: ModelPasses) -> ModelFinding | None:
         )
     rule = find_rule(passes.choices, vocab_size=passes.vocab_size)
     if rule is None:
+        reason += _word_rank(wrong)
         return _of_choice(
             first, reason=reason, look_at="the row and shard of the logits that the choice reads"
         )
@@ -75,6 +78,14 @@ def _judge_choice(passes: ModelPasses) -> ModelFinding | None:
 
 def _of_choice(first: Choice, **fields: Any) -> ModelFinding:
     return ModelFinding(number=first.number, layer=None, sites=(CHOSEN_TOKEN,), **fields)
+
+
+def _word_rank(wrong: Sequence[Choice]) -> str:
+    """Say that all chosen tokens have as many likelier ones; nothing of a single token, or if they have not."""
+    ranks = {choice.rank for choice in wrong}
+    if len(wrong) == 1 or len(ranks) > 1 or not wrong[0].rank:
+        return ""
+    return f"; each of the {len(wrong)} has {format_count(wrong[0].rank, 'likelier token')}"
 
 
 def _wrong_choices(passes: ModelPasses) -> list[Choice]:

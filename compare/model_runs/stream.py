@@ -138,14 +138,17 @@ def _find_source(
     sides: Sides, given: torch.Tensor, before: torch.Tensor, *, layer: int, num_layers: int
 ) -> _Candidate | None:
     """Find what a layer is given; None if it is nothing known."""
-    if given.shape != before.shape:
+    mask = sides.reference.read_attention_mask()
+    if given.shape != before.shape or (mask is not None and given.shape[:2] != mask.shape):
         return None
     given_th, right_th = (sides.batch.rows(tensor, Site.INPUT).float() for tensor in (given, before))
     candidates = [
         (candidate, _error(given_th, candidate.states))
         for candidate in _candidates(sides, before, layer=layer, num_layers=num_layers)
     ]
-    scale = float((given_th * right_th).sum() / right_th.square().sum().clamp(min=TINY_FLOAT32))
+    is_finite = (given_th.isfinite() & right_th.isfinite()).all(dim=-1)
+    products = (given_th * right_th)[is_finite].sum()
+    scale = float(products / right_th[is_finite].square().sum().clamp(min=TINY_FLOAT32))
     scaled = _Candidate(
         states=scale * right_th,
         words=f"it is that, × {scale:.4g}",
@@ -154,7 +157,7 @@ def _find_source(
         parameters={"factor": round(scale, 5)},
     )
     best, error = min([*candidates, (scaled, _error(given_th, scaled.states))], key=lambda pair: pair[1])
-    is_near = error <= _most(sides) and error * _NEARER <= _error(given_th, right_th)
+    is_near = error <= _most(sides) and error * _NEARER < _error(given_th, right_th)
     return best if is_near else None
 
 
@@ -309,11 +312,11 @@ def _most(sides: Sides) -> float:
 def _error(given: torch.Tensor, states: torch.Tensor) -> float:
     """Return the error of [T,H] against a candidate, relative to each channel: a massive one hides no other.
 
-    Tokens that the candidate does not tell, NaN, are left out.
+    Tokens that are not finite are left out: a candidate does not tell them all.
     """
     if given.shape != states.shape:
         return torch.inf
-    is_told = states.isfinite().all(dim=-1)
+    is_told = (states.isfinite() & given.isfinite()).all(dim=-1)
     given, states = given[is_told].double(), states[is_told].double()
     if not len(given):
         return torch.inf
