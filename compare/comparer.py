@@ -19,7 +19,7 @@ from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
 from compare.model_faults import find_model_faults, without_norm
 from compare.model_runs.choices import draws_tokens
-from compare.model_runs.chunks import join_chunks, open_chunks
+from compare.model_runs.chunks import add_findings, join_chunks, open_chunks
 from compare.model_runs.next_tokens import compare_passes
 from compare.model_runs.passes import is_black_box, split_passes
 from compare.model_runs.repeated import judge_own_logits
@@ -124,7 +124,7 @@ def _with_own_logits(run: JudgedRun, chunks: JudgedRun) -> JudgedRun:
     if split is None or not is_black_box(run.sides.target):
         return chunks
     findings = judge_own_logits(run.sides, chunks.sides, split)
-    return replace(chunks, comparison=replace(chunks.comparison, findings=findings))
+    return replace(chunks, comparison=add_findings(chunks.comparison, findings))
 
 
 class _RunJudge:

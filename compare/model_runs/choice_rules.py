@@ -14,7 +14,9 @@ from compare.diagnosis.mistake import Parameters
 from minimax_tools.capture.passes import Choice
 
 # Largest probability that a rule fits by coincidence.
-_MOST_CHANCE = 0.02
+_MOST_CHANCE = 0.01
+# Chance of a token that is the likeliest of no other column.
+_RARE = 1 / 512
 # Numbers of ranks that usually divide a vocabulary.
 _DEGREES = (2, 4, 8, 16, 32, 64)
 
@@ -102,20 +104,35 @@ def _column_rules(choices: Sequence[Choice], wrong: Sequence[Choice]) -> Iterato
     if not several or any(choice.num_columns == 1 for choice in wrong):
         # A step has one column alone: nothing else could be chosen from.
         return
-    # The share of a row's columns that would give the token too.
-    chance = math.prod(len(choice.columns) / choice.num_columns for choice in wrong)
     num_columns = max(choice.num_columns for choice in several)
     ends = [choice.num_columns - 1 for choice in several]
     if any(choice.last_column < choice.num_columns - 1 for choice in wrong) and _fits(several, ends):
+        chance = _coincidence(several, ends)
         yield rule_of_column(is_padding=True, parameters={"column": num_columns - 1}, chance=chance)
-    if _fits(several, [0 for _ in several]):
+    starts = [0 for _ in several]
+    if _fits(several, starts):
+        chance = _coincidence(several, starts)
         yield rule_of_column(is_padding=False, parameters={"column": 0}, chance=chance)
     for by in range(1, num_columns):
         # Before a prompt's first token there is none: ports take that one then.
-        if _fits(several, [max(choice.last_column - by, 0) for choice in several]):
+        columns = [max(choice.last_column - by, 0) for choice in several]
+        if _fits(several, columns):
             # The token just before is the commonest: others are as many tries.
-            tries = 1 if by == 1 else num_columns
-            yield rule_of_column(is_padding=False, parameters={"by": by}, chance=min(tries * chance, 1.0))
+            chance = (1 if by == 1 else num_columns) * _coincidence(several, columns)
+            yield rule_of_column(is_padding=False, parameters={"by": by}, chance=chance)
+
+
+def _coincidence(choices: Sequence[Choice], columns: Sequence[int]) -> float:
+    """Return the chance that the wrong ones of some choices are the likeliest tokens of their columns by coincidence.
+
+    A token is the likelier to be chosen for another reason the more other columns of the prompt it is the likeliest of.
+    """
+    chance = 1.0
+    for choice, column in zip(choices, columns, strict=True):
+        if not is_likeliest(choice):
+            others = sum(other <= choice.last_column and other != column for other in choice.columns)
+            chance *= min(others / (choice.last_column + 1) + _RARE, 1.0)
+    return chance
 
 
 def _fits(choices: Sequence[Choice], columns: Sequence[int]) -> bool:

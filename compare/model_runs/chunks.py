@@ -1,15 +1,17 @@
 """Chunks: a whole port's run in passes of several tokens behind a cache, judged, and joined to that of its steps.
 
-What the steps' run shows is not said again of the chunks: what is wrong in a layer there is wrong in chunks too.
+What the steps' run shows is not said again of the chunks: what is wrong in a layer there is wrong in chunks too, and so
+is a port whose prompts depend on what ran before them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from compare.model_runs.repeated import REPEATED
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import ChunkedRun, Comparison, Verdict
+from minimax_tools.results.results import Blame, BlameGroup, ChunkedRun, Comparison, Verdict
 
 _OLDER = "the run beside which they lie is another one"
 
@@ -69,10 +71,33 @@ def join_chunks(run: Comparison, chunks: Comparison, capture: CaptureSource) -> 
     )
 
 
+def add_findings(comparison: Comparison, findings: tuple[ModelFinding, ...]) -> Comparison:
+    """Return a comparison with more findings, which are to blame unless they warn."""
+    blame = tuple(
+        Blame(layer=finding.layer, sites=finding.sites, reason=finding.reason)
+        for finding in findings
+        if not finding.is_warning
+    )
+    groups = tuple(
+        BlameGroup(layers=(one.layer,), sites=one.sites, worst_layer=one.layer, reason=one.reason)
+        for one in blame
+    )
+    return replace(
+        comparison,
+        findings=tuple(sorted((*comparison.findings, *findings), key=lambda finding: finding.order)),
+        blame=(*comparison.blame, *blame),
+        blame_groups=(*comparison.blame_groups, *groups),
+    )
+
+
 def _is_shown(finding: ModelFinding, run: Comparison) -> bool:
     """Decide whether the run shows what is wrong in chunks: a wrong layer, or a wrong site outside the layers."""
     return any(
-        shown.layer == finding.layer and (finding.layer is not None or set(shown.sites) & set(finding.sites))
+        REPEATED in shown.sites
+        or (
+            shown.layer == finding.layer
+            and (finding.layer is not None or set(shown.sites) & set(finding.sites))
+        )
         for shown in run.findings
     )
 

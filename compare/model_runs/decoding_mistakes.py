@@ -34,6 +34,7 @@ _Positions = Callable[[DecodedInputs], torch.Tensor]
 
 CACHE_LOOK_AT = "where a step writes its key and value, and up to which entry it reads"
 FP8_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+_LOWER_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Lengths that a prefill is padded to: multiples and powers of two.
 _BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -391,6 +392,16 @@ DECODING_MISTAKES = (
         look_at="the dtype of the cache, and the scales that are stored beside it",
         build=lambda dtype: _edited(lambda _, part: round_to_fp8(part, dtype)),
         candidates=values_of("dtype", *FP8_DTYPES),
+        is_rounding=True,
+    ),
+    _mistake(
+        name="cache_low_precision",
+        what="The cache is held in a lower dtype than the golden computes in.",
+        look_at="the dtype that the cache's buffers are made with",
+        build=lambda dtype: _edited(lambda _, part: part.to(_LOWER_DTYPES[dtype]).float()),
+        candidates=_each_of(
+            "dtype", lambda inputs: _LOWER_DTYPES if inputs.weights.dtype is torch.float32 else ()
+        ),
         is_rounding=True,
     ),
     _mistake(

@@ -7,7 +7,7 @@ what they depend on. T tokens, V the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,6 +48,10 @@ _BY_SHAPE = _Cause(
     what="Something is kept from an earlier pass of the same shape, such as a table of angles or a mask.",
     look_at="what is cached by the shape of a pass: cos and sin, and masks, depend on positions and mask too",
     seen="in other rows of the batch the same prompts gave other logits, and the same ones in a shape that was new",
+)
+_BY_STEP = replace(
+    _BY_SHAPE,
+    seen="of the steps, which have one shape, the first agrees with the port's own prefill and later ones do not",
 )
 _NEIGHBOURS = _Cause(
     mistake="depends_on_neighbours",
@@ -136,15 +140,20 @@ def _judge_steps(steps: Sequence[Repetition], *, limit: float) -> tuple[ModelFin
 
 
 def _find_cause(passes: ModelPasses, wrong: dict[Repeated, list[Repetition]]) -> _Cause | None:
-    """Return what the further runs speak for; None if they were not made."""
+    """Return what the further runs speak for; None if they were not made, or speak for nothing."""
     made = {item.kind for item in passes.repetitions}
+    first = wrong[Repeated.OTHER_ROWS][0].number
     if wrong[Repeated.SAME_ROWS]:
         return _STALE
-    if Repeated.OTHER_SHAPE in made and not wrong[Repeated.OTHER_SHAPE]:
+    if Repeated.OTHER_SHAPE in made and all(item.number != first for item in wrong[Repeated.OTHER_SHAPE]):
         return _BY_SHAPE
+    # Steps that are told from each other by nothing but their number.
+    late = {item.number for item in wrong[Repeated.WHOLE]}
+    if first and late and min(late) > 1:
+        return _BY_STEP
     if wrong[Repeated.OTHER_NEIGHBOURS]:
         return _NEIGHBOURS
-    return _ROW if Repeated.OTHER_NEIGHBOURS in made else None
+    return _ROW if {Repeated.OTHER_SHAPE, Repeated.OTHER_NEIGHBOURS} <= made else None
 
 
 def _describe(wrong: Sequence[Repetition], cause: _Cause | None, *, limit: float) -> ModelFinding:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from compare.comparer import JudgedRun
+from compare.model_runs.chunks import add_findings
 from compare.model_runs.passes import split_passes
 from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
 from compare.prompts.prompt_judge import PortLogits
@@ -31,9 +32,8 @@ from minimax_tools.text.answered_prompts import split_rows
 from neuron.prompt_runs.golden_maker import make_golden_logits
 
 _LOGITS = str(ModelSite.LOGITS)
-_NOTE = (
-    "the port shows no layer: its logits alone were judged, by the noise of right models through all layers; "
-)
+_NOTE = "the port shows no layer: its logits alone were judged, by {}; a faint mistake passes"
+_MODELS = "the noise of right models through all layers"
 # Share of the tokens that may be off in float32: two experts may be nearer to each other than float32 noise.
 _MOST_FLIPPED = 0.1
 
@@ -69,6 +69,7 @@ def judge_in_float32(judged: JudgedRun) -> Comparison:
     assert split is not None, "a whole port has passes"
     # What float32 costs each layer, and the head.
     limit = sides.criteria.noise.float32 * (1 + len(judged.comparison.layers))
+    by = f"a limit of {limit:.2g} of their norm, as float32 has it"
     golden, port = (side.read_model(ModelSite.LOGITS).double() for side in (sides.reference, sides.target))
     held = sides.target.held_tokens(ModelSite.LOGITS)
     errors = (port - golden).norm(dim=-1) / golden.norm(dim=-1)  # [B,S]
@@ -88,8 +89,8 @@ def judge_in_float32(judged: JudgedRun) -> Comparison:
                 f"their norm, up to {float(batch.tokens(errors).max()):.3g}"
             )
             verdict = LogitsVerdict(excess=float(errors.max()) / limit, first_pass=number, reason=reason)
-            return _conclude(judged.comparison, verdict)
-    return _conclude(judged.comparison, LogitsVerdict(excess=0.0, first_pass=None, reason=""))
+            return _conclude(judged.comparison, verdict, by=by)
+    return _conclude(judged.comparison, LogitsVerdict(excess=0.0, first_pass=None, reason=""), by=by)
 
 
 def _read_logits(capture: CaptureSource, row: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,21 +102,19 @@ def _read_logits(capture: CaptureSource, row: int) -> tuple[torch.Tensor, torch.
     return is_held[is_real].nonzero().flatten(), logits[is_real & is_held]
 
 
-def _conclude(comparison: Comparison, verdict: LogitsVerdict) -> Comparison:
-    """Put the judgement of the logits into the comparison."""
-    finding = None if verdict.first_pass is None else _describe(verdict.first_pass, verdict.reason)
-    status = SiteStatus.PASS if finding is None else SiteStatus.FAIL
-    findings = tuple(
-        sorted(
-            (*comparison.findings, *(() if finding is None else (finding,))), key=lambda found: found.order
-        )
-    )
+def _conclude(comparison: Comparison, verdict: LogitsVerdict, *, by: str = _MODELS) -> Comparison:
+    """Put the judgement of the logits into the comparison; `by` says what judged them."""
+    is_told = any(_LOGITS in finding.sites and not finding.in_chunks for finding in comparison.findings)
+    status = SiteStatus.PASS
+    if verdict.first_pass is not None:
+        status = SiteStatus.FAIL
+        found = () if is_told else (_describe(verdict.first_pass, verdict.reason),)
+        comparison = add_findings(comparison, found)
     return replace(
         comparison,
-        verdict=_verdict(findings),
+        verdict=_verdict(comparison.findings),
         sites=tuple(_with_status(site, status, reason=verdict.reason) for site in comparison.sites),
-        findings=findings,
-        notes=(f"{_NOTE}a faint mistake passes", *comparison.notes),
+        notes=(_NOTE.format(by), *comparison.notes),
     )
 
 

@@ -116,21 +116,28 @@ def _is_suspect(repetition: Repetition) -> bool:
 
 
 def _widened(passes: Sequence[Pass]) -> list[Pass]:
-    """Add a column of padding at the end of the prefill, which no later pass sees."""
-    prefill, *steps = passes
-    width = prefill.batch_shape[1]
+    """Add columns of padding at the end of the prefill, which no later pass sees.
 
-    def with_hidden(mask: torch.Tensor) -> torch.Tensor:
-        return torch.cat((mask[:, :width], torch.zeros_like(mask[:, :1]), mask[:, width:]), dim=1)
+    They are so many that no pass has the mask's shape of an earlier one.
+    """
+    prefill, *steps = passes
+    width, num_added = prefill.batch_shape[1], len(passes)
+
+    def with_added(tensor: torch.Tensor, filling: torch.Tensor) -> torch.Tensor:
+        added = filling.expand(-1, num_added)
+        return torch.cat((tensor[:, :width], added, tensor[:, width:]), dim=1)
+
+    def with_hidden(model_pass: Pass) -> torch.Tensor:
+        return with_added(model_pass.attention_mask, torch.zeros_like(model_pass.attention_mask[:, :1]))
 
     wider = replace(
         prefill,
-        input_ids=torch.cat((prefill.input_ids, prefill.input_ids[:, -1:]), dim=1),
-        attention_mask=with_hidden(prefill.attention_mask),
-        position_ids=torch.cat((prefill.position_ids, prefill.position_ids[:, -1:]), dim=1),
-        columns=torch.cat((prefill.columns, torch.full_like(prefill.columns[:, :1], -1)), dim=1),
+        input_ids=with_added(prefill.input_ids, prefill.input_ids[:, -1:]),
+        attention_mask=with_hidden(prefill),
+        position_ids=with_added(prefill.position_ids, prefill.position_ids[:, -1:]),
+        columns=with_added(prefill.columns, torch.full_like(prefill.columns[:, :1], -1)),
     )
-    return [wider, *(replace(step, attention_mask=with_hidden(step.attention_mask)) for step in steps)]
+    return [wider, *(replace(step, attention_mask=with_hidden(step)) for step in steps)]
 
 
 def _beside_others(passes: Sequence[Pass], kept: torch.Tensor, vocab_size: int) -> list[Pass]:

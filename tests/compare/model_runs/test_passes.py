@@ -365,8 +365,8 @@ class TestChoices:
             ((50, 60, 70), "earlier_row_sampled", {"column": 0}),
             # Each is the likeliest of some column, and no rule fits all.
             ((53, 61, 73), None, {}),
-            # Of two rows, one of the ten columns fits too easily.
-            ((53, 63), None, {}),
+            # Of one row, one of the ten columns fits too easily.
+            ((53,), None, {}),
         ],
     )
     def test_column_that_explains_all_tokens(
