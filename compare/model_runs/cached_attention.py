@@ -35,6 +35,17 @@ class DecodedInputs(LayerInputs):
         return self.numbers > 0
 
     @property
+    def is_changed(self) -> torch.Tensor:
+        """Tokens on which mistakes act, bool [B,S]: of chunks, those of passes of several tokens.
+
+        What is wrong with a single token is wrong in a step too.
+        """
+        if not self.is_chunked:
+            return self.is_decoded
+        widths = self._counts().max(dim=0).values
+        return self.is_decoded & (widths > 1)[self.numbers]
+
+    @property
     def num_decoded(self) -> int:
         """Number of decoded tokens of the longest prompt."""
         return int(self.is_decoded.sum(-1).max())

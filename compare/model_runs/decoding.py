@@ -70,7 +70,9 @@ def diagnose_decoding(
         held = _read_held(sides.target, layer, inputs)
         for cached in (None,) if held is None else (None, held):
             inputs = replace(inputs, cached=cached)
-            trial = _open_trial(port_sides, layer, inputs, site=site, takes_own=takes_own)
+            trial = _open_trial(
+                port_sides, layer, inputs, site=site, takes_own=takes_own, judged=inputs.is_changed
+            )
             if trial.null().leaves <= RIGHT_RHO:
                 return ()
             hypotheses = [
@@ -101,7 +103,16 @@ def is_right_on_own_cache(sides: Sides, layer: int) -> bool:
         if held is None:
             return False
         on_right, on_held = (
-            _open_trial(sides, layer, replace(inputs, cached=cached), site=site, takes_own=True).null().leaves
+            _open_trial(
+                sides,
+                layer,
+                replace(inputs, cached=cached),
+                site=site,
+                takes_own=True,
+                judged=inputs.is_decoded,
+            )
+            .null()
+            .leaves
             for cached in (None, held)
         )
         # In float32 what it leaves is little, and may be more than noise.
@@ -172,11 +183,13 @@ def _other_caches(
         yield other, (keys, split_heads(values, head_dim))
 
 
-def _open_trial(sides: Sides, layer: int, inputs: DecodedInputs, *, site: Site, takes_own: bool) -> Trial:
-    """Build the trial of the decoded tokens; `sides` have the golden on the port's own input."""
+def _open_trial(
+    sides: Sides, layer: int, inputs: DecodedInputs, *, site: Site, takes_own: bool, judged: torch.Tensor
+) -> Trial:
+    """Build the trial of some decoded tokens, `judged` [B,S]; `sides` have the golden on the port's own input."""
     golden, target = sides.reference, sides.target
-    tokens = inputs.is_decoded.flatten().nonzero().flatten()
-    batch = Batch(inputs.is_decoded)
+    tokens = judged.flatten().nonzero().flatten()
+    batch = Batch(judged)
     is_padding = (inputs.attention_mask == 0)[..., None]
     given = {Site.INPUT: golden.read(layer, Site.INPUT).float()}
     on_input = Evaluation(inputs, with_given(given), tokens=tokens)

@@ -66,7 +66,7 @@ def _rotated(of: str, positions: _Positions) -> Change:
         inputs, spec = decoded_inputs(layer), layer.spec
         angles = positions(inputs).float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
         turned = rotate_halves(split_heads(layer[source], spec.head_dim), angles)
-        return torch.where(inputs.is_decoded[:, None, :, None], turned, layer.base[site])
+        return torch.where(inputs.is_changed[:, None, :, None], turned, layer.base[site])
 
     stages = {
         Site.Q_ROPE: partial(rotate, source=Site.Q_NORM, site=Site.Q_ROPE),
@@ -109,12 +109,12 @@ class _Places:
     """Where the tokens of a row, and the chosen one, stand in it: int64 [T,S] and [T,1], the mask bool [T,S]."""
 
     is_real: torch.Tensor
+    is_changed: torch.Tensor  # tokens on which mistakes act, bool [T,S]
     numbers: torch.Tensor  # passes
     ordinals: torch.Tensor  # places in the prompt
     own_number: torch.Tensor
     own_ordinal: torch.Tensor
     own_start: torch.Tensor  # place at which the chosen token's pass begins
-    num_prefilled: torch.Tensor  # tokens of the first pass
 
     @classmethod
     def of(cls, layer: Evaluation) -> _Places:
@@ -124,12 +124,12 @@ class _Places:
         own = columns[:, None]
         return cls(
             is_real=layer.attention_mask[rows].bool(),
+            is_changed=inputs.is_changed[rows],
             numbers=numbers,
             ordinals=ordinals,
             own_number=numbers.gather(1, own),
             own_ordinal=ordinals.gather(1, own),
             own_start=starts.gather(1, own),
-            num_prefilled=inputs.prefilled()[rows][:, None],
         )
 
     def show(self, layer: Evaluation, is_shown: torch.Tensor) -> CacheView:
@@ -144,13 +144,13 @@ def _one_row_off(by: int, reads: str) -> Change:
 
     def view(layer: Evaluation) -> CacheView:
         at = _Places.of(layer)
-        entries = at.ordinals + by * (at.numbers > 0)
+        entries = at.ordinals + by * at.is_changed
         reads_own_pass = reads == "after it writes"
         is_written = at.is_real & (at.numbers < at.own_number + reads_own_pass)
-        # The first token that is written early takes the place of the newest of the first pass.
-        is_newest = at.ordinals == at.num_prefilled - 1
-        has_written = at.own_number + reads_own_pass > 1
-        is_held = is_written & ~(is_newest & has_written if by < 0 else torch.zeros_like(is_newest))
+        # Two neighbours of a row share an entry where one is moved towards the other; the later one takes it.
+        next_changed, next_written = (part.roll(-1, dims=1) for part in (at.is_changed, is_written))
+        is_taken = next_written & (~at.is_changed & next_changed if by < 0 else at.is_changed & ~next_changed)
+        is_held = is_written & ~is_taken
         num_read = at.own_ordinal + 1 if reads_own_pass else at.own_start
         is_seen = is_held & (entries < num_read)
         # An entry that is read and was never written holds zeros.
@@ -218,7 +218,7 @@ def _edited(
         right = right_view(layer)
         keys, values = (edit(layer, part) for part in (right.keys, right.values))
         if decoded_only:
-            is_decoded = decoded_inputs(layer).is_decoded[:, None, :, None]
+            is_decoded = decoded_inputs(layer).is_changed[:, None, :, None]
             keys, values = (
                 torch.where(is_decoded, new, old) for new, old in ((keys, right.keys), (values, right.values))
             )

@@ -62,8 +62,8 @@ class ModelCase:
 
     @property
     def is_named(self) -> bool:
-        """True if the first finding has the mistake's name."""
-        return self.mistake in self.plant.names
+        """True if the first finding has the mistake's name, or none if it must have none."""
+        return (self.mistake or "") in self.plant.names
 
     @property
     def _is_at_pass(self) -> bool:

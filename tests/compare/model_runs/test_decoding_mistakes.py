@@ -350,47 +350,61 @@ def test_fp8_is_clipped_at_its_largest_number(dtype: str, largest: float) -> Non
 
 
 # Tokens of each prompt in each pass.
-CHUNKS = ((3, 2), (4, 2), (1, 1), (1, 1))
+CHUNKS = ((2, 1), (3, 2), (1, 1), (3, 2))
+WIDTHS = [max(sizes) for sizes in CHUNKS]
 # From the right entries of a prompt, the place of a token, and that at which its pass begins: the entries that it sees.
 See = Callable[[Entries, int, int], Entries]
 
 
 @pytest.fixture(scope="module", params=[RIGHT, LEFT], ids=["right", "left"])
 def chunked(request: pytest.FixtureRequest, open_layer: Callable[..., Evaluation]) -> Evaluation:
-    return open_layer(request.param, num_decoded=0, chunks=CHUNKS)
+    layer = open_layer(request.param, num_decoded=0, chunks=CHUNKS)
+    chosen = decoded_inputs(layer).is_changed.flatten().nonzero().flatten()
+    return Evaluation(layer.inputs, with_given({Site.INPUT: layer[Site.INPUT]}), tokens=chosen)
+
+
+def edges_of(row: int) -> list[int]:
+    """The places in a prompt at which its passes end."""
+    edges: list[int] = torch.tensor([sizes[row] for sizes in CHUNKS]).cumsum(0).tolist()
+    return edges
 
 
 def attend_chunks(layer: Evaluation, see: See) -> torch.Tensor:
-    """Attention of the tokens behind a cache, [T,N·D], as a port computes it that sees such entries."""
+    """Attention of the tokens of chunks behind the first, [T,N·D], as a port computes it that sees such entries."""
     contexts = []
     for row, is_real in enumerate(layer.attention_mask.bool()):
         entries = entries_of(layer)[:, row][:, :, is_real]
-        starts = torch.tensor([sizes[row] for sizes in CHUNKS]).cumsum(0).tolist()
-        for place in range(starts[0], starts[-1]):
-            start = max(one for one in starts if one <= place)
-            query = layer[Site.Q_ROPE][row][:, is_real][:, place]
-            keys, values = see(entries, place, start).repeat_interleave(len(query) // entries.shape[1], dim=1)
-            scores = (keys @ query[..., None])[..., 0] * query.shape[-1] ** -0.5
-            contexts.append((scores.softmax(-1)[..., None] * values).sum(1).flatten())
+        for (start, end), width in zip(itertools.pairwise(edges_of(row)), WIDTHS[1:], strict=True):
+            for place in range(start, end) if width > 1 else ():
+                query = layer[Site.Q_ROPE][row][:, is_real][:, place]
+                keys, values = see(entries, place, start).repeat_interleave(
+                    len(query) // entries.shape[1], dim=1
+                )
+                scores = (keys @ query[..., None])[..., 0] * query.shape[-1] ** -0.5
+                contexts.append((scores.softmax(-1)[..., None] * values).sum(1).flatten())
     return torch.stack(contexts)
 
 
 def written_beside(by: int, *, reads_own_pass: bool) -> See:
-    """Writes each pass behind the first `by` entries from its own; what was never written holds zeros."""
+    """Writes each chunk behind the first `by` entries from its own; what was never written holds zeros."""
 
     def see(entries: Entries, place: int, start: int) -> Entries:
-        row = next(row for row in (0, 1) if sum(sizes[row] for sizes in CHUNKS) == entries.shape[2])
-        edges = torch.tensor([sizes[row] for sizes in CHUNKS]).cumsum(0).tolist()
+        edges = edges_of(0 if entries.shape[2] == 9 else 1)
         cache = torch.zeros_like(entries[:, :, :1]).repeat(1, 1, 12, 1)
         cache[:, :, : edges[0]] = entries[:, :, : edges[0]]
-        for first, end in itertools.pairwise(edges):
+        for (first, end), width in zip(itertools.pairwise(edges), WIDTHS[1:], strict=True):
             if first < start or (reads_own_pass and first == start):
-                cache[:, :, first + by : end + by] = entries[:, :, first:end]
+                moved = by if width > 1 else 0
+                cache[:, :, first + moved : end + moved] = entries[:, :, first:end]
         if reads_own_pass:
             return cache[:, :, : place + 1]
         return torch.cat((cache[:, :, :start], entries[:, :, start : place + 1]), dim=2)
 
     return see
+
+
+def whole_pass(entries: Entries, place: int, start: int) -> Entries:
+    return entries[:, :, : min(end for end in edges_of(0 if entries.shape[2] == 9 else 1) if end > place)]
 
 
 @pytest.mark.parametrize(
@@ -414,13 +428,7 @@ def written_beside(by: int, *, reads_own_pass: bool) -> See:
         (
             "chunk_order_wrong",
             {"sees": "the whole pass"},
-            lambda entries, place, start: entries[
-                :,
-                :,
-                : min(end for end in (7, 8, 9) if end > place)
-                if entries.shape[2] == 9
-                else min(end for end in (4, 5, 6) if end > place),
-            ],
+            whole_pass,
         ),
         *(
             (
@@ -456,6 +464,6 @@ def test_the_first_token_of_each_chunk_is_rotated_alone(chunked: Evaluation) -> 
     moved = changed(chunked, "decode_positions_off", by=-1, of="keys", tokens="the first of each pass")
     is_moved = (moved[Site.K_ROPE] != chunked[Site.K_ROPE]).any(-1).any(1)
     ordinals = decoded_inputs(chunked).ordinals()
-    first = torch.tensor([[3, 7, 8], [2, 4, 5]])
+    first = torch.tensor([[2, 6], [1, 4]])
     assert is_moved.equal((ordinals[..., None] == first[:, None]).any(-1) & chunked.attention_mask.bool())
     torch.testing.assert_close(moved[Site.Q_ROPE], chunked[Site.Q_ROPE])
