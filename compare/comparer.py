@@ -100,11 +100,15 @@ def judge_run(
     chunks = open_chunks(target, has_weights=weights is not None and criteria.name != "classic")
     with ExitStack() as stack:
         source = stack.enter_context(keep_layer_open(weights))
-        judges = [_RunJudge(reference, target, layers=layers, criteria=criteria, weights=source)]
+        runs = [target]
         if isinstance(chunks, CaptureSource):
             stack.enter_context(chunks.proving_beside())
             chunks = chunks.beside(reference)
-            judges.append(_RunJudge(reference, chunks, layers=layers, criteria=criteria, weights=source))
+            runs.append(chunks)
+        judges = [
+            _RunJudge(reference, run, layers=layers, criteria=criteria, weights=source, num_runs=len(runs))
+            for run in runs
+        ]
         for layer, following in zip(layers, (*layers[1:], None), strict=True):
             for judge in judges:
                 # Both are judged while the layer's weights are open.
@@ -128,7 +132,7 @@ def _with_own_logits(run: JudgedRun, chunks: JudgedRun) -> JudgedRun:
 
 
 class _RunJudge:
-    """Judges a device run part by part: its layers one by one, then what is outside them."""
+    """Judges one of `num_runs` device runs part by part: its layers one by one, then what is outside them."""
 
     def __init__(
         self,
@@ -138,6 +142,7 @@ class _RunJudge:
         layers: tuple[int, ...],
         criteria: Criteria,
         weights: WeightSource | None,
+        num_runs: int,
     ) -> None:
         self._layers = layers
         self._model_sites = _declared_model_sites(target) if layers == declared_layers(target) else ()
@@ -147,7 +152,7 @@ class _RunJudge:
             target=target,
             batch=Batch.of(reference, target),
             # The more figures are judged, the wider is each one's limit, for the same chance of a false alarm.
-            criteria=replace(criteria, num_figures=num_sites * len(NOISE_FIGURES)),
+            criteria=replace(criteria, num_figures=num_runs * num_sites * len(NOISE_FIGURES)),
             weights=weights,
         )
         self._split = split_passes(sides) if weights is not None and not sides.is_classic else None

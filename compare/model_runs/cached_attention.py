@@ -151,6 +151,41 @@ def token_places(layer: Evaluation) -> tuple[torch.Tensor, torch.Tensor]:
     return layer.tokens.div(length, rounding_mode="floor"), layer.tokens % length
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenPlaces:
+    """Places of the tokens of a row, and of the chosen one, in it: int64 [T,S] and [T,1]."""
+
+    is_real: torch.Tensor  # bool [T,S]
+    is_changed: torch.Tensor  # tokens on which mistakes act, bool [T,S]
+    numbers: torch.Tensor  # passes
+    ordinals: torch.Tensor  # places in the prompt
+    own_number: torch.Tensor
+    own_ordinal: torch.Tensor
+    own_start: torch.Tensor  # place at which the chosen token's pass begins
+
+    @classmethod
+    def of(cls, layer: Evaluation) -> TokenPlaces:
+        """Return the places of a layer's chosen tokens."""
+        inputs, (rows, columns) = decoded_inputs(layer), token_places(layer)
+        numbers, ordinals, starts = inputs.numbers[rows], inputs.ordinals()[rows], inputs.starts()[rows]
+        own = columns[:, None]
+        return cls(
+            is_real=layer.attention_mask[rows].bool(),
+            is_changed=inputs.is_changed[rows],
+            numbers=numbers,
+            ordinals=ordinals,
+            own_number=numbers.gather(1, own),
+            own_ordinal=ordinals.gather(1, own),
+            own_start=starts.gather(1, own),
+        )
+
+    def show(self, layer: Evaluation, is_shown: torch.Tensor) -> CacheView:
+        """Return the right cache of which each chosen token sees some entries, bool [T,S], perhaps its own."""
+        is_own = self.is_real & (self.ordinals == self.own_ordinal)
+        shown = torch.zeros(is_shown.shape).masked_fill(~is_shown | is_own, HIDDEN)
+        return replace(right_view(layer), shown=shown, shows_own=(is_shown & is_own).any(1))
+
+
 def attend_view(layer: Evaluation, view: CacheView) -> torch.Tensor:
     """Compute the context [T,N·D] of the chosen tokens over what they read of the cache, and their own keys."""
     spec, (rows, columns) = layer.spec, token_places(layer)

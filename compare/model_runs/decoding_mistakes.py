@@ -9,7 +9,7 @@ B prompts, S columns of the batch, P entries that may be read, K kv heads, D hea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,9 +17,9 @@ import torch
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, replace_stage
 from compare.diagnosis.mistake import Candidates, Mistake, Parameters, each, once_if, values_of
 from compare.model_runs.cached_attention import (
-    HIDDEN,
     CacheView,
     DecodedInputs,
+    TokenPlaces,
     attend_view,
     decoded_inputs,
     right_view,
@@ -104,46 +104,11 @@ def _moves(inputs: LayerInputs) -> tuple[Parameters, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Places:
-    """Where the tokens of a row, and the chosen one, stand in it: int64 [T,S] and [T,1], the mask bool [T,S]."""
-
-    is_real: torch.Tensor
-    is_changed: torch.Tensor  # tokens on which mistakes act, bool [T,S]
-    numbers: torch.Tensor  # passes
-    ordinals: torch.Tensor  # places in the prompt
-    own_number: torch.Tensor
-    own_ordinal: torch.Tensor
-    own_start: torch.Tensor  # place at which the chosen token's pass begins
-
-    @classmethod
-    def of(cls, layer: Evaluation) -> _Places:
-        """Return the places of a layer's chosen tokens."""
-        inputs, (rows, columns) = decoded_inputs(layer), token_places(layer)
-        numbers, ordinals, starts = inputs.numbers[rows], inputs.ordinals()[rows], inputs.starts()[rows]
-        own = columns[:, None]
-        return cls(
-            is_real=layer.attention_mask[rows].bool(),
-            is_changed=inputs.is_changed[rows],
-            numbers=numbers,
-            ordinals=ordinals,
-            own_number=numbers.gather(1, own),
-            own_ordinal=ordinals.gather(1, own),
-            own_start=starts.gather(1, own),
-        )
-
-    def show(self, layer: Evaluation, is_shown: torch.Tensor) -> CacheView:
-        """Return the right cache of which each chosen token sees some entries, bool [T,S], perhaps its own."""
-        is_own = self.is_real & (self.ordinals == self.own_ordinal)
-        shown = torch.zeros(is_shown.shape).masked_fill(~is_shown | is_own, HIDDEN)
-        return replace(right_view(layer), shown=shown, shows_own=(is_shown & is_own).any(1))
-
-
 def _one_row_off(by: int, reads: str) -> Change:
     """Let passes write `by` entries from their tokens' own, and read entries as if they were right."""
 
     def view(layer: Evaluation) -> CacheView:
-        at = _Places.of(layer)
+        at = TokenPlaces.of(layer)
         entries = at.ordinals + by * at.is_changed
         reads_own_pass = reads == "after it writes"
         is_written = at.is_real & (at.numbers < at.own_number + reads_own_pass)
@@ -166,7 +131,7 @@ def _one_row_off(by: int, reads: str) -> Change:
 
 def _entry_hidden(entry: str) -> Change:
     def view(layer: Evaluation) -> CacheView:
-        right, at = right_view(layer), _Places.of(layer)
+        right, at = right_view(layer), TokenPlaces.of(layer)
         if entry == "the token's own":
             return replace(right, shows_own=torch.zeros_like(right.shows_own))
         return right.hide(at.ordinals == (at.own_start - 1 if entry == "the newest" else 0))
@@ -176,7 +141,7 @@ def _entry_hidden(entry: str) -> Change:
 
 def _past_missing(part: str) -> Change:
     def view(layer: Evaluation) -> CacheView:
-        at = _Places.of(layer)
+        at = TokenPlaces.of(layer)
         is_past = at.numbers < at.own_number
         missing = {"all": is_past, "decoded": is_past & (at.numbers > 0), "prefill": at.numbers == 0}[part]
         return right_view(layer).hide(missing)
@@ -188,7 +153,7 @@ def _order_wrong(sees: str) -> Change:
     """Let the tokens of a pass see others of it in another order than theirs."""
 
     def view(layer: Evaluation) -> CacheView:
-        at = _Places.of(layer)
+        at = TokenPlaces.of(layer)
         # What a token sees, by its place in its own pass.
         last = {
             "from the first key on": at.own_ordinal - at.own_start,

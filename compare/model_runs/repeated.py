@@ -29,7 +29,7 @@ _FEWEST_TOKENS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cause:
-    """What a prompt's logits depend on, and must not."""
+    """Cause of other logits: something that a prompt must not depend on."""
 
     mistake: str
     what: str

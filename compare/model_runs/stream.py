@@ -36,13 +36,13 @@ _NEARER = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Candidate:
-    """What a layer or the final norm may be given in place of the stream before it."""
+    """Candidate for what a layer or the final norm is given in place of the stream before it."""
 
     states: torch.Tensor  # [T,H]; NaN at tokens that it does not tell
     words: str
     mistake: str
     what: str
-    look_at: str = "how the stream is handed from one layer or stage to the next"
+    look_at: str = "how the stream passes from one layer or stage to the next"
     skipped: tuple[int, ...] = ()  # layers whose result is passed by
     parameters: dict[str, Any] = field(default_factory=dict)
 
@@ -181,7 +181,7 @@ def _candidates(sides: Sides, before: torch.Tensor, *, layer: int, num_layers: i
                 states=states if states.shape == right_th.shape else right_th,
                 words=f"it is that of other tokens of the pass, {words}",
                 mistake="tokens_exchanged",
-                what="The stream of a pass is handed on with its tokens in other places.",
+                what="The stream of a pass goes on with its tokens in other places.",
                 look_at="a transpose or reshape of [B,S,H] between layers",
                 parameters={"order": words},
             )
@@ -266,7 +266,7 @@ def _parts(sides: Sides, layer: int) -> Iterator[_Candidate]:
                 states=torch.stack([shown[site] for site in sites]).sum(dim=0),
                 words=f"it is {words}",
                 mistake=mistake,
-                what=f"{part[0].upper()}{part[1:]} {verb} the stream that a layer hands on.",
+                what=f"{part[0].upper()}{part[1:]} {verb} the stream that a layer gives.",
                 look_at="what a layer or stage returns: the sum, or its two summands, and who adds them",
             )
 

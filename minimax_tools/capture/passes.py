@@ -74,7 +74,7 @@ class MisplacedLogits:
 
 
 class Repeated(TextEnum):
-    """What a repeated pass has in common with the first time, and what not."""
+    """Kind of a repeated pass, by what is another than the first time."""
 
     OTHER_ROWS = "other rows"  # the prompts lie in other rows of the batch
     SAME_ROWS = "same rows"  # nothing differs but what came before

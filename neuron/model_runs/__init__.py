@@ -6,6 +6,7 @@
 - `rank_join`: what all ranks recorded of a pass, joined
 - `pass_result`: the outcome of one pass
 - `logits_record`: logits of the passes: their columns, and the tokens chosen
+- `chunked_run`: the prompts in passes of several tokens behind a cache
 - `repetition`: the prompts computed once more, and what of their logits is then another
 - `cache_record`: keys and values of a port's cache, followed from pass to pass
 - `assembly`: values of all passes in the golden's layout

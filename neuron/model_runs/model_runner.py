@@ -39,16 +39,15 @@ from minimax_tools.text.tokenizer import read_end_tokens, until_end
 from neuron.devices.runtime import Runtime
 from neuron.model_runs.assembly import assemble_logits, assemble_site, last_logits
 from neuron.model_runs.cache_record import CacheRecord
+from neuron.model_runs.chunked_run import run_chunks
 from neuron.model_runs.logits_record import find_misplaced, list_choices, logits_form
-from neuron.model_runs.model_executor import ModelExecutor, PassRefusedError, PassRequest
+from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.pass_result import PassResult
-from neuron.model_runs.passes import Pass, as_new_prompts, behind, next_pass, plan_chunks, plan_passes
+from neuron.model_runs.passes import Pass, next_pass, plan_chunks, plan_passes
 from neuron.model_runs.repetition import compare_logits, other_rows, repeat_run
 from neuron.ports.model_batch import ModelBatch
 
-# The chunk, counted from 0, by which a port that forgets is told from others.
-_PROBED = 2
 # Bound of numbers in JSON, which has no infinity.
 _HUGE = 1e30
 
@@ -120,52 +119,16 @@ class ModelRun:
     def _capture_chunks(self, directory: Path) -> None:
         """Run the prompts in chunks and write that capture; or one that says why there are none."""
         chunks = plan_chunks(self._request.inputs)
-        results, untested = self._run_chunks(chunks)
+        if self._request.runs_chunks:
+            results, untested = run_chunks(self._executor, chunks)
+        else:
+            results, untested = [], "--no-chunks leaves them out"
         with open_capture(directory, self.describe(chunks), inputs=self._request.inputs) as writer:
             if untested:
                 writer.write_json(PASSES_NAME, encode(ModelPasses(num_passes=0, untested=untested)))
             else:
                 self._write(writer, chunks, results)
             writer.finish()
-
-    def _run_chunks(self, chunks: list[Pass]) -> tuple[list[PassResult], str]:
-        """Return the results of the chunks, or a reason why they are not tested."""
-        if not self._request.runs_chunks:
-            return [], "--no-chunks leaves them out"
-        if not chunks:
-            return [], "no prompt has tokens enough"
-        if not self._executor.takes_chunks:
-            return [], "the port says that it takes none"
-        try:
-            results = [self._run_chunk(chunk, is_first=chunk.number == 0) for chunk in chunks]
-            is_forgetful = self._executor.keeps_cache and self._forgets(chunks, results)
-        except PassRefusedError as error:
-            return [], f"the port refuses them: {error.found}"
-        if is_forgetful:
-            return [], "the port takes each for new prompts, and forgets what it has cached"
-        return results, ""
-
-    def _run_chunk(self, chunk: Pass, *, is_first: bool, records: bool = True) -> PassResult:
-        return self._executor.run(
-            PassRequest(model_pass=chunk, is_first=is_first, records=records, may_be_refused=True)
-        )
-
-    def _forgets(self, chunks: list[Pass], results: list[PassResult]) -> bool:
-        """Decide whether a port that keeps its cache begins anew with the second chunk.
-
-        Then the third one has the logits that it has behind the second alone.
-        """
-        if len(chunks) <= _PROBED:
-            return False
-        second = as_new_prompts(chunks[_PROBED - 1])
-        third = behind(second, chunks[_PROBED])
-        self._run_chunk(second, is_first=True, records=False)
-        again = self._run_chunk(third, is_first=False, records=False)
-        has_tokens = (third.columns >= 0).any(dim=1)
-        before, later = (
-            last_logits(third, logits)[has_tokens] for logits in (results[_PROBED].logits, again.logits)
-        )
-        return bool(torch.equal(before, later))
 
     def capture_layer(self, layer: int, directory: Path) -> None:
         """Run the prefill with the golden's input of one layer in place of the port's, and write that layer alone.

@@ -117,22 +117,6 @@ def plan_chunks(inputs: Inputs) -> list[Pass]:
     return passes
 
 
-def as_new_prompts(model_pass: Pass) -> Pass:
-    """Return a pass as the first one: its own tokens alone, at their positions."""
-    own = model_pass.attention_mask[:, -model_pass.batch_shape[1] :]
-    return replace(model_pass, number=0, attention_mask=own)
-
-
-def behind(before: Pass, model_pass: Pass) -> Pass:
-    """Return a pass as the one behind `before` alone."""
-    own = model_pass.attention_mask[:, -model_pass.batch_shape[1] :]
-    return replace(
-        model_pass,
-        number=before.number + 1,
-        attention_mask=torch.cat((before.attention_mask, own), dim=1),
-    )
-
-
 def _chunk_widths(length: int) -> list[int]:
     """Divide a row of so many tokens: two large chunks, a single token, one as large as drafts, and the rest."""
     if length < _LEAST_CHUNKED:

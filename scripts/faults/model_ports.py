@@ -11,6 +11,7 @@ from minimax_tools.errors import UsageError
 _prefill = partial(ModelPlant, first=FirstPass.PREFILL)
 _decode = partial(ModelPlant, first=FirstPass.DECODE)
 _chunks = partial(ModelPlant, first=FirstPass.CHUNKS, layers=(0,), sites=("attn_context", "k_rope", "output"))
+_stream = partial(ModelPlant, first=FirstPass.PREFILL, layers=(2,), sites=("input",))
 _repeated = partial(ModelPlant, first=FirstPass.REPEATED, sites=("repeated_run",))
 _ATTENTION = ("cache", "attn_context", "attn_delta", "output", "q_rope", "k_rope")
 
@@ -292,26 +293,14 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         sites=("layer_order",),
         names=("layer_left_out",),
     ),
-    _prefill(
-        name="stage_loses_residual",
-        port="passes.py:StageLosesResidual",
-        layers=(2,),
-        sites=("input",),
-        names=("residual_lost",),
-    ),
+    _stream(name="stage_loses_residual", port="passes.py:StageLosesResidual", names=("residual_lost",)),
     _prefill(
         name="norm_loses_residual",
         port="passes.py:NormLosesResidual",
         sites=("final_norm_input",),
         names=("residual_lost",),
     ),
-    _prefill(
-        name="tokens_transposed",
-        port="passes.py:TokensTransposed",
-        layers=(2,),
-        sites=("input",),
-        names=("tokens_exchanged",),
-    ),
+    _stream(name="tokens_transposed", port="passes.py:TokensTransposed", names=("tokens_exchanged",)),
     _prefill(
         name="ids_transposed",
         port="passes.py:IdsTransposed",
