@@ -15,13 +15,7 @@ import torch
 
 from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.catalogue.catalogue import find_mistakes
-from compare.diagnosis.finding import (
-    Diagnosis,
-    LayerDiagnosis,
-    MistakeFinding,
-    PassedOver,
-    SiteDiagnosis,
-)
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver, SiteDiagnosis
 from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.model.case import ModelCases, SiteCase
