@@ -7,6 +7,7 @@ classic limits, such as a cosine of 0.99, which judge layers' outputs alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from compare.blame.blame import group_blame
@@ -17,9 +18,12 @@ from compare.judging.model_judge import ModelJudge
 from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
-from compare.model_faults import find_model_faults
+from compare.model_faults import find_model_faults, without_norm
+from compare.model_runs.choices import draws_tokens
+from compare.model_runs.chunks import add_findings, join_chunks, open_chunks
 from compare.model_runs.next_tokens import compare_passes
 from compare.model_runs.passes import is_black_box, split_passes
+from compare.model_runs.repeated import judge_own_logits
 from compare.notes import gather_notes, word_tokens
 from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
 from compare.sides.batch import Batch
@@ -53,6 +57,8 @@ class JudgedRun:
     sides: Sides
     inputs: Mapping[int, CapturedInput]  # inputs of every layer that ran
     recomputed: tuple[SiteResult, ...] = ()  # second results of sites that fail behind another failing site
+    # The same prompts in chunks; None if there were none. `comparison` has what is wrong in them too.
+    chunks: JudgedRun | None = None
 
 
 def compare_captures(
@@ -91,62 +97,131 @@ def judge_run(
         CaptureError: A file is missing or damaged: `proved` checks the digests of all that was read.
     """
     reference, target = without_expert_tokens(reference, target)
+    target = target.beside(reference)
     pairing_notes = refuse_other_runs(reference, target)
     layers = select_layers(reference, target, layer_pattern)
-    model_sites = _declared_model_sites(target) if layers == declared_layers(target) else ()
-    num_sites = len(model_sites) + sum(len(declared_sites(target, layer)) for layer in layers)
-    with keep_layer_open(weights) as source:
+    chunks = open_chunks(target, has_weights=weights is not None and criteria.name != "classic")
+    with ExitStack() as stack:
+        source = stack.enter_context(keep_layer_open(weights))
+        runs = [target]
+        if isinstance(chunks, CaptureSource):
+            stack.enter_context(chunks.proving_beside())
+            chunks = chunks.beside(reference)
+            runs.append(chunks)
+        judges = [
+            _RunJudge(reference, run, layers=layers, criteria=criteria, weights=source, num_runs=len(runs))
+            for run in runs
+        ]
+        for layer, following in zip(layers, (*layers[1:], None), strict=True):
+            for judge in judges:
+                # Both are judged while the layer's weights are open.
+                judge.judge_layer(layer, following=following)
+        # `source` closes with this block; a diagnosis opens layers again.
+        run, *others = (judge.conclude(pairing_notes, weights=weights) for judge in judges)
+    if isinstance(chunks, CaptureSource):
+        in_chunks = _with_own_logits(run, others[0])
+        joined = join_chunks(run.comparison, in_chunks.comparison, chunks)
+        return replace(run, comparison=joined, chunks=in_chunks)
+    return replace(run, comparison=replace(run.comparison, chunks=chunks))
+
+
+def _with_own_logits(run: JudgedRun, chunks: JudgedRun) -> JudgedRun:
+    """Judge a black box's logits in chunks by its own of the same tokens, which have the noise of one port."""
+    split = split_passes(chunks.sides)
+    if split is None or not is_black_box(run.sides.target):
+        return chunks
+    findings = judge_own_logits(run.sides, chunks.sides, split)
+    return replace(chunks, comparison=add_findings(chunks.comparison, findings))
+
+
+class _RunJudge:
+    """Judges one of `num_runs` device runs part by part: its layers one by one, then what is outside them."""
+
+    def __init__(
+        self,
+        reference: CaptureSource,
+        target: CaptureSource,
+        *,
+        layers: tuple[int, ...],
+        criteria: Criteria,
+        weights: WeightSource | None,
+        num_runs: int,
+    ) -> None:
+        self._layers = layers
+        self._model_sites = _declared_model_sites(target) if layers == declared_layers(target) else ()
+        num_sites = len(self._model_sites) + sum(len(declared_sites(target, layer)) for layer in layers)
         sides = Sides(
             reference=reference,
             target=target,
             batch=Batch.of(reference, target),
             # The more figures are judged, the wider is each one's limit, for the same chance of a false alarm.
-            criteria=replace(criteria, num_figures=num_sites * len(NOISE_FIGURES)),
-            weights=source,
+            criteria=replace(criteria, num_figures=num_runs * num_sites * len(NOISE_FIGURES)),
+            weights=weights,
         )
-        split = split_passes(sides) if source is not None and not sides.is_classic else None
-        if split is not None:
+        self._split = split_passes(sides) if weights is not None and not sides.is_classic else None
+        if self._split is not None:
             # Each figure is judged for all tokens, for the prefill and for the decoded ones.
             sides = replace(
                 sides, criteria=replace(sides.criteria, num_figures=3 * sides.criteria.num_figures)
             )
-        judged = []
-        for layer, following in zip(layers, (*layers[1:], None), strict=True):
-            if following is not None:
-                reference.read_ahead(following)
-                target.read_ahead(following)
-            judged.append(judge_layer(sides, layer, split=split))
+        self._sides = sides
+        self._parts: list[ComparedPart] = []
+
+    def judge_layer(self, layer: int, *, following: int | None) -> None:
+        """Judge a layer; `following` is the next one, None behind the last."""
+        if following is not None:
+            self._sides.reference.read_ahead(following)
+            self._sides.target.read_ahead(following)
+        self._parts.append(judge_layer(self._sides, layer, split=self._split))
+
+    def conclude(self, pairing_notes: tuple[str, ...], *, weights: WeightSource | None) -> JudgedRun:
+        """Judge what is outside the layers, and put all together; `weights` are for a later diagnosis."""
+        sides, split, sites = self._sides, self._split, self._model_sites
         embedding = judge_outside(
-            sides, tuple(site for site in model_sites if site is ModelSite.EMBEDDING), split=split
+            sides, tuple(site for site in sites if site is ModelSite.EMBEDDING), split=split
         )
         head = judge_outside(
-            sides, tuple(site for site in model_sites if site is not ModelSite.EMBEDDING), split=split
+            sides, tuple(site for site in sites if site is not ModelSite.EMBEDDING), split=split
         )
+        head, findings = without_norm(sides, head, last_layer=max(self._layers))
+        findings = (*find_model_faults(sides, embedding, self._parts, head), *findings)
         generated: tuple[GeneratedRow, ...] = ()
         pass_logits: tuple[PassLogits, ...] = ()
-        if ModelSite.LOGITS in model_sites:
+        if ModelSite.LOGITS in sites:
             pass_logits = compare_passes(sides, split)
-            generated = ModelJudge(sides, last_layer=max(layers)).judge_generated()
+            generated = _judge_generated(sides, last_layer=max(self._layers))
         return JudgedRun(
             comparison=_conclude(
                 sides,
                 embedding,
-                judged,
+                self._parts,
                 head,
                 generated=generated,
                 pass_logits=pass_logits,
-                findings=find_model_faults(sides, embedding, judged, head),
+                findings=tuple(sorted(findings, key=lambda finding: finding.order)),
                 pairing_notes=pairing_notes,
             ),
-            # `source` closes with this block; a diagnosis opens layers again.
             sides=replace(sides, weights=weights),
             inputs={
                 part.layer: part.captured_input
-                for part in judged
+                for part in self._parts
                 if part.layer is not None and part.captured_input is not None
             },
-            recomputed=tuple(result for part in judged for result in part.recomputed),
+            recomputed=tuple(result for part in self._parts for result in part.recomputed),
         )
+
+
+def _judge_generated(sides: Sides, *, last_layer: int) -> tuple[GeneratedRow, ...]:
+    """Compare what both sides generated; a port that draws its tokens at random is not judged by them."""
+    generated = ModelJudge(sides, last_layer=last_layer).judge_generated()
+    passes = sides.target.read_passes()
+    if passes is None or not draws_tokens(passes):
+        return generated
+    reason = "the port seems to draw its tokens at random"
+    return tuple(
+        replace(row, status=SiteStatus.NOT_JUDGED, reason=reason) if row.status is SiteStatus.FAIL else row
+        for row in generated
+    )
 
 
 def _conclude(

@@ -23,7 +23,6 @@ from compare.sides.pairing import declared_layers
 from compare.sides.port_head import on_port_output
 from compare.sides.port_input import on_port_input
 from compare.sides.sides import Sides
-from minimax_tools.capture.passes import pass_name
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame, CurvePoint, SiteResult, SiteStatus
@@ -119,12 +118,13 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
     if split is not None and not layer_input.is_inherited and layer_input.is_recorded:
         is_decoding_wrong = fault is not None and fault.number > 0
         cache = judge_cache(sides, layer, split=split, is_decoding_wrong=is_decoding_wrong)
+        # Attention that is right on what the cache holds is no second cause.
         if (
-            cache.holds_fewer_bits
+            (cache.holds_fewer_bits or cache.findings)
             and _is_of_cache(fault, blame_of_all, layer=layer, judge=judge, sides=sides)
             and is_right_on_own_cache(sides, layer)
         ):
-            blame, fault, is_excused = (), None, True
+            blame, fault, is_excused = (), None, cache.holds_fewer_bits
     if layer_input.is_inherited:
         blame = _blame_nonfinite(blame, results)
     else:
@@ -133,7 +133,7 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         located = {site: _excuse_cache(result, cache) for site, result in located.items()}
     return ComparedPart(
         layer=layer,
-        results=_with_fault(tuple(located.values()), fault),
+        results=_with_fault(tuple(located.values()), fault, split),
         blame=blame,
         fault=fault,
         cache=cache,
@@ -219,7 +219,7 @@ def judge_outside(
         )
         blame = blame or (() if fault is None else fault.blame)
     return ComparedPart(
-        results=_with_fault(tuple(results.values()), fault),
+        results=_with_fault(tuple(results.values()), fault, split),
         blame=blame,
         fault=fault,
         is_inherited=is_head and port_sides is None,
@@ -254,13 +254,15 @@ def _blame_batch(
     return blame_layer(results, layer=layer, given=layer_input.known, is_chained=False)
 
 
-def _with_fault(results: tuple[SiteResult, ...], fault: PassFault | None) -> tuple[SiteResult, ...]:
+def _with_fault(
+    results: tuple[SiteResult, ...], fault: PassFault | None, split: PassSplit | None
+) -> tuple[SiteResult, ...]:
     """Let the sites fail that are wrong in one pass, and that the tokens of all passes together let pass."""
-    if fault is None:
+    if fault is None or split is None:
         return results
     reasons = {blame.sites[-1]: blame.reason for blame in fault.blame}
     return tuple(
-        replace(result, status=SiteStatus.FAIL, reason=f"{pass_name(fault.number)}: {reasons[result.site]}")
+        replace(result, status=SiteStatus.FAIL, reason=f"{split.name(fault.number)}: {reasons[result.site]}")
         if result.site in reasons and result.status in (SiteStatus.PASS, SiteStatus.WARN)
         else result
         for result in results

@@ -118,6 +118,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "generated": to_json(comparison.generated),
         **({"passes": to_json(comparison.pass_logits)} if comparison.pass_logits else {}),
         **({"findings": to_json(comparison.findings)} if comparison.findings else {}),
+        **({} if comparison.chunks is None else {"chunks": to_json(comparison.chunks)}),
     }
 
 

@@ -9,6 +9,7 @@ from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.choices import PassLogits
 from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.results import ChunkedRun
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure, word_sites
 
@@ -44,6 +45,17 @@ def draw_findings(canvas: Canvas, findings: Sequence[ModelFinding]) -> None:
             canvas.paragraph(f"Look at {first.look_at}.", indent=4)
     if len(groups) > _MOST_SHOWN:
         canvas.paragraph(f"{format_count(len(groups) - _MOST_SHOWN, 'more finding')}; --json has all.")
+
+
+def word_chunks(chunks: ChunkedRun) -> str:
+    """Say what a run in chunks was, or why there was none."""
+    if chunks.untested:
+        return f"passes of several tokens behind a cache: not tested, {chunks.untested}"
+    widths = ", ".join(map(str, chunks.widths))
+    return (
+        f"compared {chunks.compared} of {format_count(chunks.of, 'site')} again in chunks of {widths} tokens, each "
+        "behind what the ones before have cached"
+    )
 
 
 def draw_passes(canvas: Canvas, passes: Sequence[PassLogits]) -> None:
@@ -88,11 +100,12 @@ def word_first(findings: Sequence[ModelFinding]) -> str:
 
 def _group(findings: Sequence[ModelFinding]) -> list[list[_Cause]]:
     """Group causes of one pass and the same sites and name, over layers."""
-    groups: dict[tuple[int | None, tuple[tuple[str, ...], ...], str | None, bool], list[_Cause]] = {}
+    groups: dict[object, list[_Cause]] = {}
     for cause in _join_causes(findings):
         first = cause[0]
         sites = tuple(finding.sites for finding in cause)
-        groups.setdefault((first.number, sites, first.mistake, first.layer is None), []).append(cause)
+        place = (first.in_chunks, first.number, sites, first.mistake, first.layer is None)
+        groups.setdefault(place, []).append(cause)
     return list(groups.values())
 
 
@@ -100,14 +113,15 @@ def _join_causes(findings: Sequence[ModelFinding]) -> list[_Cause]:
     """Return the findings of each cause: one, or two that share their pass, layer and operation; the first is named."""
     causes: dict[object, list[ModelFinding]] = {}
     for number, finding in enumerate(findings):
-        place = (finding.number, finding.layer, finding.operation) if finding.operation else number
+        shared = (finding.in_chunks, finding.number, finding.layer, finding.operation)
+        place = shared if finding.operation else number
         causes.setdefault(place, []).append(finding)
     return [tuple(cause) for cause in causes.values()]
 
 
 def _word_group(group: Sequence[_Cause]) -> str:
     first = group[0][0]
-    number = [] if first.number is None else [pass_name(first.number)]
+    number = [] if first.number is None else [pass_name(first.number, is_chunk=first.in_chunks)]
     layers = [cause[0].layer for cause in group if cause[0].layer is not None]
     sites = word_sites(first.sites)
     if len(group[0]) > 1:

@@ -15,6 +15,7 @@ from minimax_tools.results.results import (
     Comparison,
     GeneratedRow,
     NoiseRatio,
+    SiteResult,
     SiteStatus,
     Verdict,
 )
@@ -22,7 +23,7 @@ from reports.canvas import Canvas
 from reports.causes import causes_of, word_blamed_sites, word_cause, word_reasons
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview, flip_sentences, worst_site
-from reports.model_findings import draw_findings, draw_passes, word_first
+from reports.model_findings import draw_findings, draw_passes, word_chunks, word_first
 from reports.wording import word_figure, word_layer, word_place, word_port, word_sites, word_sites_by_layer
 
 # More of each would push the verdict off the screen.
@@ -60,6 +61,10 @@ def render_comparison(
     canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
     is_whole = comparison.compared == comparison.of
     canvas.paragraph(_extent(comparison), style="" if is_whole else "yellow", indent=0)
+    if comparison.chunks is not None:
+        canvas.paragraph(
+            word_chunks(comparison.chunks), style="yellow" if comparison.chunks.untested else "", indent=0
+        )
     worst = "" if is_verbose or comparison.blame else worst_site(comparison.sites)
     if worst:
         canvas.line(worst)
@@ -133,17 +138,23 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
         for sentence in others:
             canvas.paragraph(sentence, indent=4)
         for site in comparison.of_layer(cause.worst_layer):
-            if site.site in cause.sites and site.noise and math.isfinite(site.noise.token_worst):
+            # A site that is wrong in chunks alone has the figures of the other run here.
+            if not _is_of_cause(site, cause):
+                continue
+            if site.noise and math.isfinite(site.noise.token_worst):
                 canvas.paragraph(_worst_token(site.site, site.noise), indent=4)
-            if site.site in cause.sites:
-                for sentence in flip_sentences(site):
-                    canvas.paragraph(sentence, indent=4)
+            for sentence in flip_sentences(site):
+                canvas.paragraph(sentence, indent=4)
         for sentence in cause.where:
             canvas.paragraph(sentence, indent=4)
     for cause in causes[_MOST_BLAMED:]:
         canvas.paragraph(f"{word_layers(cause.layers)}: {', '.join(word_blamed_sites(cause))}")
     for sentence in _consequences(comparison):
         canvas.paragraph(sentence)
+
+
+def _is_of_cause(site: SiteResult, cause: BlameGroup) -> bool:
+    return site.site in cause.sites and site.status is not SiteStatus.PASS
 
 
 def _consequences(comparison: Comparison) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ _DECODED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One port judged by one command on one golden."""
+    """Verdict of one command on one port and golden."""
 
     model: str
     golden: int  # number of the golden, the seed of its text

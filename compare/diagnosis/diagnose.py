@@ -15,13 +15,7 @@ import torch
 
 from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.catalogue.catalogue import find_mistakes
-from compare.diagnosis.finding import (
-    Diagnosis,
-    LayerDiagnosis,
-    MistakeFinding,
-    PassedOver,
-    SiteDiagnosis,
-)
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver, SiteDiagnosis
 from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.model.case import ModelCases, SiteCase
@@ -46,6 +40,8 @@ from minimax_tools.results.results import WEIGHTS, Blame, Comparison, SiteResult
 # Layers blamed for the same sites that are diagnosed in vain, before the others are passed over: each costs a whole
 # search, and the first alone may be an exception.
 _MOST_IN_VAIN = 2
+
+_SITES = frozenset(map(str, Site))
 
 # From the number of layers that are diagnosed to the context of their progress.
 OpenProgress = Callable[[int], AbstractContextManager[Progress]]
@@ -205,6 +201,9 @@ def _diagnose_outside(
     with source.open_layer(last, golden) as weights, torch.no_grad():
         cases = ModelCases(golden, target, batch=run.sides.batch, last_layer=last, weights=weights)
         for site in held:
+            if site is ModelSite.FINAL_NORM and site in failing - blamed:
+                notes.append(f"{site} fails by what it is given: that is blamed, and not the norm")
+                continue
             case = cases.open(site)
             if isinstance(case, SiteCase):
                 diagnoses.append(search_site(case, mistakes, is_blamed=site in blamed))
@@ -215,8 +214,14 @@ def _diagnose_outside(
 
 
 def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:
-    blamed = (blame for blame in comparison.blame if blame.sites != (WEIGHTS,))
-    return tuple(sorted({blame.layer for blame in blamed if blame.layer is not None}))
+    return tuple(
+        sorted({blame.layer for blame in comparison.blame if blame.layer is not None and _is_of_sites(blame)})
+    )
+
+
+def _is_of_sites(blame: Blame) -> bool:
+    """Decide whether sites of a layer are blamed, in what the run's prefill and steps gave: not its cache, or order."""
+    return not blame.in_chunks and all(site in _SITES for site in blame.sites)
 
 
 def _has_finite_input(run: JudgedRun, layer: int) -> bool:
@@ -263,7 +268,7 @@ def _diagnose_layers(
             progress.advance(layer, num_bytes=0)
             yield _diagnose_shapes(run.comparison, layer, wrong_shapes, blame=blame)
             continue
-        place = tuple(blamed.sites for blamed in blame)
+        place = tuple(blamed.sites for blamed in blame if _is_of_sites(blamed))
         if passes_over and num_in_vain[place] >= _MOST_IN_VAIN:
             continue
         suspects = frozenset(Site(site) for sites in place for site in sites)

@@ -42,7 +42,7 @@ class ModelJudge:
         if site not in reference.model_sites():
             reason = "the golden was captured without it"
             return replace(result, status=SiteStatus.NOT_CAPTURED, reason=reason)
-        golden, port = reference.read_model(site), target.read_model(site)
+        golden, port = self._read(site)
         mismatch = find_mismatch(golden, port)
         if mismatch is not None:
             return replace(result, reason=mismatch)
@@ -67,7 +67,7 @@ class ModelJudge:
         reference, target = self._sides.reference, self._sides.target
         if any(site not in side.model_sites() for side in (reference, target)):
             return None
-        golden, port = reference.read_model(site), target.read_model(site)
+        golden, port = self._read(site)
         return None if find_mismatch(golden, port) is not None else self._rows(site, golden, port)
 
     def judge_generated(self) -> tuple[GeneratedRow, ...]:
@@ -91,7 +91,7 @@ class ModelJudge:
         reference, target = self._sides.reference, self._sides.target
         if any(ModelSite.LOGITS not in side.model_sites() for side in (reference, target)):
             return None
-        golden, port = reference.read_model(ModelSite.LOGITS), target.read_model(ModelSite.LOGITS)
+        golden, port = self._read(ModelSite.LOGITS)
         if find_mismatch(golden, port) is not None or not bool(port.isfinite().all()):
             return None
         return self._rows(ModelSite.LOGITS, golden, port)
@@ -120,6 +120,12 @@ class ModelJudge:
         worst = SiteStatus.FAIL if SiteStatus.FAIL in (status, result.status) else SiteStatus.WARN
         return replace(result, status=worst, reason="; ".join(filter(None, (result.reason, reason))))
 
+    def _read(self, site: ModelSite) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read a site of both sides, the port's embedding in the golden's dtype: a lookup rounds nothing."""
+        golden, port = (side.read_model(site) for side in (self._sides.reference, self._sides.target))
+        is_other = port.is_floating_point() and golden.is_floating_point()
+        return golden, port.to(golden.dtype) if site is ModelSite.EMBEDDING and is_other else port
+
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
         """Return the tokens of a site that both sides hold, with the golden's floor.
 
@@ -128,7 +134,7 @@ class ModelJudge:
         """
         batch = self._sides.batch
         golden = batch.rows(reference, site)
-        twin, massive = self._twin(site, golden, target), massive_channels(golden)
+        twin, massive = self._twin(site, golden), massive_channels(golden)
         floor = None
         if twin is None:
             floor = self._stored_floor(site)
@@ -152,11 +158,10 @@ class ModelJudge:
         ]
         return rows.select(torch.stack(held).all(dim=0)) if held else rows
 
-    def _twin(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-        """Return the float32 twin of the golden's `reference`, [tokens, channels]; `target` tells the port's dtype."""
-        # An embedding's lookup rounds nothing, so the golden (the same object) is its own twin, unless a side stored
-        # another dtype.
-        if site is ModelSite.EMBEDDING and reference.dtype == target.dtype:
+    def _twin(self, site: ModelSite, reference: torch.Tensor) -> torch.Tensor | None:
+        """Return the float32 twin of the golden's `reference`, [tokens, channels]."""
+        # An embedding's lookup rounds nothing, so the golden (the same object) is its own twin.
+        if site is ModelSite.EMBEDDING:
             return reference
         twin = self._sides.reference.read_model_twin(site)
         return None if twin is None else self._sides.batch.rows(twin, site)

@@ -18,6 +18,7 @@ from compare.model_runs.cache_mistakes import (
     holds_scaled_bits,
     is_before_rope,
     noise_of,
+    word_places,
 )
 from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT
 from compare.model_runs.passes import PassSplit
@@ -25,9 +26,10 @@ from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Manifest
-from minimax_tools.capture.passes import CacheChange, CachePair, pass_name
+from minimax_tools.capture.passes import CacheChange, CachePair
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import format_count
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import split_heads
 from minimax_tools.results.model_findings import ModelFinding
@@ -81,7 +83,7 @@ def judge_cache(
     mask = golden.read_inputs().attention_mask.bool()
     shift = _judge_shift(sides.target, layer, is_decoding_wrong=is_decoding_wrong)
     # Steps that write beside their entries overwrite others: no second finding.
-    changes = shift or _judge_changes(sides.target, layer)
+    changes = shift or _judge_changes(sides.target, layer, split)
     if own is not None and _is_cast(pair, own, mask):
         # The port's own keys and values are judged as sites.
         return CacheJudgement(findings=changes)
@@ -95,12 +97,14 @@ def judge_cache(
         tokens=mask,
         others=lambda: _other_pairs(sides.target, layer),
         unrotated=_unrotated(sides.target if own is not None else golden, layer, right),
+        real=mask,
     )
     if is_before_rope(content):
         return CacheJudgement(findings=changes, note="it holds keys before rotary embedding")
     num_passes = 1 + len(split.steps)
     is_alike = len(wrong) == num_passes
     in_question = content.at(torch.isin(split.numbers, torch.tensor(list(wrong))) & mask)
+    in_question = in_question.at(in_question.wrong_tokens())
     named = next(
         ((mistake, found) for mistake in CACHE_MISTAKES if (found := mistake.find(in_question)) is not None),
         None,
@@ -114,7 +118,7 @@ def judge_cache(
     if is_alike and not is_decoding_wrong:
         return CacheJudgement(note="it is kept in a form that mm2 does not know; decoding from it is right")
     number = min(wrong)
-    reason = _describe(in_question, wrong, is_shown=own is not None)
+    reason = _describe(in_question, wrong, split, is_shown=own is not None)
     if named is None:
         finding = ModelFinding(
             number=number,
@@ -237,25 +241,25 @@ def _other_pairs(target: CaptureSource, layer: int) -> Iterator[tuple[int, Cache
             yield other, (pair[0].float(), pair[1].float())
 
 
-def _describe(content: CacheContent, wrong: dict[int, tuple[str, ...]], *, is_shown: bool) -> str:
+def _describe(
+    content: CacheContent, wrong: dict[int, tuple[str, ...]], split: PassSplit, *, is_shown: bool
+) -> str:
     kinds = sorted({kind for of_pass in wrong.values() for kind in of_pass})
-    heads = content.wrong_heads()
-    row, column = content.tokens.nonzero()[0].tolist()
+    heads, places = content.wrong_heads(), content.tokens.nonzero()
     beside = (
         "; the port's own keys and values are other ones: the cache is wrong, not the projections"
         if is_shown
         else ""
     )
-    number = min(wrong)
-    since = f"from {pass_name(number)} on" if number else "from the prefill on"
+    number, num_wrong = min(wrong), format_count(len(places), "token")
+    since = f"from {split.name(number)} on" if number or split.is_chunked else "from the prefill on"
     return (
         f"{since} the cached {' and '.join(kinds)} of kv heads {', '.join(map(str, heads))} are off by "
-        f"{content.rho(content.right):.3g} times the noise at {int(content.tokens.sum())} tokens, the first at row "
-        f"{row}, token {column}{beside}"
+        f"{content.rho(content.right):.3g} times the noise at {num_wrong} ({word_places(places)}){beside}"
     )
 
 
-def _judge_changes(target: CaptureSource, layer: int) -> tuple[ModelFinding, ...]:
+def _judge_changes(target: CaptureSource, layer: int, split: PassSplit) -> tuple[ModelFinding, ...]:
     """Find entries of earlier tokens that a later pass changed; the first pass of a layer counts."""
     passes = target.read_passes()
     changes = [] if passes is None else [change for change in passes.cache_changes if change.layer == layer]
@@ -267,7 +271,7 @@ def _judge_changes(target: CaptureSource, layer: int) -> tuple[ModelFinding, ...
             number=first.number,
             layer=layer,
             sites=(CACHE,),
-            reason=_describe_change(first),
+            reason=_describe_change(first, split),
             mistake="cache_overwritten",
             what="A step writes over the keys or values of an earlier token.",
             look_at="the entry that a step writes at, and whether a buffer is shared",
@@ -296,10 +300,10 @@ def _judge_shift(target: CaptureSource, layer: int, *, is_decoding_wrong: bool) 
     )
 
 
-def _describe_change(change: CacheChange) -> str:
+def _describe_change(change: CacheChange, split: PassSplit) -> str:
     places = ", ".join(f"row {row}, token {column}" for row, column in change.places)
     heads = ", ".join(map(str, change.heads))
     return (
-        f"{pass_name(change.number)} changed the cached {change.kind} of {change.num_tokens} earlier tokens "
+        f"{split.name(change.number)} changed the cached {change.kind} of {change.num_tokens} earlier tokens "
         f"({places}) in kv heads {heads}"
     )

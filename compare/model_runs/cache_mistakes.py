@@ -25,6 +25,12 @@ _LEAST_NOISE = 1e-4
 _LEAST_ALIKE = 0.8
 # Heads whose error is this share of the worst head's are wrong too.
 _WRONG_SHARE = 0.3
+# Error of a wrong token's key or value, in units of the usual noise of its head.
+_WRONG_RHO = 6.0
+# Rows, and ranges of tokens in each, that a sentence names.
+_MOST_ROWS, _MOST_RANGES = 3, 6
+# Wrong entries of which each is looked for among all others; more are taken at even distances.
+_MOST_LOOKED_FOR = 256
 _NO_PARAMETERS: Parameters = MappingProxyType({})
 
 
@@ -36,6 +42,7 @@ class CacheContent:
     right: CachePair
     noise: CachePair  # relative error of right keys, and of right values: scalars
     tokens: torch.Tensor  # tokens in question, bool [B,S]
+    real: torch.Tensor  # all tokens that are not padding, bool [B,S]
     others: Callable[[], Iterator[tuple[int, CachePair]]]  # right content of other layers, the nearest first
     unrotated: torch.Tensor | None = None  # right keys before rotary embedding; None if not known
 
@@ -63,6 +70,18 @@ class CacheContent:
             for head in range(keys.shape[1])
         ]
         return [head for head, error in enumerate(errors) if error >= _WRONG_SHARE * max(errors)]
+
+    def wrong_tokens(self) -> torch.Tensor:
+        """Return the tokens in question that are wrong by themselves, bool [B,S]; all of them if none is clearly."""
+        wrong = torch.zeros_like(self.tokens)
+        for found, right, noise in zip(self.cached, self.right, self.noise, strict=True):
+            # [B,K,S]: errors of each head, beside the usual size of that head.
+            errors = (found - right).norm(dim=-1)
+            sizes = right.transpose(1, 2)[self.tokens].norm(dim=-1).square().mean(0).sqrt()
+            limit = _WRONG_RHO * float(noise) * sizes.clamp(min=TINY_FLOAT32)
+            wrong |= ~(errors <= limit[None, :, None]).all(dim=1)
+        wrong &= self.tokens
+        return wrong if bool(wrong.any()) else self.tokens
 
     def at(self, tokens: torch.Tensor) -> CacheContent:
         """Return the same with other tokens in question, bool [B,S]."""
@@ -168,12 +187,67 @@ def _is_held_by(content: CacheContent, rounding: Callable[[torch.Tensor], torch.
     return True
 
 
+def _of_other_tokens(content: CacheContent) -> Parameters | None:
+    """Find the tokens whose keys and values the wrong entries hold, each of them those of one other token."""
+    places = content.tokens.nonzero()
+    looked_for = places[:: max(len(places) // _MOST_LOOKED_FOR, 1)]
+    keys, values = content.right
+    wrong_kinds = [
+        kind
+        for kind, (found, right) in enumerate(zip(content.cached, content.right, strict=True))
+        if _relative_error(found, right, tokens=content.tokens) > _EXPLAINED_RHO * float(content.noise[kind])
+    ]
+    if not wrong_kinds:
+        return None
+    held, known = (
+        torch.cat([pair[kind].transpose(1, 2).flatten(2) for kind in wrong_kinds], dim=-1)
+        for pair in (content.cached, (keys, values))
+    )
+    candidates = content.real.nonzero()
+    distances = torch.cdist(
+        held[looked_for[:, 0], looked_for[:, 1]], known[candidates[:, 0], candidates[:, 1]]
+    )
+    sources = candidates[distances.argmin(dim=1)]
+    noise = max(float(content.noise[kind]) for kind in wrong_kinds)
+    sizes = known[sources[:, 0], sources[:, 1]].norm(dim=-1)
+    is_found = distances.min(dim=1).values <= _WRONG_RHO * noise * sizes
+    if not bool(is_found.all()) or bool((sources == looked_for).all(dim=1).any()):
+        return None
+    return {"of": word_places(sources)}
+
+
+def word_places(places: torch.Tensor) -> str:
+    """Name tokens, int64 [n,2] of row and column, in ascending order: `row 1, tokens 24-31`; the first few rows."""
+    rows = []
+    for row in places[:, 0].unique().tolist():
+        columns = places[places[:, 0] == row][:, 1].unique().tolist()
+        rows.append(f"row {row}, token{'s' * (len(columns) > 1)} {_word_ranges(columns)}")
+    return "; ".join(rows[:_MOST_ROWS]) + (
+        f"; and {len(rows) - _MOST_ROWS} more rows" if len(rows) > _MOST_ROWS else ""
+    )
+
+
+def _word_ranges(numbers: list[int]) -> str:
+    """Word ascending numbers as ranges, the first few: `0-7, 12`."""
+    starts = [number for number in numbers if number - 1 not in set(numbers)]
+    ends = [number for number in numbers if number + 1 not in set(numbers)]
+    ranges = [
+        str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)
+    ]
+    return ", ".join(ranges[:_MOST_RANGES]) + (" …" if len(ranges) > _MOST_RANGES else "")
+
+
 def _low_precision(content: CacheContent) -> Parameters | None:
     keys, values = content.right
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         if content.is_explained((keys.to(dtype).float(), values.to(dtype).float())):
             return {"dtype": name}
-    return None
+    # What float16 cannot hold is infinite.
+    largest = torch.finfo(torch.float16).max
+    held = replace(content, cached=_both(content.cached, lambda part: part.clamp(-largest, largest)))
+    clamped = _both(content.right, lambda part: part.clamp(-largest, largest).half().float())
+    is_infinite = any(bool(part.transpose(1, 2)[content.tokens].isinf().any()) for part in content.cached)
+    return {"dtype": "float16"} if is_infinite and held.is_explained(clamped) else None
 
 
 def _before_rope(content: CacheContent) -> Parameters | None:
@@ -241,6 +315,12 @@ CACHE_MISTAKES = (
         what="Some cached keys are those before rotary embedding, others those behind it.",
         look_at="whether prefill and steps write keys before or after rotary embedding",
         find=_before_rope,
+    ),
+    CacheMistake(
+        name="cache_of_other_tokens",
+        what="Entries hold the keys and values of other tokens.",
+        look_at="the slots and pages that tokens are written to, and whether two rows share one",
+        find=_of_other_tokens,
     ),
 )
 

@@ -1,4 +1,6 @@
-"""The catalogue of mistakes of decoding: what a step reads of the cache, and where it thinks that its token stands.
+"""The catalogue of mistakes of decoding: what a pass reads of the cache, and where it thinks that its tokens stand.
+
+A pass is a step, which decodes one token of each prompt, or a chunk of several.
 
 `build` makes a change of the float32 layer whose decoded tokens make the mistake (see `cached_attention`).
 B prompts, S columns of the batch, P entries that may be read, K kv heads, D head_dim, T decoded tokens.
@@ -17,6 +19,7 @@ from compare.diagnosis.mistake import Candidates, Mistake, Parameters, each, onc
 from compare.model_runs.cached_attention import (
     CacheView,
     DecodedInputs,
+    TokenPlaces,
     attend_view,
     decoded_inputs,
     right_view,
@@ -31,6 +34,7 @@ _Positions = Callable[[DecodedInputs], torch.Tensor]
 
 CACHE_LOOK_AT = "where a step writes its key and value, and up to which entry it reads"
 FP8_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+_LOWER_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Lengths that a prefill is padded to: multiples and powers of two.
 _BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -62,7 +66,7 @@ def _rotated(of: str, positions: _Positions) -> Change:
         inputs, spec = decoded_inputs(layer), layer.spec
         angles = positions(inputs).float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
         turned = rotate_halves(split_heads(layer[source], spec.head_dim), angles)
-        return torch.where(inputs.is_decoded[:, None, :, None], turned, layer.base[site])
+        return torch.where(inputs.is_changed[:, None, :, None], turned, layer.base[site])
 
     stages = {
         Site.Q_ROPE: partial(rotate, source=Site.Q_NORM, site=Site.Q_ROPE),
@@ -73,62 +77,90 @@ def _rotated(of: str, positions: _Positions) -> Change:
 
 
 _STARTS: dict[str, _Positions] = {
-    "0 at every step": lambda inputs: torch.zeros_like(inputs.position_ids),
-    "0, 1, 2 by step": lambda inputs: (inputs.steps() - 1).clamp(min=0),
+    "0 at every pass": lambda inputs: inputs.ordinals() - inputs.starts(),
+    "0 behind the first pass": lambda inputs: (inputs.ordinals() - inputs.prefilled()[:, None]).clamp(min=0),
 }
 
 
-def _with_padding(inputs: DecodedInputs) -> torch.Tensor:
-    """Count the padding of the prefill as if it were tokens."""
-    return inputs.prefill_width + inputs.steps() - 1
+def _moved(by: int, tokens: str) -> _Positions:
+    """Move the positions of tokens behind a cache, or of each pass's first."""
+
+    def positions(inputs: DecodedInputs) -> torch.Tensor:
+        is_moved = inputs.ordinals() == inputs.starts() if tokens == "the first of each pass" else True
+        return inputs.position_ids + torch.where(torch.as_tensor(is_moved), by, 0)
+
+    return positions
+
+
+def _moves(inputs: LayerInputs) -> tuple[Parameters, ...]:
+    """List by how much positions may be off; in steps each token is the first of its pass."""
+    is_chunked = isinstance(inputs, DecodedInputs) and inputs.is_chunked
+    tokens = ("all", "the first of each pass") if is_chunked else ("all",)
+    return tuple(
+        {"by": by, "of": of, **({"tokens": which} if is_chunked else {})}
+        for which in tokens
+        for by in (1, -1, 2, -2)
+        for of in _Q_OR_K
+    )
 
 
 def _one_row_off(by: int, reads: str) -> Change:
-    """Let steps write `by` entries from their token's own, and read entries as if they were right."""
+    """Let passes write `by` entries from their tokens' own, and read entries as if they were right."""
 
     def view(layer: Evaluation) -> CacheView:
-        inputs, (rows, columns) = decoded_inputs(layer), token_places(layer)
-        steps = inputs.steps()[rows, columns]
-        all_steps = inputs.steps()[rows]  # [T,S]
-        right, is_own_read = right_view(layer), reads == "before it writes"
-        # Entries are counted from the first decoded token's. They are read up to the token's own, excluded if it comes
-        # from the pass itself.
-        last = steps - 2 if is_own_read else steps - 1
-        hidden = (all_steps > 0) & (all_steps - 1 + by > last[:, None])
-        has_written = steps >= (2 if is_own_read else 1)  # whether any step has, before this one reads
-        if by == -1:
-            # The first step writes over the newest key of the prefill.
-            is_newest = layer.attention_mask[rows].cumsum(1) == inputs.prefilled()[rows][:, None]
-            hidden |= is_newest & has_written[:, None]
-        seen = right.hide(hidden)
-        own = ~hidden.gather(1, columns[:, None])[:, 0] | is_own_read
-        # One entry that is read was never written, and holds zeros: late, that of the first decoded token; early, the
-        # newest.
-        empty = torch.zeros(seen.keys.shape[1], seen.keys.shape[3])
-        return replace(seen, shows_own=own).with_entry(empty, empty, has_written)
+        at = TokenPlaces.of(layer)
+        entries = at.ordinals + by * at.is_changed
+        reads_own_pass = reads == "after it writes"
+        is_written = at.is_real & (at.numbers < at.own_number + reads_own_pass)
+        # Two neighbours of a row share an entry where one is moved towards the other; the later one takes it.
+        next_changed, next_written = (part.roll(-1, dims=1) for part in (at.is_changed, is_written))
+        is_taken = next_written & (~at.is_changed & next_changed if by < 0 else at.is_changed & ~next_changed)
+        is_held = is_written & ~is_taken
+        num_read = at.own_ordinal + 1 if reads_own_pass else at.own_start
+        is_seen = is_held & (entries < num_read)
+        # An entry that is read and was never written holds zeros.
+        num_empty = num_read[:, 0] - is_seen.sum(1)
+        if not reads_own_pass:
+            is_seen |= at.is_real & (at.numbers == at.own_number) & (at.ordinals <= at.own_ordinal)
+        view = at.show(layer, is_seen)
+        empty = torch.zeros(view.keys.shape[1], view.keys.shape[3])
+        return view.with_entry(empty, empty, num_empty)
 
     return _reading(view)
 
 
-def _newest_hidden(entry: str) -> Change:
+def _entry_hidden(entry: str) -> Change:
     def view(layer: Evaluation) -> CacheView:
-        rows, columns = token_places(layer)
-        ordinal = layer.attention_mask[rows].cumsum(1) - 1  # place of each column in its prompt, [T,S]
-        own = ordinal.gather(1, columns[:, None])
-        right = right_view(layer)
+        right, at = right_view(layer), TokenPlaces.of(layer)
         if entry == "the token's own":
             return replace(right, shows_own=torch.zeros_like(right.shows_own))
-        return right.hide(ordinal == (own - 1 if entry == "the newest" else 0))
+        return right.hide(at.ordinals == (at.own_start - 1 if entry == "the newest" else 0))
 
     return _reading(view)
 
 
 def _past_missing(part: str) -> Change:
     def view(layer: Evaluation) -> CacheView:
-        rows, _ = token_places(layer)
-        is_decoded = decoded_inputs(layer).is_decoded[rows]
-        missing = {"all": torch.ones_like(is_decoded), "decoded": is_decoded, "prefill": ~is_decoded}[part]
+        at = TokenPlaces.of(layer)
+        is_past = at.numbers < at.own_number
+        missing = {"all": is_past, "decoded": is_past & (at.numbers > 0), "prefill": at.numbers == 0}[part]
         return right_view(layer).hide(missing)
+
+    return _reading(view)
+
+
+def _order_wrong(sees: str) -> Change:
+    """Let the tokens of a pass see others of it in another order than theirs."""
+
+    def view(layer: Evaluation) -> CacheView:
+        at = TokenPlaces.of(layer)
+        # What a token sees, by its place in its own pass.
+        last = {
+            "from the first key on": at.own_ordinal - at.own_start,
+            "the whole pass": torch.full_like(at.own_ordinal, at.is_real.shape[1]),
+            "the next token too": at.own_ordinal + 1,
+        }[sees]
+        return at.show(layer, at.is_real & (at.numbers <= at.own_number) & (at.ordinals <= last))
 
     return _reading(view)
 
@@ -151,7 +183,7 @@ def _edited(
         right = right_view(layer)
         keys, values = (edit(layer, part) for part in (right.keys, right.values))
         if decoded_only:
-            is_decoded = decoded_inputs(layer).is_decoded[:, None, :, None]
+            is_decoded = decoded_inputs(layer).is_changed[:, None, :, None]
             keys, values = (
                 torch.where(is_decoded, new, old) for new, old in ((keys, right.keys), (values, right.values))
             )
@@ -219,7 +251,7 @@ def _padding_pair(layer: Evaluation, content: str) -> tuple[torch.Tensor, torch.
 
 
 def _paddings(inputs: LayerInputs) -> tuple[Parameters, ...]:
-    if not isinstance(inputs, DecodedInputs):
+    if not isinstance(inputs, DecodedInputs) or inputs.is_chunked:
         return ()
     width = inputs.prefill_width
     widths = sorted({width, *(-(-width // size) * size for size in _BUCKETS)})
@@ -243,28 +275,30 @@ _Q_OR_K = ("queries and keys", "queries", "keys")
 DECODING_MISTAKES = (
     _mistake(
         name="decode_positions_restarted",
-        what="Steps count positions anew: the first decoded token stands at 0.",
-        look_at="how position_ids of a step are made: from the cache's length, not from the pass's own columns",
+        what="Passes behind a cache count positions anew: their first token stands at 0.",
+        look_at="how position_ids of a pass are made: from the cache's length, not from the pass's own columns",
         build=lambda start, of: _rotated(of, _STARTS[start]),
         candidates=lambda _: tuple({"start": start, "of": of} for start in _STARTS for of in _Q_OR_K),
     ),
     _mistake(
         name="decode_positions_off",
-        what="Positions of decoded tokens are off by a fixed number.",
-        look_at="whether the cache's length is taken before or after the new token is counted",
-        build=lambda by, of: _rotated(of, lambda inputs: inputs.position_ids + by),
-        candidates=lambda _: tuple({"by": by, "of": of} for by in (1, -1, 2, -2) for of in _Q_OR_K),
+        what="Positions of tokens behind a cache are off by a fixed number.",
+        look_at="whether the cache's length is taken before or after the new tokens are counted",
+        build=lambda by, of, tokens="all": _rotated(of, _moved(by, tokens)),
+        candidates=_moves,
     ),
     _mistake(
         name="decode_positions_of_columns",
-        what="Positions of decoded tokens count the padding of shorter prompts.",
+        what="Positions of tokens behind a cache count the padding of shorter prompts.",
         look_at="positions of a padded batch: by each prompt's own length",
-        build=lambda: _rotated("queries and keys", _with_padding),
-        candidates=_of_decoded(lambda inputs: bool((inputs.prefilled() < inputs.prefill_width).any())),
+        build=lambda: _rotated("queries and keys", lambda inputs: inputs.columns()),
+        candidates=_of_decoded(
+            lambda inputs: bool((inputs.columns() != inputs.ordinals())[inputs.is_decoded].any())
+        ),
     ),
     _mistake(
         name="cache_one_row_off",
-        what="Steps write their key and value one entry from where they are read.",
+        what="Passes write their keys and values one entry from where they are read.",
         build=_one_row_off,
         candidates=lambda _: tuple(
             {"by": by, "reads": reads} for by in (1, -1) for reads in ("before it writes", "after it writes")
@@ -272,16 +306,29 @@ DECODING_MISTAKES = (
     ),
     _mistake(
         name="decode_mask_short",
-        what="Steps do not see an entry of the cache that they should.",
-        look_at="the mask of a step: the tokens before, and the token itself",
-        build=_newest_hidden,
+        what="Tokens behind a cache do not see an entry that they should.",
+        look_at="the mask of a pass behind a cache: the tokens before, and the token itself",
+        build=_entry_hidden,
         candidates=values_of("entry", "the newest", "the token's own", "the first"),
     ),
     _mistake(
         name="decode_past_missing",
-        what="Steps do not see a part of the past at all.",
+        what="Tokens behind a cache do not see a part of the past at all.",
+        look_at="the mask of a pass behind a cache, and which keys and values it is given",
         build=_past_missing,
         candidates=values_of("part", "decoded", "all", "prefill"),
+    ),
+    _mistake(
+        name="chunk_order_wrong",
+        what="Tokens of a pass of several tokens behind a cache see others than those before them.",
+        look_at="the causal mask where there are more keys than queries: it must end at the last key",
+        build=_order_wrong,
+        candidates=_each_of(
+            "sees",
+            lambda inputs: (
+                ("from the first key on", "the whole pass", "the next token too") if inputs.is_chunked else ()
+            ),
+        ),
     ),
     _mistake(
         name="decode_padding_visible",
@@ -310,6 +357,16 @@ DECODING_MISTAKES = (
         look_at="the dtype of the cache, and the scales that are stored beside it",
         build=lambda dtype: _edited(lambda _, part: round_to_fp8(part, dtype)),
         candidates=values_of("dtype", *FP8_DTYPES),
+        is_rounding=True,
+    ),
+    _mistake(
+        name="cache_low_precision",
+        what="The cache is held in a lower dtype than the golden computes in.",
+        look_at="the dtype that the cache's buffers are made with",
+        build=lambda dtype: _edited(lambda _, part: part.to(_LOWER_DTYPES[dtype]).float()),
+        candidates=_each_of(
+            "dtype", lambda inputs: _LOWER_DTYPES if inputs.weights.dtype is torch.float32 else ()
+        ),
         is_rounding=True,
     ),
     _mistake(

@@ -9,8 +9,8 @@ import torch
 
 from compare.sides.batch import Batch
 from compare.sides.sides import Sides
+from minimax_tools.capture.passes import pass_name
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.inputs import decoded_tokens, number_steps, tail_tokens
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame
 
@@ -23,6 +23,13 @@ class PassSplit:
     prefill: Batch
     decoded: Batch | None  # tokens of all steps; None if none was decoded
     steps: tuple[Batch, ...]  # tokens of each step
+    is_chunked: bool = (
+        False  # whether the passes are chunks: the first is the `prefill`, the others are the `steps`
+    )
+
+    def name(self, number: int) -> str:
+        """Return the name of a pass, such as `decode step 2`."""
+        return pass_name(number, is_chunk=self.is_chunked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,22 +46,18 @@ JudgeBatch = Callable[[Batch], tuple[Blame, ...]]
 
 def split_passes(sides: Sides) -> PassSplit | None:
     """Divide the tokens of a whole port's run by passes; None for other runs."""
-    description = sides.target.known_description
     mask, kept = sides.reference.read_attention_mask(), sides.reference.read_kept_mask()
-    if description is None or mask is None or kept is None or sides.target.read_passes() is None:
+    passes = sides.target.read_passes()
+    if sides.target.known_description is None or mask is None or kept is None or passes is None:
         return None
-    num_decoded = description.run.num_decoded
-    is_decoded = decoded_tokens(mask, num_decoded, by_row=True)
-    # A step is the token with so many more tokens behind it.
-    steps = [
-        tail_tokens(mask, num_decoded - step) & ~tail_tokens(mask, num_decoded - step - 1)
-        for step in range(num_decoded)
-    ]
+    numbers = passes.number_tokens(mask)
+    is_decoded = numbers > 0
     return PassSplit(
-        numbers=number_steps(is_decoded),
+        numbers=numbers,
         prefill=Batch(kept & ~is_decoded),
-        decoded=Batch(is_decoded) if num_decoded else None,
-        steps=tuple(Batch(step) for step in steps),
+        decoded=Batch(is_decoded) if bool(is_decoded.any()) else None,
+        steps=tuple(Batch(numbers == number) for number in range(1, passes.num_passes)),
+        is_chunked=bool(passes.chunks),
     )
 
 

@@ -1,6 +1,8 @@
 """ModelPasses: what a whole port's run shows beside its sites: calls of its layers, its cache, its chosen tokens.
 
-A whole port computes a prefill and decoding steps; each is a pass. Pass 0 is the prefill, pass t the t-th step.
+A whole port computes a prefill and decoding steps; each is a pass. Pass 0 is the prefill, pass t the t-th step. Then it
+computes the same prompts in chunks: passes of several tokens, each behind what the ones before have cached. They are a
+capture of their own, in the folder `CHUNKS_FOLDER` of the run's.
 B prompts, K kv heads, S columns of the batch, D head_dim.
 """
 
@@ -15,9 +17,12 @@ import torch
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import read_own_json
+from minimax_tools.model.inputs import decoded_tokens, number_steps
 from minimax_tools.text_enum import TextEnum
 
 PASSES_NAME = "passes.json"
+# Folder in a run's capture, with that of its chunks.
+CHUNKS_FOLDER = "chunks"
 # Keys and values of a layer, [B,K,S,D] each.
 CachePair = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,10 +56,12 @@ class Choice:
     likeliest: int
     # Logit of the likeliest token minus that of the chosen one; None if one is not finite, or no such token exists
     behind: float | None
-    # Column of the pass whose likeliest token is the chosen one, if another than the last real one: padding, or an
-    # earlier token. None if no column's is.
-    column: int | None = None
-    is_padding: bool = False  # whether that column is padding
+    rank: int = 0  # number of tokens that are likelier than the chosen one
+    # Columns of the pass whose likeliest token is the chosen one, and that of the prompt's last token; () and 0 if the
+    # logits are of each prompt's last token alone
+    columns: tuple[int, ...] = ()
+    last_column: int = 0
+    num_columns: int = 1  # columns of the logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +73,29 @@ class MisplacedLogits:
     is_padding: bool  # whether that column is padding
 
 
+class Repeated(TextEnum):
+    """Kind of a repeated pass, by what is another than the first time."""
+
+    OTHER_ROWS = "other rows"  # the prompts lie in other rows of the batch
+    SAME_ROWS = "same rows"  # nothing differs but what came before
+    OTHER_SHAPE = "other shape"  # other rows, and a column of padding more
+    OTHER_NEIGHBOURS = (
+        "other neighbours"  # the other rows hold other tokens, as many and at the same positions
+    )
+    WHOLE = "whole"  # the prefill takes the whole prompt, in another row; a step is compared with that token of it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """A pass repeated in the same process, its prompts in other rows of the batch, compared with the first time."""
+    """A prompt that a port computed once more in the same process, compared with the first time."""
 
     number: int  # the pass
     row: int  # the prompt, by its row the first time
     # Norm of the difference of its last token's logits, over the norm of those of the first time
     difference: float
     is_finite: bool = True
+    kind: Repeated = Repeated.OTHER_ROWS
+    chosen: int | None = None  # the token that the port chose then; None if it chooses none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +103,9 @@ class ModelPasses:
     """The passes of a whole port's run."""
 
     num_passes: int
+    # Of a run in chunks, the tokens of each prompt in each pass; () for a prefill and steps of a token
+    chunks: tuple[tuple[int, ...], ...] = ()
+    untested: str = ""  # why there are no chunks, in a capture that stands for them
     logits: LogitsForm = LogitsForm.ALL
     # For each pass, the layers in the order in which they were called; empty if calls cannot be seen (a compiled graph)
     layer_calls: tuple[tuple[int, ...], ...] = ()
@@ -91,11 +115,14 @@ class ModelPasses:
     cache_shift: int = 0
     cache_changes: tuple[CacheChange, ...] = ()
     choices: tuple[Choice, ...] = ()  # empty if the port chooses no tokens itself
+    vocab_size: int = 0  # columns of the logits without padding
     misplaced: tuple[MisplacedLogits, ...] = ()  # logits of other tokens than each prompt's last
     # Columns of the logits beyond the vocabulary, and the largest logit there minus the largest within; None if none
     num_padded_logits: int = 0
     padded_logits_above: float | None = None
     repetitions: tuple[Repetition, ...] = ()  # empty if prompts were not run twice
+    # Whether the second prefill had other positions in the same shape, so that what is cached by shape shows
+    repeats_positions: bool = True
     classes: Mapping[str, str] | None = (
         None  # class of each submodule of one layer and around the layers, by path
     )
@@ -119,9 +146,32 @@ class ModelPasses:
                 f"{path} is damaged", found=str(error), next_step="Run the port again."
             ) from error
 
+    def number_tokens(self, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return the pass that computed each token: int64 [B,S]; 0 for padding. `attention_mask` is [B,S] of 0/1."""
+        if not self.chunks:
+            return number_steps(decoded_tokens(attention_mask, self.num_passes - 1, by_row=True))
+        sizes = torch.tensor(self.chunks)  # [passes,B]
+        # Ordinal of each token in its row, and the ordinals at which passes end.
+        ordinals, ends = attention_mask.cumsum(1), sizes.cumsum(0).T.contiguous()
+        return torch.searchsorted(ends, ordinals).clamp(max=len(self.chunks) - 1) * attention_mask
 
-def pass_name(number: int) -> str:
-    """Return the name of a pass: `prefill`, `decode step 2`."""
+    def ends_pass(self, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Decide for each token whether it is the last of its prompt in its pass: bool [B,S]."""
+        is_real = attention_mask.bool()
+        numbers = self.number_tokens(attention_mask)
+        last = torch.zeros_like(is_real)
+        for row, row_numbers in enumerate(numbers):
+            columns = is_real[row].nonzero().flatten()
+            # The passes of a row ascend.
+            ends = row_numbers[columns].diff(append=torch.tensor([-1])) != 0
+            last[row, columns[ends]] = True
+        return last
+
+
+def pass_name(number: int, *, is_chunk: bool = False) -> str:
+    """Return the name of a pass: `prefill`, `decode step 2`, `chunk 2`."""
+    if is_chunk:
+        return f"chunk {number + 1}"
     return f"decode step {number}" if number else "prefill"
 
 

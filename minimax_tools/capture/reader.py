@@ -6,7 +6,7 @@ Tensors are read one at a time, and checked against their digests (see `proof`) 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -22,13 +22,20 @@ from minimax_tools.capture.kept_tokens import KeptTokens
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.mirror import CaptureMirror, capture_folder
 from minimax_tools.capture.open_files import OpenFiles
-from minimax_tools.capture.passes import PASSES_NAME, CachePair, LogitsForm, ModelPasses, cache_file
+from minimax_tools.capture.passes import (
+    CHUNKS_FOLDER,
+    PASSES_NAME,
+    CachePair,
+    LogitsForm,
+    ModelPasses,
+    cache_file,
+)
 from minimax_tools.capture.proof import Proof
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE, MANIFEST_NAME, layer_files, list_captures
 from minimax_tools.errors import CaptureError, IncomparableError, list_names
 from minimax_tools.machine.read_ahead import read_ahead
-from minimax_tools.model.inputs import Inputs, tail_tokens
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -50,6 +57,7 @@ class Capture(CaptureSource):
         mirror = CaptureMirror.find(directory, manifest)
         self._files = OpenFiles(directory, hold=None if mirror is None else mirror.hold)
         self._proof = Proof(directory, manifest, self._files)
+        self._golden: CaptureSource | None = None  # None unless it is read beside one
 
     @classmethod
     def open(cls, directory: Path | str) -> Capture:
@@ -109,6 +117,11 @@ class Capture(CaptureSource):
     def read_ahead(self, layer: int) -> None:
         read_ahead(layer_files(self.directory, layer))
 
+    def beside(self, golden: CaptureSource) -> Capture:
+        view = copy.copy(self)
+        view._golden = golden
+        return view
+
     def proving_beside(self) -> AbstractContextManager[None]:
         return self._proof.beside()
 
@@ -164,7 +177,10 @@ class Capture(CaptureSource):
                 f"{self.directory} holds no {site} of layer {layer}",
                 next_step="Capture it with --sites all, or compare fewer layers.",
             )
-        return self.read_entry(entry)
+        tensor, golden = self.read_entry(entry), self._golden
+        if golden is None or not site.has_heads_dim or site not in golden.sites(layer):
+            return tensor
+        return _nearer_heads(tensor, lambda: golden.read(layer, site))
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
         entry = self.entry(None, site)
@@ -231,6 +247,10 @@ class Capture(CaptureSource):
     def read_passes(self) -> ModelPasses | None:
         return self._passes
 
+    def read_chunks(self) -> Capture | None:
+        folder = self.directory / CHUNKS_FOLDER
+        return Capture.open(folder) if (folder / MANIFEST_NAME).exists() else None
+
     def read_cache(self, layer: int) -> CachePair | None:
         if self._passes is None or layer not in self._passes.cached_layers:
             return None
@@ -243,8 +263,8 @@ class Capture(CaptureSource):
     def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
         if site is not ModelSite.LOGITS or not self._has_last_logits:
             return None
-        # The prefill's last token, and the decoded ones behind it.
-        return tail_tokens(self.read_attention_mask(), self.description.run.num_decoded + 1)
+        assert self._passes is not None, "only a whole port returns logits of last tokens"
+        return self._passes.ends_pass(self.read_attention_mask())
 
     @cached_property
     def _passes(self) -> ModelPasses | None:
@@ -332,6 +352,19 @@ class Capture(CaptureSource):
             return self._files.read(file, name)
         except (OSError, SafetensorError) as error:
             raise self._proof.refuse(f"is damaged: {file} cannot be read", found=str(error)) from error
+
+
+def _nearer_heads(tensor: torch.Tensor, read_golden: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor with as many heads as tokens as [B,heads,S,D]: the reading that is nearer to the golden's."""
+    if tensor.ndim != 4 or tensor.shape[1] != tensor.shape[2]:
+        return tensor
+    golden, exchanged = read_golden(), tensor.transpose(1, 2)
+    if golden.shape != tensor.shape:
+        return tensor
+    distances = [
+        float((reading.double() - golden.double()).nan_to_num().norm()) for reading in (tensor, exchanged)
+    ]
+    return exchanged.contiguous() if distances[1] < distances[0] else tensor
 
 
 def _word_missing_digests(manifest: Manifest) -> str:

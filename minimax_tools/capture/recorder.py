@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 Keep = Callable[[torch.Tensor], torch.Tensor]
 # Sites of a layer, or those around the layers.
 SiteKind = TypeVar("SiteKind", Site, ModelSite)
+# Torch neither compares nor indexes these on a CPU.
+_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,6 +47,11 @@ def require_values(tensor: torch.Tensor, *, what: str) -> None:
         found=found,
         next_step="Return tensor.to_dense() or tensor.dequantize(), of weights that are loaded.",
     )
+
+
+def with_signed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return wide unsigned integers, as MLX and JAX number experts, as int64; other dtypes as they are."""
+    return tensor.to(torch.int64) if tensor.dtype in _WIDE_UNSIGNED else tensor
 
 
 class Recorder(Generic[SiteKind]):
@@ -107,7 +114,7 @@ class Recorder(Generic[SiteKind]):
         require_values(tensor, what=f"the port's tensor at {site}")
         if site in self.tensors:
             self._earlier.setdefault(site, []).append(self.tensors[site])
-        self.tensors[site] = self._keep(tensor)
+        self.tensors[site] = self._keep(with_signed(tensor))
 
     def __enter__(self) -> Recorder[SiteKind]:
         # Look up all submodules before the first hook: a missing one leaves no hooks behind.
@@ -180,27 +187,42 @@ def _warn_of_absence(text: str) -> None:
     logger.warning("%s. Indices begin at 0.", text)
 
 
-def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
+def shape_to_batch(
+    site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int], *, head_dim: int | None = None
+) -> torch.Tensor:
     """Bring a site's tensor to [B, S, …] or [B, heads, S, D]; any other shape stays, for the comparison to judge.
 
-    A port may show [B·S, …] and, where a site has heads, [B, S, heads, D] or [B·S, heads, D]. With as many heads as
-    tokens, shapes do not tell these from [B, heads, S, D]: the tensor stays.
+    A port may show [B·S, …] and, where a site has heads, [B, S, heads, D] or [B·S, heads, D]; with `head_dim` also
+    [B, S, heads·D] or [B·S, heads·D]. With as many heads as tokens, shapes do not tell [B, S, heads, D] from
+    [B, heads, S, D]: the tensor stays, for whoever reads it beside a golden.
     """
     if site.has_heads_dim:
-        return _put_heads_first(tensor, batch_shape)
+        return _put_heads_first(_split_heads(tensor, batch_shape, head_dim), batch_shape)
     # [B, S, …] with S = 1 has B·S in front too, and stays.
     if tensor.ndim >= 1 and tensor.shape[0] == math.prod(batch_shape) and tensor.shape[:2] != batch_shape:
         return tensor.reshape(*batch_shape, *tensor.shape[1:])
     return tensor
 
 
+def puts_tokens_first(tensor: torch.Tensor, num_tokens: int) -> bool:
+    """Decide whether a tensor is surely [B, S, heads, D], and not [B, heads, S, D]; `num_tokens` is S."""
+    return tensor.ndim == 4 and tensor.shape[1] == num_tokens != tensor.shape[2]
+
+
+def _split_heads(tensor: torch.Tensor, batch_shape: tuple[int, int], head_dim: int | None) -> torch.Tensor:
+    """Return [B, S, heads·D] and [B·S, heads·D] with heads apart, and other shapes as they are."""
+    leading = tuple(tensor.shape[:-1])
+    if head_dim is None or leading not in (batch_shape, (math.prod(batch_shape),)):
+        return tensor
+    return tensor if tensor.shape[-1] % head_dim else tensor.unflatten(-1, (-1, head_dim))
+
+
 def _put_heads_first(tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
     """Return [B, S, heads, D] and [B·S, heads, D] as [B, heads, S, D], and other shapes as they are."""
-    if tensor.ndim < 3 or tensor.shape[-2] == batch_shape[1]:
-        return tensor
-    if tuple(tensor.shape[:-2]) not in (batch_shape, (math.prod(batch_shape),)):
-        return tensor
-    return tensor.reshape(*batch_shape, *tensor.shape[-2:]).transpose(1, 2).contiguous()
+    is_flat = tensor.ndim == 3 and tensor.shape[0] == math.prod(batch_shape)
+    by_token = tensor.unflatten(0, batch_shape) if is_flat else tensor
+    is_by_token = tuple(by_token.shape[:2]) == batch_shape and puts_tokens_first(by_token, batch_shape[1])
+    return by_token.transpose(1, 2).contiguous() if is_flat or is_by_token else tensor
 
 
 def _fit(site: Site | ModelSite, replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
@@ -228,8 +250,11 @@ def _fit(site: Site | ModelSite, replacement: torch.Tensor, tapped: torch.Tensor
 def _fit_heads(site: Site | ModelSite, replacement: torch.Tensor, tapped: torch.Tensor) -> torch.Tensor:
     """Return a replacement [B,heads,S,D] in the layout that `shape_to_batch` reads from the tapped tensor."""
     batch_size, num_heads, num_tokens, head_dim = replacement.shape
-    tokens_first = ((batch_size, num_tokens), (batch_size * num_tokens,))
-    if num_heads != num_tokens and tapped.shape in [(*first, num_heads, head_dim) for first in tokens_first]:
+    flat, whole = (batch_size * num_tokens,), (batch_size, num_tokens)
+    forms = [(*flat, num_heads, head_dim), *((*first, num_heads * head_dim) for first in (flat, whole))]
+    if num_heads != num_tokens:
+        forms.append((*whole, num_heads, head_dim))
+    if tapped.shape in forms:
         return replacement.transpose(1, 2).reshape(tapped.shape)
     # As many numbers in another order would be wrong values without a word.
     if (tapped.ndim == 4 and tapped.shape != replacement.shape) or tapped.numel() != replacement.numel():

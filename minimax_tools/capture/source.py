@@ -173,6 +173,13 @@ class CaptureSource(ABC):
         """
         return self
 
+    def beside(self, golden: CaptureSource) -> CaptureSource:
+        """Return this capture read beside its golden, which tells heads from tokens where shapes do not.
+
+        Another tool's dump returns itself: its map names the order of dims.
+        """
+        return self
+
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         """Return the sites that the run wanted and the port does not expose."""
         return ()
@@ -231,6 +238,10 @@ class CaptureSource(ABC):
 
     def read_passes(self) -> ModelPasses | None:
         """Read what a whole port's run shows beside its sites; None for other runs."""
+        return None
+
+    def read_chunks(self) -> CaptureSource | None:
+        """Open the capture of a whole port's run in chunks, beside that of its prefill and steps; None without one."""
         return None
 
     def read_cache(self, layer: int) -> CachePair | None:

@@ -18,6 +18,7 @@ import torch
 
 from minimax_tools.capture.listing import DumpListing, ListedTensor
 from minimax_tools.capture.manifest import Entry
+from minimax_tools.capture.recorder import with_signed
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.assembly import DumpAssembly, TokenKind
 from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
@@ -192,7 +193,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
             # Nothing tells which tokens are real: the first pass is read alone, and as it lies.
             return self._assembly.read_pass(found_site, self.found.passes[0][0], what=what)
         kind = TokenKind.HEADS if has_heads_dim else TokenKind.CHANNELS
-        tokens = self._assembly.read_tokens(found_site, self._rows, kind=kind, what=what)
+        tokens = with_signed(self._assembly.read_tokens(found_site, self._rows, kind=kind, what=what))
         if not has_heads_dim:
             return lay_out(self._without_zero_channels(tokens), self._mask)
         heads = tokens.shape[1:]

@@ -126,6 +126,11 @@ def model_run(num_hidden_layers: int, *, sites_level: str, num_decoded: int) -> 
     )
 
 
+def chunked_run(run: Run) -> Run:
+    """Return the same run of a whole port with all tokens in chunks: passes of several tokens behind a cache."""
+    return replace(run, name=f"{run.name}_chunks", num_decoded=0, decodes_by_row=False)
+
+
 def single_layer_run(layer: int, *, sites_level: str) -> Run:
     """Return a run of one layer, isolated. Where no golden gives its input, the layers before are computed first."""
     name, span = f"single_layer_{layer}", Span.single(layer)

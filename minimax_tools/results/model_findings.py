@@ -17,7 +17,8 @@ _LAST = 1 << 30
 class ModelFinding:
     """A finding in a whole port's run."""
 
-    # The pass: 0 for the prefill, t for the t-th decoding step; None if no pass is known
+    # The pass: 0 for the prefill or the first chunk, t for the t-th decoding step or the chunk behind t others; None if
+    # no pass is known
     number: int | None
     layer: int | None  # None outside the layers
     # Sites, or `cache`, `layer_order`, `chosen_token`, `repeated_run`, `padded_logits`, `generated_tokens`
@@ -33,9 +34,12 @@ class ModelFinding:
     # Operation that computes this site and that of another finding, if both are one cause; empty if not
     operation: str = ""
 
+    # Whether the pass is one of several tokens behind a cache: these come after the prefill and its steps
+    in_chunks: bool = False
+
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[bool, int, int]:
         """Sort key: what came first in the run. The embedding is before the layers, all else behind them."""
         outside = -1 if _EMBEDDING in self.sites else _LAST
         place = outside if self.layer is None else self.layer
-        return _LAST if self.number is None else self.number, place
+        return self.in_chunks, _LAST if self.number is None else self.number, place

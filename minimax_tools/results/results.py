@@ -176,6 +176,8 @@ class Blame:
     # Operation that computes this site and another blamed one of the layer, if both are one cause; empty if not.
     operation: str = ""
     is_of_weights: bool = False  # whether wrong weights, which were seen when they were loaded, explain it
+    # Whether it is wrong in a whole port's chunks alone, and right in prefill and steps
+    in_chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +240,16 @@ class WeightsResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedRun:
+    """A whole port's run in chunks: passes of several tokens, each behind what the ones before have cached."""
+
+    widths: tuple[int, ...] = ()  # tokens of the longest prompt in each pass; () if there were no chunks
+    untested: str = ""  # why they were not run, or not judged; empty if they were
+    compared: int = 0  # number of sites that were judged
+    of: int = 0  # number of sites, judged or not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A whole comparison of two directories."""
 
@@ -258,6 +270,8 @@ class Comparison:
     # What is wrong in a whole port's run, what came first at the front
     findings: tuple[ModelFinding, ...] = ()
     pass_logits: tuple[PassLogits, ...] = ()  # next tokens of a whole port by pass, which judge nothing
+    # The same prompts in chunks, whose findings are among `findings`; None for runs that are no whole port's
+    chunks: ChunkedRun | None = None
     generated: tuple[GeneratedRow, ...] = ()  # what both sides generated, prompt by prompt
     # The real tokens and their position ids, such as `81 at positions 0-47`; empty if no side tells.
     tokens: str = ""

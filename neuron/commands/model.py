@@ -41,6 +41,7 @@ class ModelOptions:
     ranks: Ranks
     num_decoded: int | None  # None for `_USUAL_STEPS`, or fewer if prompts are short
     max_new_tokens: int
+    runs_chunks: bool  # whether to run passes of several tokens behind a cache too
     memory_budget: int | None  # in bytes
     dtype: torch.dtype
     store: CaptureStore
@@ -85,6 +86,13 @@ class ModelOptions:
         show_default=True,
         help="Tokens to generate freely after each prompt.",
     ),
+    click.option(
+        "--chunks/--no-chunks",
+        "runs_chunks",
+        default=True,
+        show_default=True,
+        help="Run the prompts in chunks too: passes of several tokens behind a cache, as of a chunked prefill.",
+    ),
     memory_budget_option,
     dtype_option,
     store_options,
@@ -94,4 +102,4 @@ class ModelOptions:
 )
 @done_by("neuron.commands.work.model", "run_model")
 def model_command() -> None:
-    """Run a whole port: prefill, decoding of the golden's own tokens, free generation; judge all of it."""
+    """Run a whole port: prefill, decoding of the golden's own tokens, chunks, free generation; judge all of it."""

@@ -1,4 +1,4 @@
-"""Logits of a run's passes: which columns they are of, the tokens chosen by them, and what a repetition changes.
+"""Logits of a run's passes: which columns they are of, and the tokens chosen by them.
 
 B prompts, s columns of a pass.
 """
@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from minimax_tools.capture.passes import Choice, LogitsForm, MisplacedLogits, Repetition
+from minimax_tools.capture.passes import Choice, LogitsForm, MisplacedLogits
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
@@ -18,8 +18,6 @@ from neuron.model_runs.assembly import last_logits
 from neuron.model_runs.pass_result import PassResult
 from neuron.model_runs.passes import Pass
 
-# Least norm to divide by.
-_TINY = 1e-30
 # Words of the vocabulary by which logits are told apart.
 _NUM_WORDS = 1024
 # Another column's logits are nearer than this share of the right column's distance.
@@ -68,7 +66,6 @@ def list_choices(model_pass: Pass, result: PassResult) -> list[Choice]:
     for row, chosen in enumerate(result.tokens.tolist()):
         best = int(likeliest[row])
         is_token = 0 <= chosen < logits.shape[-1]
-        column = _column_of_choice(result.logits[row], chosen)
         behind = float(logits[row, best] - logits[row, chosen]) if is_token else float("inf")
         choices.append(
             Choice(
@@ -78,35 +75,17 @@ def list_choices(model_pass: Pass, result: PassResult) -> list[Choice]:
                 likeliest=best,
                 # JSON has no infinity and no NaN.
                 behind=behind if math.isfinite(behind) else None,
-                column=column,
-                is_padding=column is not None and int(model_pass.columns[row, column]) < 0,
+                rank=int((logits[row] > logits[row, chosen]).sum()) if is_token else logits.shape[-1],
+                columns=_columns_of_choice(result.logits[row], chosen),
+                last_column=int(model_pass.last_columns[row]) if result.logits.shape[1] > 1 else 0,
+                num_columns=result.logits.shape[1],
             )
         )
     return choices
 
 
-def compare_repetition(
-    number: int, rows: torch.Tensor, before: torch.Tensor, again: torch.Tensor
-) -> list[Repetition]:
-    """Compare the logits [B,·] that a pass gave for the same prompts twice; `rows` [B] are the prompts by number."""
-    repetitions = []
-    for index, row in enumerate(rows.tolist()):
-        earlier, later = before[index].double(), again[index].double()
-        if not bool(earlier.isfinite().all()):
-            # NaN the first time is judged where it arises.
-            continue
-        difference = float((later - earlier).norm() / earlier.norm().clamp(min=_TINY))
-        is_finite = math.isfinite(difference)
-        # JSON has no NaN.
-        repetitions.append(
-            Repetition(
-                number=number, row=row, difference=difference if is_finite else 0.0, is_finite=is_finite
-            )
-        )
-    return repetitions
-
-
-def _column_of_choice(logits: torch.Tensor, chosen: int) -> int | None:
-    """Return the last column of a row's logits [s,·] whose likeliest token was chosen; None if there is none."""
-    columns = (logits.float().argmax(-1) == chosen).nonzero().flatten().tolist()
-    return columns[-1] if columns and len(logits) > 1 else None
+def _columns_of_choice(logits: torch.Tensor, chosen: int) -> tuple[int, ...]:
+    """Return the columns of a row's logits [s,·] whose likeliest token was chosen; () of a single column."""
+    if len(logits) == 1:
+        return ()
+    return tuple((logits.float().argmax(-1) == chosen).nonzero().flatten().tolist())

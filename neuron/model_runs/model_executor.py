@@ -6,7 +6,7 @@ Each of several ranks has an executor. The lead's sends its passes to the others
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,18 @@ from neuron.ports.model_exposure import ModelExposure, find_model_exposure
 from neuron.ports.model_returned import (
     CUT_TOKENS,
     JOIN_TOKENS,
+    KEEPS_CACHE,
     PAST,
     PREFILLS_BY_ROW,
     REPLACE_STREAM,
+    TAKES_CHUNKS,
     ModelResult,
     parse_result,
     past_argument,
     require_decoding,
 )
 from neuron.ports.model_target import eager_module
-from neuron.ports.port_errors import port_errors
+from neuron.ports.port_errors import PortEndError, port_errors
 from neuron.process.status import doing
 
 _RUN_STEP = (
@@ -72,6 +74,12 @@ class PassRequest:
     # Layer whose input is replaced by a tensor, [B,s,H]; the number of layers for what the final norm is given; None to
     # replace nothing.
     fed: tuple[int, torch.Tensor] | None = None
+    # Whether the port may refuse the pass: then all ranks stay as they are, ready for the next one.
+    may_be_refused: bool = False
+
+
+class PassRefusedError(TargetError):
+    """A port's refusal of a pass that it need not take."""
 
 
 class ModelExecutor:
@@ -192,6 +200,21 @@ class ModelExecutor:
         return ModelClasses.compare(eager, eager_module(there))
 
     @property
+    def tokens_first(self) -> frozenset[Site]:
+        """Sites with heads that the port shows as [B,s,heads,D], as far as its passes tell."""
+        return frozenset(self._join.tokens_first)
+
+    @property
+    def takes_chunks(self) -> bool:
+        """False if the port says that it takes no pass of several tokens behind a cache."""
+        return getattr(eager_module(self.module), TAKES_CHUNKS, True) is not False
+
+    @property
+    def keeps_cache(self) -> bool:
+        """True if the port keeps the keys and values of earlier passes itself."""
+        return bool(getattr(eager_module(self.module), KEEPS_CACHE, False))
+
+    @property
     def replaces_itself(self) -> bool:
         """True if the port replaces its stream itself: then no hook sees whether it did."""
         return getattr(eager_module(self.module), REPLACE_STREAM, None) is not None
@@ -200,6 +223,7 @@ class ModelExecutor:
         """Run one pass on all ranks.
 
         Raises:
+            PassRefusedError: The port raised in a pass that it may refuse.
             TargetError: The port raised, returned no logits, or cannot decode.
         """
         self._send(request)
@@ -212,7 +236,8 @@ class ModelExecutor:
         self._open()
         try:
             while (request := self.runtime.messages.receive()) is not None:
-                self._run_part(request)
+                with suppress(PassRefusedError):
+                    self._run_part(request)
         finally:
             self._stack.close()
 
@@ -242,14 +267,12 @@ class ModelExecutor:
 
     def _forward_and_join(self, request: PassRequest) -> PassResult | None:
         model_pass = request.model_pass
-        if model_pass.number:
-            require_decoding(eager_module(self.module), what=self._what)
         self._model_recorder.start({})
         for recorder in self._recorders:
             recorder.start({})
         self._calls.clear()
         with torch.no_grad(), self._feeding(request):
-            result = self._forward(request)
+            result = self._forward_or_refuse(request) if request.may_be_refused else self._forward(request)
         self.runtime.synchronise()
         logits = self._join.join_logits(result.logits)
         tokens = None if result.tokens is None else result.tokens.to("cpu")
@@ -309,10 +332,31 @@ class ModelExecutor:
         tap = self.exposure.exposures[index].taps[site]
         return Recorder(layers[index], {site: tap}, keep=copy_on_device, feeds={site: states})
 
+    def _forward_or_refuse(self, request: PassRequest) -> ModelResult:
+        """Call the port; raise PassRefusedError on all ranks if it raised on one."""
+        result, refusal = None, None
+        try:
+            result = self._forward(request)
+            self.runtime.synchronise()
+        except PortEndError:
+            raise
+        except TargetError as error:
+            refusal = error.found or error.what
+        messages = self.runtime.messages
+        # Only the lead gets the others' refusals.
+        refusals = [found for found in messages.gather(refusal) if found is not None]
+        self._send(refusals)
+        refusals = refusals if self.runtime.ranks.is_lead else messages.receive()
+        if refusals or result is None:
+            raise PassRefusedError(f"{self._what} does not take the pass", found=refusals[0])
+        return result
+
     def _forward(self, request: PassRequest) -> ModelResult:
         """Call the port, and keep what it returns as past."""
         model_pass, device = request.model_pass, self.runtime.device
         eager = eager_module(self.module)
+        if model_pass.number:
+            require_decoding(eager, what=self._what)
         inputs: dict[str, Any] = {
             "input_ids": model_pass.input_ids.to(device, copy=True),
             "attention_mask": model_pass.attention_mask.to(device, copy=True),
@@ -322,15 +366,19 @@ class ModelExecutor:
             self._past = None
         elif (past_name := past_argument(eager)) is not None and self._past is not None:
             inputs[past_name] = self._past
-        elif not getattr(eager, "keeps_cache", False):
+        elif not getattr(eager, KEEPS_CACHE, False):
             raise TargetError(
                 f"{self._what} cannot decode: it returned no {PAST}",
                 expected=f"(logits, {PAST}), or keeps_cache = True on a port that keeps its cache",
                 found="none",
                 next_step="Return them from the prefill on, or give --decode 0.",
             )
-        shape = list(model_pass.input_ids.shape)
-        activity = f"running port {self.setup.target.name} on token ids {shape}"
+        num_rows, num_columns = model_pass.batch_shape
+        num_cached = model_pass.attention_mask.shape[1] - num_columns
+        activity = (
+            f"running port {self.setup.target.name} on token ids [{num_rows}, {num_columns}]"
+            f"{f' behind a cache of {num_cached}' if num_cached else ''}"
+        )
         with port_errors(f"{self._what} failed while it ran", activity=activity, next_step=_RUN_STEP):
             returned = self.module(**inputs)
         result = parse_result(returned, model_pass.batch_shape, what=self._what)

@@ -44,6 +44,7 @@ class ModelRequest(ModelSetup):
     inputs: Inputs  # the token rows: prompts and their continuation
     golden: Capture | None = None  # None for a run that is not judged
     max_new_tokens: int = 1  # most tokens to generate freely after each row
+    runs_chunks: bool = True  # whether to run the rows in chunks too
 
     def plan_passes(self, num_decoded: int) -> list[Pass]:
         """Plan the prefill and `num_decoded` steps, each row padded as the port takes it (see `passes.plan_passes`)."""

@@ -2,12 +2,14 @@
 
 The passes are a prefill and decoding steps that are fed the golden's own tokens. Then the same prompts run once more in
 other rows of the batch, as prefill and free generation: a cache that keeps something of earlier prompts shows there.
+Last, the prompts run in chunks, which the port may refuse.
 B prompts, S columns of the golden's batch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,11 +17,14 @@ import torch
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.passes import (
+    CHUNKS_FOLDER,
     PASSES_NAME,
     ModelPasses,
+    Repeated,
     Repetition,
     pass_name,
 )
+from minimax_tools.capture.resumption import clear_capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
@@ -27,23 +32,20 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
 from minimax_tools.json_codec import encode
-from minimax_tools.model.run import single_layer_run
+from minimax_tools.model.run import chunked_run, single_layer_run
 from minimax_tools.model.site_layouts import are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.text.tokenizer import read_end_tokens, until_end
 from neuron.devices.runtime import Runtime
 from neuron.model_runs.assembly import assemble_logits, assemble_site, last_logits
 from neuron.model_runs.cache_record import CacheRecord
-from neuron.model_runs.logits_record import (
-    compare_repetition,
-    find_misplaced,
-    list_choices,
-    logits_form,
-)
+from neuron.model_runs.chunked_run import run_chunks
+from neuron.model_runs.logits_record import find_misplaced, list_choices, logits_form
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.pass_result import PassResult
-from neuron.model_runs.passes import Pass, next_pass
+from neuron.model_runs.passes import Pass, next_pass, plan_chunks
+from neuron.model_runs.repetition import compare_logits, other_rows, repeat_run
 from neuron.ports.model_batch import ModelBatch
 
 # Bound of numbers in JSON, which has no infinity.
@@ -92,6 +94,9 @@ class ModelRun:
             CaptureError: The directory is in use, holds something else, or the disk is full.
             TargetError: The port could not be run.
         """
+        chunks_folder = directory / CHUNKS_FOLDER
+        if chunks_folder.is_dir():
+            clear_capture(chunks_folder)
         results = []
         for model_pass in self._passes:
             request = PassRequest(model_pass=model_pass, is_first=model_pass.number == 0)
@@ -99,13 +104,30 @@ class ModelRun:
             self._progress.advance(model_pass.number, num_bytes=0)
         repetitions, generated = self._run_again(results)
         with open_capture(directory, self.describe(), inputs=self._request.inputs) as writer:
-            self._write(writer, results, repetitions)
+            self._write(writer, self._passes, results, repetitions)
             if generated is not None:
                 sampling = {"do_sample": False, "max_new_tokens": self._request.max_new_tokens}
                 generation = Generation.of(
                     self._request.inputs, generated, sampling=sampling, folder=self._request.folder
                 )
                 writer.write_json(GENERATION_NAME, encode(generation))
+            writer.finish()
+        # A port's run is memory that the chunks need.
+        results.clear()
+        self._capture_chunks(chunks_folder)
+
+    def _capture_chunks(self, directory: Path) -> None:
+        """Run the prompts in chunks and write that capture; or one that says why there are none."""
+        chunks = plan_chunks(self._request.inputs, pads_right=self._request.target.pads_right)
+        if self._request.runs_chunks:
+            results, untested = run_chunks(self._executor, chunks)
+        else:
+            results, untested = [], "--no-chunks leaves them out"
+        with open_capture(directory, self.describe(chunks), inputs=self._request.inputs) as writer:
+            if untested:
+                writer.write_json(PASSES_NAME, encode(ModelPasses(num_passes=0, untested=untested)))
+            else:
+                self._write(writer, chunks, results)
             writer.finish()
 
     def capture_layer(self, layer: int, directory: Path) -> None:
@@ -151,53 +173,71 @@ class ModelRun:
             )
 
     def _run_again(self, results: list[PassResult]) -> tuple[tuple[Repetition, ...], list[list[int]] | None]:
-        """Run the prompts again, each in the row of the next; return how their logits differ, and the tokens generated.
+        """Run the prompts again in other rows; return how their logits differ, and the tokens generated.
 
         First come the same passes, then a prefill of the whole prompts, after which the port generates freely.
         """
-        rows = torch.arange(self._request.inputs.batch_size).roll(1)
-        repetitions: list[Repetition] = []
-        for model_pass, result in zip(self._passes, results, strict=True):
-            repeated = model_pass.in_rows(rows)
-            is_first = model_pass.number == 0
-            again = self._executor.run(PassRequest(model_pass=repeated, is_first=is_first, records=False))
-            before = last_logits(model_pass, result.logits)[rows]
-            later = last_logits(repeated, again.logits)
-            repetitions += compare_repetition(model_pass.number, rows, before, later)
-        return tuple(repetitions), self._generate(rows) if self._request.max_new_tokens else None
+        repetitions = repeat_run(
+            self._executor, self._passes, results, vocab_size=self._request.spec.vocab_size
+        )
+        if not self._request.max_new_tokens:
+            return repetitions, None
+        generated, whole = self._generate(other_rows(self._request.inputs.batch_size))
+        return (*repetitions, *self._compare_whole(results, whole)), generated
 
-    def _generate(self, rows: torch.Tensor) -> list[list[int]]:
+    def _compare_whole(self, results: list[PassResult], whole: torch.Tensor) -> Iterator[Repetition]:
+        """Compare the logits of the steps with those of the prefill of whole prompts, [B,S,·] or [B,1,·]."""
+        for model_pass, result in zip(self._passes[1:], results[1:], strict=True):
+            columns = model_pass.columns[:, 0]
+            if whole.shape[1] == self._request.inputs.sequence_length:
+                rows = torch.arange(len(whole))
+                again = whole[rows, columns]
+                before = last_logits(model_pass, result.logits)
+                yield from compare_logits(
+                    model_pass.number, rows.tolist(), before, again, kind=Repeated.WHOLE
+                )
+
+    def _generate(self, rows: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
         """Generate after each whole prompt, in the order of the request; row b of the batch holds prompt `rows[b]`.
 
-        The tokens are those that the port chooses, or else the likeliest.
+        The tokens are those that the port chooses, or else the likeliest. The logits of the prefill come with them,
+        [B,S,·] or [B,1,·] in the order of the request.
         """
         spec, end_tokens = self._request.spec, read_end_tokens(self._request.folder)
         (whole,) = self._request.plan_passes(0)
         model_pass, tokens = whole.in_rows(rows), list[torch.Tensor]()
+        of_prefill: torch.Tensor | None = None
         while True:
             is_first = not tokens
             result = self._executor.run(PassRequest(model_pass=model_pass, is_first=is_first, records=False))
+            of_prefill = result.logits[rows.argsort()] if of_prefill is None else of_prefill
             logits = last_logits(model_pass, result.logits)[:, : spec.vocab_size]
             chosen = logits.nan_to_num(nan=-torch.inf).argmax(-1) if result.tokens is None else result.tokens
             tokens.append(chosen[:, None])
             if len(tokens) == self._request.max_new_tokens:
                 in_order = torch.cat(tokens, dim=1)[rows.argsort()]
-                return [until_end(row, end_tokens) for row in in_order.tolist()]
+                return [until_end(row, end_tokens) for row in in_order.tolist()], of_prefill
             model_pass = next_pass(model_pass, tokens[-1], last_position=spec.max_position_embeddings - 1)
 
     def _write(
-        self, writer: CaptureWriter, results: list[PassResult], repetitions: tuple[Repetition, ...]
+        self,
+        writer: CaptureWriter,
+        planned: list[Pass],
+        results: list[PassResult],
+        repetitions: tuple[Repetition, ...] = (),
     ) -> None:
-        cache = self._follow_cache(results)
+        """Write what the passes of a run gave: a prefill and steps, or chunks."""
+        cache = self._follow_cache(planned, results)
+        is_chunked = planned is not self._passes
         layers = range(self._request.spec.num_hidden_layers)
         before: torch.Tensor | None = None
         for layer in layers:
             shown = [
                 (model_pass, dict(result.layers.get(layer, {})))
-                for model_pass, result in zip(self._passes, results, strict=True)
+                for model_pass, result in zip(planned, results, strict=True)
             ]
             before = self._write_layer(writer, layer, shown, before=before, cache=cache)
-        passes = list(zip(self._passes, results, strict=True))
+        passes = list(zip(planned, results, strict=True))
         num_columns, vocab_size = self._request.inputs.sequence_length, self._request.spec.vocab_size
         model: dict[ModelSite, torch.Tensor] = {
             site: assemble_site(
@@ -225,17 +265,22 @@ class ModelRun:
             encode(
                 ModelPasses(
                     num_passes=len(passes),
+                    chunks=tuple(map(_count_tokens, planned)) if is_chunked else (),
                     logits=logits_form(*passes[0]),
                     layer_calls=tuple(result.layer_calls for result in results),
                     cached_layers=() if cache is None else tuple(layers),
                     cache_form="" if cache is None else str(cache.form),
                     cache_shift=0 if cache is None else cache.shift,
                     cache_changes=() if cache is None else cache.changes(),
-                    choices=tuple(choice for ran in passes for choice in list_choices(*ran)),
+                    choices=()
+                    if is_chunked
+                    else tuple(found for ran in passes for found in list_choices(*ran)),
+                    vocab_size=vocab_size,
                     misplaced=find_misplaced(*passes[0], spec=self._request.spec, reader=self._reader),
                     num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
                     padded_logits_above=_clipped(max(above)) if above else None,
                     repetitions=repetitions,
+                    repeats_positions=self._repeats_positions,
                     classes=None if classes is None else classes.here,
                     other_classes=None if classes is None else classes.other,
                 )
@@ -258,7 +303,10 @@ class ModelRun:
         num_columns = self._request.inputs.sequence_length
         tensors = {
             site: assemble_site(
-                [(model_pass, sites[site]) for model_pass, sites in shown], site, num_columns=num_columns
+                [(model_pass, sites[site]) for model_pass, sites in shown],
+                site,
+                num_columns=num_columns,
+                tokens_first=self._executor.tokens_first,
             )
             for site in self._request.sites
             if all(site in sites for _, sites in shown)
@@ -285,31 +333,49 @@ class ModelRun:
         )
         return tensors.get(Site.OUTPUT)
 
-    def _follow_cache(self, results: list[PassResult]) -> CacheRecord | None:
+    def _follow_cache(self, planned: list[Pass], results: list[PassResult]) -> CacheRecord | None:
         record = CacheRecord(num_columns=self._request.inputs.sequence_length)
-        for model_pass, result in zip(self._passes, results, strict=True):
+        for model_pass, result in zip(planned, results, strict=True):
             if result.cache is None:
                 return None
             record.add(model_pass, result.cache)
         return record
 
-    def describe(self) -> Description:
-        """Describe all that decides the run's numbers."""
+    @property
+    def _repeats_positions(self) -> bool:
+        """True if the prefill has other positions, or another mask, once its prompts are in other rows."""
+        prefill = self._passes[0]
+        again = prefill.in_rows(other_rows(prefill.batch_shape[0]))
+        pairs = (prefill.position_ids, again.position_ids), (prefill.attention_mask, again.attention_mask)
+        return not all(torch.equal(before, later) for before, later in pairs)
+
+    def describe(self, chunks: list[Pass] | None = None) -> Description:
+        """Describe all that decides the numbers of the run, or of its `chunks`."""
         request, golden = self._request, self._request.golden
         source = f"tokens: {request.inputs.source}"
         if golden is not None:
             source = f"tokens of the golden {golden.description.run.name}"
         return Description(
             side=DEVICE_SIDE,
-            run=request.run,
+            run=request.run if chunks is None else chunked_run(request.run),
             provenance=request.provenance(
                 self._runtime,
                 model=self._model,
-                options={"passes": [pass_name(p.number) for p in self._passes]},
+                options={
+                    "passes": [
+                        pass_name(planned.number, is_chunk=chunks is not None)
+                        for planned in (self._passes if chunks is None else chunks)
+                    ]
+                },
             ),
             inputs_digest=request.inputs.digest(),
             input_source=source,
         )
+
+
+def _count_tokens(model_pass: Pass) -> tuple[int, ...]:
+    """Count the real tokens of each prompt in a pass."""
+    return tuple((model_pass.columns >= 0).sum(dim=1).tolist())
 
 
 def _clipped(value: float) -> float:

@@ -58,17 +58,12 @@ def name_first(
         diagnosis = diagnose_run(run, weights=weights, layers=())
         return NamedRun(comparison=_with_name(comparison, first, diagnosis.findings), diagnosis=diagnosis)
     if first.number:
-        # The prefill is right: what the layer reads of its cache, or thinks of its positions, is in question.
-        blamed = [
-            Site(site)
-            for finding in comparison.findings
-            if finding.is_of_sites and (finding.number, finding.layer) == (first.number, first.layer)
-            for site in finding.sites
-        ]
-        decoded = diagnose_decoding(run.sides, first.layer, number=first.number, blamed=blamed)
-        if decoded:
-            named = replace(decoded[0], sites=first.sites, reason=f"{first.reason}; {decoded[0].reason}")
+        named = _name_behind_cache(run, first, layer=first.layer)
+        if named is not None:
             return NamedRun(comparison=replace(comparison, findings=(named, *comparison.findings[1:])))
+    if first.in_chunks:
+        # Alone the layer would run in the prefill, in which it is right.
+        return NamedRun(comparison=comparison)
     try:
         model.capture_layer(first.layer, directory)
     except TargetError as error:
@@ -87,6 +82,26 @@ def name_first(
         isolated=isolated.comparison,
         diagnosis=diagnosis,
     )
+
+
+def _name_behind_cache(run: JudgedRun, first: ModelFinding, *, layer: int) -> ModelFinding | None:
+    """Name what is wrong in a pass behind a cache, where the first pass is right; None if nothing known explains it.
+
+    What the layer reads of its cache, or thinks of its positions, is in question.
+    """
+    wrong = run.chunks if first.in_chunks else run
+    assert wrong is not None, "what is found in chunks was judged in chunks"
+    blamed = [
+        Site(site)
+        for finding in run.comparison.findings
+        if finding.is_of_sites and finding.order == first.order
+        for site in finding.sites
+    ]
+    decoded = diagnose_decoding(wrong.sides, layer, number=first.number or 0, blamed=blamed)
+    if not decoded:
+        return None
+    reason = f"{first.reason}; {decoded[0].reason}"
+    return replace(decoded[0], sites=first.sites, reason=reason, in_chunks=first.in_chunks)
 
 
 def _with_name(comparison: Comparison, first: ModelFinding, named: Sequence[MistakeFinding]) -> Comparison:

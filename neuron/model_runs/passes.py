@@ -1,28 +1,41 @@
-"""The passes of a whole port's run: a prefill, and steps that decode each prompt's own next token.
+"""The passes of a whole port's run: a prefill, and steps that decode each prompt's own next token; or chunks.
 
 The tokens that a step feeds are the golden's own continuation (teacher forcing): so each step can be judged, whatever
-the port chose before. B prompts, S columns of the golden's batch, s columns of a pass, P columns of the port's cache.
+the port chose before. Chunks are passes of several tokens, each behind what the ones before have cached: as in a
+chunked prefill, behind a cached prefix, and where drafts are verified.
+B prompts, S columns of the golden's batch, s columns of a pass, P columns of the port's cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from minimax_tools.errors import UsageError
 from minimax_tools.model.inputs import Inputs
 
+# Fewer tokens make no pass of several tokens behind another one; fewer than that no more than two passes.
+_LEAST_CHUNKED, _LEAST_DIVIDED = 3, 10
+# Tokens of a pass that verifies drafts.
+_DRAFT = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
     """A forward pass of a whole port: its inputs, and where its tokens lie in the golden's batch."""
 
-    number: int  # 0 for the prefill, t for the t-th step
+    number: int  # 0 for the prefill or the first chunk, t for the t-th step, or the chunk with t before it
     input_ids: torch.Tensor  # [B,s]
     attention_mask: torch.Tensor  # [B,P+s] of 0/1: the columns of earlier passes, then those of this one
     position_ids: torch.Tensor  # [B,s]
     columns: torch.Tensor  # column of each token in the golden's batch, int64 [B,s]; -1 for padding
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if no pass comes before: nothing is cached."""
+        return self.attention_mask.shape[1] == self.input_ids.shape[1]
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -46,8 +59,8 @@ class Pass:
 
     def in_rows(self, rows: torch.Tensor) -> Pass:
         """Return this pass with its prompts in other rows: row b gets prompt `rows[b]`, int64 [B]."""
-        return Pass(
-            number=self.number,
+        return replace(
+            self,
             input_ids=self.input_ids[rows],
             attention_mask=self.attention_mask[rows],
             position_ids=self.position_ids[rows],
@@ -72,19 +85,10 @@ def plan_passes(inputs: Inputs, num_decoded: int, *, pads_right: bool = False) -
     # Column of each prompt's real tokens in the golden's batch.
     real = [mask.nonzero().flatten() for mask in inputs.attention_mask]
     passes = [_plan_prefill(inputs, real, num_decoded, pads_right=pads_right)]
-    rows = torch.arange(inputs.batch_size)
     for number in range(1, num_decoded + 1):
-        columns = torch.stack([row[len(row) - num_decoded + number - 1] for row in real])
+        columns = [row[len(row) - num_decoded + number - 1 :][:1] for row in real]
         past_mask = passes[-1].attention_mask
-        passes.append(
-            Pass(
-                number=number,
-                input_ids=inputs.input_ids[rows, columns][:, None],
-                attention_mask=torch.cat((past_mask, torch.ones_like(past_mask[:, :1])), dim=1),
-                position_ids=inputs.position_ids[rows, columns][:, None],
-                columns=columns[:, None],
-            )
-        )
+        passes.append(_lay_out(inputs, columns, number=number, width=1, past_mask=past_mask))
     return passes
 
 
@@ -102,27 +106,89 @@ def next_pass(before: Pass, tokens: torch.Tensor, *, last_position: int) -> Pass
     )
 
 
+def plan_chunks(inputs: Inputs, *, pads_right: bool = False) -> list[Pass]:
+    """Plan passes of several tokens, one of them of a single token, over all tokens; [] if no row has enough.
+
+    A pass takes about the same share of each row, and of the longest row the most: so its columns are no more than the
+    batch's. Where a short row has no token left, the pass holds padding alone.
+    """
+    widths = _chunk_widths(max(inputs.lengths))
+    shares = [_share_out(length, widths) for length in inputs.lengths]
+    real = [mask.nonzero().flatten() for mask in inputs.attention_mask]
+    passes: list[Pass] = []
+    for number, width in enumerate(widths):
+        starts = [sum(sizes[:number]) for sizes in shares]
+        columns = [
+            row[start : start + sizes[number]] for row, start, sizes in zip(real, starts, shares, strict=True)
+        ]
+        past_mask = passes[-1].attention_mask if passes else None
+        passes.append(
+            _lay_out(inputs, columns, number=number, width=width, past_mask=past_mask, pads_right=pads_right)
+        )
+    return passes
+
+
+def _chunk_widths(length: int) -> list[int]:
+    """Divide a row of so many tokens: two large chunks, a single token, one as large as drafts, and the rest."""
+    if length < _LEAST_CHUNKED:
+        return []
+    if length < _LEAST_DIVIDED:
+        return [length // 3, length - length // 3]
+    first = length // 3 + 1
+    second = (length - first) // 2 + 1
+    rest = length - first - second - 1
+    draft = min(_DRAFT, rest // 2)
+    return [width for width in (first, second, 1, draft, rest - draft) if width]
+
+
+def _share_out(length: int, widths: Sequence[int]) -> list[int]:
+    """Divide a row of so many tokens as `widths` divide a longer one: at least one token each, as long as there are."""
+    sizes: list[int] = []
+    longest = sum(widths)
+    for width in widths:
+        sizes.append(min(max(1, width * length // longest), length - sum(sizes)))
+    # What rounding has left goes to the passes that have room.
+    for number, width in enumerate(widths):
+        sizes[number] += min(width - sizes[number], length - sum(sizes))
+    return sizes
+
+
 def _plan_prefill(inputs: Inputs, real: list[torch.Tensor], num_decoded: int, *, pads_right: bool) -> Pass:
     """Take each prompt's tokens but the last `num_decoded`, and keep the padding of the batch."""
-    num_columns = inputs.sequence_length - num_decoded
-    columns = torch.full((inputs.batch_size, num_columns), -1)
-    # Padding takes the tokens and positions that the golden's batch has there.
-    source = torch.arange(num_columns).repeat(inputs.batch_size, 1)
-    for row, row_columns in enumerate(real):
-        kept = row_columns[: len(row_columns) - num_decoded]
-        is_left_padded = not pads_right and int(row_columns[0]) > 0
-        start = num_columns - len(kept) if is_left_padded else 0
-        columns[row, start : start + len(kept)] = kept
-        source[row] += num_decoded if is_left_padded else 0
+    columns = [row[: len(row) - num_decoded] for row in real]
+    width = inputs.sequence_length - num_decoded
+    return _lay_out(inputs, columns, number=0, width=width, pads_right=pads_right)
+
+
+def _lay_out(
+    inputs: Inputs,
+    columns_of_rows: Sequence[torch.Tensor],
+    *,
+    number: int,
+    width: int,
+    past_mask: torch.Tensor | None = None,
+    pads_right: bool = False,
+) -> Pass:
+    """Lay the tokens at some columns of each row out in a pass, padded on the side of the row, or on the right."""
+    columns = torch.full((inputs.batch_size, width), -1)
+    # Where padding gets its position: at the row's nearest token.
+    source = columns.clone()
+    for row, of_row in enumerate(columns_of_rows):
+        is_left = not pads_right and not inputs.attention_mask[row, 0]
+        start = width - len(of_row) if is_left else 0
+        columns[row, start : start + len(of_row)] = of_row
+        nearest = (
+            inputs.attention_mask[row].nonzero()[-1, 0] if not len(of_row) else of_row[0 if is_left else -1]
+        )
+        source[row] = torch.where(columns[row] >= 0, columns[row], nearest)
     is_real = columns >= 0
-    source = torch.where(is_real, columns, source)
     rows = torch.arange(inputs.batch_size)[:, None]
-    pad_token = _pad_token(inputs)
+    mask = is_real.long()
     return Pass(
-        number=0,
-        input_ids=torch.where(is_real, inputs.input_ids[rows, source], pad_token),
-        attention_mask=is_real.long(),
-        position_ids=_padded_positions(inputs.position_ids[rows, source], is_real),
+        number=number,
+        input_ids=torch.where(is_real, inputs.input_ids[rows, source], _pad_token(inputs)),
+        attention_mask=mask if past_mask is None else torch.cat((past_mask, mask), dim=1),
+        position_ids=inputs.position_ids[rows, source],
         columns=columns,
     )
 
@@ -131,11 +197,3 @@ def _pad_token(inputs: Inputs) -> int:
     """Return the token id of the batch's padding; 0 if it has none."""
     padding = inputs.input_ids[inputs.attention_mask == 0]
     return int(padding[0]) if len(padding) else 0
-
-
-def _padded_positions(position_ids: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
-    """Give padding [B,s] the row's nearest real position: right padding its last, left padding its first."""
-    largest = position_ids.masked_fill(~is_real, -1).max(dim=1, keepdim=True).values
-    smallest = position_ids.masked_fill(~is_real, 1 << 62).min(dim=1, keepdim=True).values
-    is_before = is_real.long().cumsum(1) == 0
-    return torch.where(is_real, position_ids, torch.where(is_before, smallest, largest))

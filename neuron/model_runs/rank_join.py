@@ -5,14 +5,14 @@ B prompts, s columns of a pass, P entries of the cache, K kv heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from minimax_tools.capture.calls import join_calls
 from minimax_tools.capture.passes import CachePair
-from minimax_tools.capture.recorder import Recorder
+from minimax_tools.capture.recorder import Recorder, puts_tokens_first, shape_to_batch, with_signed
 from minimax_tools.errors import TargetError
 from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site, parse_site
@@ -26,7 +26,10 @@ from neuron.runs.rank_assembly import RankAssembly
 class RankJoin:
     """Joins the tensors of all ranks, which all call it; `recorders` are those of the layers, in their order.
 
-    `num_calls` tells by layer how often a pass computed sites whose parts do not add up to it; they are left out.
+    Attributes:
+        num_calls: By layer, how often a pass computed sites whose parts do not add up to it; they are left out.
+        tokens_first: Sites with heads that some pass showed as [B,s,heads,D]: so are those of a pass that has as many
+            tokens as heads, which its shape does not tell.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class RankJoin:
         self._model_recorder = model_recorder
         self._what = f"port {setup.target.name}"
         self.num_calls: dict[int, dict[Site, int]] = {}
+        self.tokens_first: set[Site] = set()
 
     def join_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Return the lead's logits, on the CPU; None on other ranks, whose own may be a part or nothing."""
@@ -57,16 +61,21 @@ class RankJoin:
         layers: dict[int, dict[Site, torch.Tensor]] = {}
         # A port may pad each pass to a bucket of its own, on the right.
         batch_size, num_columns = batch_shape
-        padded_shape = (batch_size, self._count_columns(batch_shape))
+        padded_shape = (batch_size, self._count_columns(result, batch_shape))
         spec = self._setup.spec
         for index, recorder in enumerate(self._recorders):
             exposure = self._exposure.exposures[index]
             what = f"{self._what}, layer {index}"
             assembly = RankAssembly(
-                runtime=self._runtime, exposure=exposure, batch_shape=padded_shape, what=what
+                runtime=self._runtime,
+                exposure=exposure,
+                batch_shape=padded_shape,
+                head_dim=spec.head_dim,
+                what=what,
             )
             calls = calls_to_host(recorder.calls())
             pieces = join_calls(calls, padded_shape)
+            self._note_forms(pieces, padded_shape)
             for site in self._setup.sites:
                 if site in calls and site not in pieces:
                     self.num_calls.setdefault(index, {})[site] = len(calls[site].tensors)
@@ -81,19 +90,41 @@ class RankJoin:
                 whole = _unflattened(of_ranks[0], batch_size)
                 model[model_site] = _first_columns(whole, num_columns, model_site)
         for name, tensor in result.sites.items():
-            _add_returned(name, tensor.to("cpu"), layers, model, sites=self._setup.sites)
+            layer, returned = _parse_returned(name)
+            whole = with_signed(tensor.to("cpu"))
+            if isinstance(returned, ModelSite):
+                model[returned] = _first_columns(_unflattened(whole, batch_size), num_columns, returned)
+            elif returned in self._setup.sites:
+                self._note_forms({returned: whole}, padded_shape)
+                shaped = shape_to_batch(returned, whole, padded_shape, head_dim=spec.head_dim)
+                layers.setdefault(layer, {})[returned] = _first_columns(shaped, num_columns, returned)
         return layers, model
 
-    def _count_columns(self, batch_shape: tuple[int, int]) -> int:
+    def _note_forms(self, tensors: Mapping[Site, torch.Tensor], batch_shape: tuple[int, int]) -> None:
+        """Note which sites with heads show tokens first."""
+        self.tokens_first |= {
+            site
+            for site, tensor in tensors.items()
+            if site.has_heads_dim and puts_tokens_first(tensor, batch_shape[1])
+        }
+
+    def _count_columns(self, result: ModelResult, batch_shape: tuple[int, int]) -> int:
         """Return the number of columns that the port computes in a pass over [B,s]: s, or those of its bucket."""
         batch_size, num_columns = batch_shape
         hidden_size = self._setup.spec.hidden_size
-        for recorder in self._recorders:
-            for site in (Site.INPUT, Site.OUTPUT):
-                states = recorder.tensors.get(site)
-                if states is not None and states.shape[-1] == hidden_size:
-                    num_tokens = sum(call.numel() for call in recorder.calls()[site].tensors) // hidden_size
-                    return max(num_tokens // batch_size, num_columns)
+        recorded = [
+            sum(call.numel() for call in recorder.calls()[site].tensors)
+            for recorder in self._recorders
+            for site in (Site.INPUT, Site.OUTPUT)
+            if site in recorder.tensors and recorder.tensors[site].shape[-1] == hidden_size
+        ]
+        returned = [
+            tensor.numel()
+            for name, tensor in result.sites.items()
+            if name.endswith(f".{Site.OUTPUT}") and tensor.shape[-1] == hidden_size
+        ]
+        for num_numbers in (*recorded, *returned):
+            return max(num_numbers // (batch_size * hidden_size), num_columns)
         return num_columns
 
     def join_cache(self, module: nn.Module, past: object) -> list[CachePair] | None:
@@ -143,23 +174,14 @@ def _unflattened(tensor: torch.Tensor, batch_size: int) -> torch.Tensor:
     return tensor.unflatten(0, (batch_size, -1)) if is_flat else tensor
 
 
-def _add_returned(
-    name: str,
-    tensor: torch.Tensor,
-    layers: dict[int, dict[Site, torch.Tensor]],
-    model: dict[ModelSite, torch.Tensor],
-    *,
-    sites: Sequence[Site],
-) -> None:
-    """Add a site that a compiled port returned: `layer_3.output`, or `final_norm`."""
+def _parse_returned(name: str) -> tuple[int, Site | ModelSite]:
+    """Read the name of a site that a compiled port returned: `layer_3.output`, or `final_norm`, with -1 for a layer."""
     prefix, _, short = name.partition(".")
-    if short and prefix.startswith("layer_") and prefix.removeprefix("layer_").isdecimal():
-        site = parse_site(short)
-        if site in sites:
-            layers.setdefault(int(prefix.removeprefix("layer_")), {})[site] = tensor
-        return
+    number = prefix.removeprefix("layer_")
+    if short and number != prefix and number.isdecimal():
+        return int(number), parse_site(short)
     try:
-        model[ModelSite(name)] = tensor
+        return -1, ModelSite(name)
     except ValueError:
         raise TargetError(
             f"the port returned the site {name!r}, which mm2 does not know",

@@ -51,7 +51,13 @@ class Exposure:
         return site in self.declared or tuple(tensor.shape) == site_shape(site, spec, batch_shape)
 
     def assemble(
-        self, site: Site, pieces: Sequence[torch.Tensor], batch_shape: tuple[int, int], *, what: str
+        self,
+        site: Site,
+        pieces: Sequence[torch.Tensor],
+        batch_shape: tuple[int, int],
+        *,
+        head_dim: int,
+        what: str,
     ) -> torch.Tensor | None:
         """Assemble a site from the ranks' pieces, in rank order and on the CPU; None if their layout is unknown.
 
@@ -65,7 +71,7 @@ class Exposure:
         else:
             # The pieces may be parts or sums: a guess could be wrong.
             return None
-        return shape_to_batch(site, tensor, batch_shape)
+        return shape_to_batch(site, tensor, batch_shape, head_dim=head_dim)
 
     def cut(self, site: Site, tensor: torch.Tensor, *, ranks: Ranks, what: str) -> torch.Tensor:
         """Cut a rank's piece from a site's whole tensor, such as a golden's value that replaces the port's own.

@@ -23,6 +23,8 @@ PAST = "past_key_values"
 _PAST_OF_TRANSFORMERS = "cache"
 # Attribute of a port that keeps the keys and values of earlier passes itself.
 KEEPS_CACHE = "keeps_cache"
+# Attribute of a port that takes no pass of several tokens behind a cache, if it is False.
+TAKES_CHUNKS = "takes_chunks"
 # Attribute of a port whose prefill takes one row of a batch: the rows come one after the other, each with the past that
 # the one before returned.
 PREFILLS_BY_ROW = "prefills_by_row"
@@ -108,7 +110,7 @@ def _check_tokens(tokens: object, batch_size: int, *, what: str) -> torch.Tensor
             found=f"{tokens.dtype} {list(tokens.shape)}",
             next_step="Return the next token of each row as `tokens`, or none.",
         )
-    return tokens.reshape(batch_size)
+    return tokens.reshape(batch_size).long()
 
 
 def past_argument(module: nn.Module) -> str | None:

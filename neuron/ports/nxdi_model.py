@@ -51,6 +51,8 @@ class NxdiModel(nn.Module):
     """An application of NxDI behind the protocol of a whole port; `open` loads it."""
 
     keeps_cache = True
+    # NxDI has a graph for prefills from position 0, and one for single tokens.
+    takes_chunks = False
 
     def __init__(self, settings: NxdiSettings) -> None:
         super().__init__()

@@ -192,8 +192,15 @@ def _find_taps(
     batch_shape = (request.inputs.batch_size, request.inputs.sequence_length)
     calls = recorder.calls()
     plans = plan_calls(calls, batch_shape)
-    joined = {site: plan.join(calls[site].tensors, batch_shape[0]) for site, plan in plans.items()}
-    tensors = {site: shape_to_batch(site, tensor, batch_shape) for site, tensor in joined.items()}
+    tensors = {
+        site: shape_to_batch(
+            site,
+            plan.join(calls[site].tensors, batch_shape[0]),
+            batch_shape,
+            head_dim=request.spec.head_dim,
+        )
+        for site, plan in plans.items()
+    }
     shown = {
         site: tap
         for site, tap in taps.items()

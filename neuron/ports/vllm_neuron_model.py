@@ -67,6 +67,8 @@ class VllmNeuronModel(nn.Module):
 
     # A prefill takes one prompt, so the rows of a batch come one after the other, each with what the last one returned.
     prefills_by_row = True
+    # A request here is a whole prompt, or a token of each prompt.
+    takes_chunks = False
 
     def __init__(
         self, model: nn.Module, *, spec: ModelSpec, ranks: Ranks, vllm_config: Any, is_cpu_mode: bool

@@ -148,7 +148,13 @@ class LayerExecutor:
         stopwatch.mark_loaded()
         exposure = self._find_exposure(module, request, what=what)
         batch_shape = (layer_input.batch_size, layer_input.num_columns)  # [B,S]
-        assembly = RankAssembly(runtime=self.runtime, exposure=exposure, batch_shape=batch_shape, what=what)
+        assembly = RankAssembly(
+            runtime=self.runtime,
+            exposure=exposure,
+            batch_shape=batch_shape,
+            head_dim=self.setup.spec.head_dim,
+            what=what,
+        )
         # Golden values at the border of the component to run: they replace what the port computes there.
         border = {site: assembly.cut(site, tensor) for site, tensor in request.border.items()}
         taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in border}

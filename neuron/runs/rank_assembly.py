@@ -26,6 +26,7 @@ class RankAssembly:
     runtime: Runtime
     exposure: Exposure  # the sites that the port exposes, and how each site's pieces make up the whole
     batch_shape: tuple[int, int]  # number of prompts, and tokens of each in this pass
+    head_dim: int
     what: str  # target and layer, for errors
 
     def cut_past(self, layer_input: LayerInput) -> LayerInput:
@@ -75,7 +76,7 @@ class RankAssembly:
                 found=f"none on {', '.join(f'rank {rank}' for rank in missing)}",
                 next_step="Every rank must call the same submodules.",
             )
-        return self.exposure.assemble(site, pieces, self.batch_shape, what=what)
+        return self.exposure.assemble(site, pieces, self.batch_shape, head_dim=self.head_dim, what=what)
 
     def join_further(
         self, places: Sequence[FurtherPlace], tensors: Mapping[str, torch.Tensor]

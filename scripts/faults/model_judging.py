@@ -42,6 +42,7 @@ class ModelCase:
     layer: int | None = None
     sites: tuple[str, ...] = ()
     mistake: str | None = None
+    in_chunks: bool = False  # whether its pass is one of several tokens behind a cache
 
     @property
     def is_detected(self) -> bool:
@@ -61,11 +62,13 @@ class ModelCase:
 
     @property
     def is_named(self) -> bool:
-        """True if the first finding has the mistake's name."""
-        return self.mistake in self.plant.names
+        """True if the first finding has the mistake's name, or none if it must have none."""
+        return (self.mistake or "") in self.plant.names
 
     @property
     def _is_at_pass(self) -> bool:
+        if self.in_chunks or self.plant.first is FirstPass.CHUNKS:
+            return self.in_chunks and self.plant.first is FirstPass.CHUNKS
         if self.plant.first is FirstPass.PREFILL:
             return self.number == 0
         if self.plant.first is FirstPass.DECODE:
@@ -99,6 +102,7 @@ def judge_model_port(plant: ModelPlant, ground: ModelGround, *, backend: str, di
         layer=first.get("layer"),
         sites=tuple(first.get("sites", ())),
         mistake=first.get("mistake"),
+        in_chunks=first.get("in_chunks", False),
     )
 
 

@@ -19,6 +19,7 @@ class FirstPass(TextEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"  # the prefill is right
+    CHUNKS = "chunks"  # prefill and steps are right, a pass of several tokens behind a cache is not
     REPEATED = "repeated"  # both are right, a second run of the same prompts is not
     NONE = "none"  # no number of the run is wrong
 

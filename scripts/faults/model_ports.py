@@ -10,6 +10,9 @@ from minimax_tools.errors import UsageError
 
 _prefill = partial(ModelPlant, first=FirstPass.PREFILL)
 _decode = partial(ModelPlant, first=FirstPass.DECODE)
+_chunks = partial(ModelPlant, first=FirstPass.CHUNKS, layers=(0,), sites=("attn_context", "k_rope", "output"))
+_stream = partial(ModelPlant, first=FirstPass.PREFILL, layers=(2,), sites=("input",))
+_repeated = partial(ModelPlant, first=FirstPass.REPEATED, sites=("repeated_run",))
 _ATTENTION = ("cache", "attn_context", "attn_delta", "output", "q_rope", "k_rope")
 
 MODEL_MISTAKES: tuple[ModelPlant, ...] = (
@@ -148,6 +151,55 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         sites=("repeated_run",),
         names=("cache_stale",),
     ),
+    _repeated(name="angles_by_shape", port="passes.py:AnglesByShape", names=("kept_by_shape",)),
+    _repeated(
+        name="box_angles_by_shape",
+        port="implementations.py:BlackBoxAnglesByShape",
+        names=("kept_by_shape",),
+        backends=("cpu",),
+    ),
+    _repeated(
+        name="box_eight_tokens",
+        port="implementations.py:BlackBoxEightTokens",
+        names=("depends_on_row",),
+        backends=("cpu",),
+    ),
+    _repeated(
+        name="box_page_shared",
+        port="implementations.py:BlackBoxPageShared",
+        names=("depends_on_neighbours",),
+        backends=("cpu",),
+    ),
+    _decode(
+        name="cache_eight_tokens",
+        port="caches.py:CacheEightTokens",
+        layers=(0,),
+        sites=("cache",),
+        names=("cache_of_other_tokens",),
+    ),
+    _decode(
+        name="cache_page_shared",
+        port="caches.py:CachePageShared",
+        layers=(0,),
+        sites=("cache",),
+        names=("cache_of_other_tokens",),
+    ),
+    _chunks(name="chunk_prefix_hidden", port="chunks.py:PrefixHidden", names=("decode_past_missing",)),
+    _chunks(
+        name="chunk_mask_from_the_first_key",
+        port="chunks.py:MaskFromTheFirstKey",
+        names=("chunk_order_wrong",),
+    ),
+    _chunks(name="chunk_keys_early", port="chunks.py:KeysEarly", names=("decode_positions_off",)),
+    ModelPlant(
+        name="box_prefix_hidden",
+        port="implementations.py:BlackBoxPrefixHidden",
+        first=FirstPass.CHUNKS,
+        sites=("logits",),
+        names=("",),
+        backends=("cpu",),
+    ),
+    _chunks(name="chunk_edge_keys_early", port="chunks.py:EdgeKeysEarly", names=("decode_positions_off",)),
     _decode(
         name="positions_restarted_at_decode",
         port="caches.py:PositionsRestartedAtDecode",
@@ -189,6 +241,18 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         names=("earlier_row_sampled",),
     ),
     _prefill(
+        name="shard_offset_lost",
+        port="passes.py:ShardOffsetLost",
+        sites=("chosen_token",),
+        names=("token_shard_offset",),
+    ),
+    _prefill(
+        name="shards_uneven",
+        port="passes.py:ShardsUneven",
+        sites=("chosen_token",),
+        names=("token_shard_offset",),
+    ),
+    _prefill(
         name="wrong_row_returned",
         port="passes.py:WrongRowReturned",
         sites=("logits",),
@@ -214,6 +278,46 @@ MODEL_MISTAKES: tuple[ModelPlant, ...] = (
         layers=(1, 2),
         sites=("layer_order",),
         names=("layers_out_of_order",),
+    ),
+    _prefill(
+        name="last_layer_left_out",
+        port="passes.py:LastLayerLeftOut",
+        layers=(3,),
+        sites=("layer_order",),
+        names=("layer_left_out",),
+    ),
+    _prefill(
+        name="first_layer_left_out",
+        port="passes.py:FirstLayerLeftOut",
+        layers=(0,),
+        sites=("layer_order",),
+        names=("layer_left_out",),
+    ),
+    _stream(name="stage_loses_residual", port="passes.py:StageLosesResidual", names=("residual_lost",)),
+    _prefill(
+        name="norm_loses_residual",
+        port="passes.py:NormLosesResidual",
+        sites=("final_norm_input",),
+        names=("residual_lost",),
+    ),
+    _stream(name="tokens_transposed", port="passes.py:TokensTransposed", names=("tokens_exchanged",)),
+    _prefill(
+        name="ids_transposed",
+        port="passes.py:IdsTransposed",
+        sites=("embedding",),
+        names=("embedding_tokens_exchanged",),
+    ),
+    _prefill(
+        name="logits_of_other_rows",
+        port="passes.py:LogitsOfOtherRows",
+        sites=("logits",),
+        names=("head_tokens_exchanged",),
+    ),
+    _prefill(
+        name="embedding_of_eight_bits",
+        port="ends.py:EmbeddingOfEightBits",
+        sites=("embedding",),
+        names=("embedding_low_precision",),
     ),
     _prefill(
         name="weights_of_another_layer",
@@ -243,6 +347,11 @@ RIGHT_MODELS: tuple[ModelPlant, ...] = (
     ModelPlant(name="cache_emptied", port="caches.py:CacheEmptied"),
     ModelPlant(name="cache_hidden", port="caches.py:CacheHidden"),
     ModelPlant(name="cache_fp8_with_scales", port="caches.py:CacheFp8WithScales"),
+    ModelPlant(name="cache_forgets", port="caches.py:CacheForgets"),
+    ModelPlant(name="takes_no_chunks", port="chunks.py:TakesNone"),
+    ModelPlant(name="drawn_tokens", port="passes.py:DrawnTokens"),
+    ModelPlant(name="handing", port="passes.py:Handing"),
+    ModelPlant(name="black_box", port="implementations.py:BlackBox", backends=("cpu",)),
     ModelPlant(name="cache_transposed", port="caches.py:CacheTransposed"),
     ModelPlant(name="cache_other_layout", port="caches.py:CacheOtherLayout"),
     ModelPlant(name="keys_before_rope", port="caches.py:KeysBeforeRope"),

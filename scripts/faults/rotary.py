@@ -114,6 +114,14 @@ class ClampedPositions(Arithmetic):
         return super().angles(positions.clamp(max=self.parameters.last))
 
 
+class EarlyAtEdges(Arithmetic):
+    """The first token of each chunk of `size` stands at the position of the one before it."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        is_first = (positions % self.parameters.size == 0) & (positions > 0)
+        return super().angles(positions - is_first.long())
+
+
 class RoundedPositions(Arithmetic):
     """Positions are in a dtype that cannot hold them, frequencies and products in float32."""
 
@@ -145,6 +153,7 @@ PLANTS = (
     # Numbers that no list has: the first wrong token tells them.
     Plant("rope_positions_modulo", _ROPE, ModuloPositions, {"modulo": 45}),
     Plant("rope_positions_clamped", _ROPE, ClampedPositions, {"last": 40}),
+    Plant("rope_positions_at_chunk_edges", _ROPE, EarlyAtEdges, {"size": 16, "of": "queries and keys"}),
     Plant("rope_width", _ROPE, OtherWidth, {"rotary_dim": 64}),
     Plant("rope_width", _ROPE, OtherWidth, {"rotary_dim": 16}),
     Plant("rope_theta", _ROPE, OtherTheta, {"theta": 1e4}, decodes=True),

@@ -10,6 +10,7 @@ from minimax_tools.results.prompt_results import PhaseShare, PromptResult
 from minimax_tools.results.results import (
     Blame,
     BlameGroup,
+    ChunkedRun,
     Comparison,
     Curve,
     GeneratedRow,
@@ -77,9 +78,10 @@ def conclusion() -> Schema:
             "generated": listed(schema_of(GeneratedRow), told["generated"]),
             "passes": listed(schema_of(PassLogits), told["pass_logits"]),
             "findings": listed(schema_of(ModelFinding), told["findings"]),
+            "chunks": schema_of(ChunkedRun),
         },
         "A comparison of a port's run with a golden.",
-        optional=("passes", "findings"),
+        optional=("passes", "findings", "chunks"),
     )
 
 

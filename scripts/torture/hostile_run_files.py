@@ -59,7 +59,9 @@ def _passes(folder: Path) -> HostileFile:
         cache_changes=(
             CacheChange(layer=0, number=1, kind="keys", heads=(0,), places=((0, 3),), num_tokens=1),
         ),
-        choices=(Choice(number=0, row=0, chosen=5, likeliest=6, behind=0.5, column=2, is_padding=False),),
+        choices=(
+            Choice(number=0, row=0, chosen=5, likeliest=6, behind=0.5, rank=1, columns=(2,), num_columns=4),
+        ),
         misplaced=(MisplacedLogits(row=0, column=1, is_padding=False),),
         num_padded_logits=4,
         padded_logits_above=1.5,

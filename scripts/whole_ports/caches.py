@@ -198,6 +198,35 @@ class CacheFp8BehindMask(CacheFp8WithScales):
         return super().mask(position_ids - 1)
 
 
+class CacheEightTokens(OwnCache):
+    """In row 1, eight tokens hold the keys and values of those before them."""
+
+    def write(self, index, pair, position_ids, is_real):
+        super().write(index, pair, position_ids, is_real)
+        if position_ids.shape[1] > 1:
+            for buffer in self.cache[index]:
+                buffer[1, :, 8:16] = buffer[1, :, :8]
+
+
+class CachePageShared(OwnCache):
+    """Two rows share a page: row 0's second eight tokens lie on row 1's first."""
+
+    def write(self, index, pair, position_ids, is_real):
+        super().write(index, pair, position_ids, is_real)
+        if position_ids.shape[1] > 1:
+            for buffer in self.cache[index]:
+                buffer[1, :, :8] = buffer[0, :, 8:16]
+
+
+class CacheForgets(OwnCache):
+    """A right port of prompts and steps: it takes each pass of several tokens for new prompts."""
+
+    def forward(self, input_ids, attention_mask, position_ids):
+        if input_ids.shape[1] > 1:
+            attention_mask = attention_mask[:, -input_ids.shape[1] :]
+        return super().forward(input_ids, attention_mask, position_ids)
+
+
 class CacheOtherLayout(OwnCache):
     """A right port that shows its cache as [B,P,K·D], which mm2 does not know."""
 

@@ -76,6 +76,24 @@ class EmbeddingLowPrecision(_OtherWeights):
         return {EMBEDDING: outer[EMBEDDING].to(torch.float8_e4m3fn).to(outer[EMBEDDING].dtype)}
 
 
+class EmbeddingOfEightBits(_OtherWeights):
+    """The embedding is held in eight bits with a scale for each row, and shown in float32."""
+
+    sites = {"embedding": "shown"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.shown = nn.Identity()
+        self.model.embed_tokens.register_forward_hook(
+            lambda _, __, states: (self.shown(states.float()), None)[1]
+        )
+
+    def edit(self, outer):
+        table = outer[EMBEDDING].float()
+        scale = table.abs().amax(-1, keepdim=True) / 127
+        return {EMBEDDING: ((table / scale).round() * scale).to(outer[EMBEDDING].dtype)}
+
+
 class _Scaled(nn.Embedding):
     def forward(self, input_ids):
         return super().forward(input_ids) * self.embedding_dim**0.5

@@ -13,11 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import cached_port
+import caches
+import chunks
+import passes
 import port
 import tensor_parallel_port
 from model_port import Model
+from torch.func import functional_call
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, StaticCache
 
 
@@ -198,6 +203,72 @@ class TracedBlackBox(BlackBox):
                 self.hidden[0].requires_grad_(False), inputs, check_trace=False
             )
         return self.graphs[shape](*inputs)
+
+
+class _BlackBox(nn.Module):
+    """A port that shows no submodule: it holds the weights of `inner`, but not the module."""
+
+    inner = Model
+
+    def __init__(self, config):
+        super().__init__()
+        whole = self.inner(config)
+        for name, parameter in whole.named_parameters():
+            self.register_parameter(name.replace(".", "__"), parameter)
+        for name, buffer in whole.named_buffers():
+            self.register_buffer(name.replace(".", "__"), buffer)
+        self.hidden = (whole,)
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """Convert as the port within does."""
+        converted = self.hidden[0].convert_state_dict(tensors, config, layer_idx)
+        return {name.replace(".", "__"): converted[name] for name in converted}
+
+    def run(self, *inputs):
+        """Call the port within on this module's own weights, which may have been moved."""
+        named = (*self.named_parameters(), *self.named_buffers())
+        return functional_call(
+            self.hidden[0], {name.replace("__", "."): tensor for name, tensor in named}, inputs
+        )
+
+
+class _OwnCacheBox(_BlackBox):
+    inner = caches.OwnCache
+    keeps_cache = True
+
+    def forward(self, input_ids, attention_mask, position_ids):
+        return self.run(input_ids, attention_mask, position_ids)
+
+
+class BlackBox(_BlackBox):
+    """A right port that shows nothing."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        return self.run(input_ids, attention_mask, position_ids, past_key_values)
+
+
+class BlackBoxPrefixHidden(BlackBox):
+    """A chunk hides the cached prefix, and nothing is shown."""
+
+    inner = chunks.PrefixHidden
+
+
+class BlackBoxEightTokens(_OwnCacheBox):
+    """Eight tokens of row 1 hold others' keys and values, and nothing is shown."""
+
+    inner = caches.CacheEightTokens
+
+
+class BlackBoxPageShared(_OwnCacheBox):
+    """Two rows share a page of the cache, and nothing is shown."""
+
+    inner = caches.CachePageShared
+
+
+class BlackBoxAnglesByShape(BlackBox):
+    """Positions are kept by the shape of a prefill, and nothing is shown."""
+
+    inner = passes.AnglesByShape
 
 
 class RankAttention(tensor_parallel_port.Attention):

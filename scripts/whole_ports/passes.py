@@ -105,6 +105,52 @@ class RowBeforeSampled(Sampling):
         return (super().last_columns(mask) - 1).clamp(min=0)
 
 
+class ShardOffsetLost(Sampling):
+    """The token of the best shard of the vocabulary, by its number within the shard."""
+
+    num_shards = 4
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        logits, cache, tokens = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return logits, cache, tokens % (logits.shape[-1] // self.num_shards)
+
+
+class ShardsUneven(Sampling):
+    """The offset of a shard is its rank times its own width, where the first shards are wider."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        logits, cache, tokens = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        shards = torch.arange(logits.shape[-1]).tensor_split(5)
+        for rank, shard in enumerate(shards):
+            is_in_shard = (tokens >= shard[0]) & (tokens <= shard[-1])
+            tokens = torch.where(is_in_shard, tokens - shard[0] + rank * len(shard), tokens)
+        return logits, cache, tokens
+
+
+class DrawnTokens(Sampling):
+    """A right port that draws its tokens, as MiniMax's generation_config.json asks."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        logits, cache, _ = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        rows = torch.arange(len(input_ids))
+        columns = self.last_columns(attention_mask[:, -input_ids.shape[1] :])
+        values, tokens = logits[rows, columns].float().topk(40, -1)
+        return logits, cache, tokens.gather(-1, torch.multinomial(values.softmax(-1), 1))[:, 0]
+
+
+class AnglesByShape(Model):
+    """Positions are kept by the shape of a prefill, as a table of angles is that nobody computes again."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.kept = {}
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        if past_key_values is None:
+            position_ids = self.kept.setdefault(tuple(position_ids.shape), position_ids)
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values)
+
+
 class LastLogits(Sampling):
     """A right port that returns each prompt's last logits alone, [B,1,vocab]."""
 
@@ -161,6 +207,81 @@ class LayersOutOfOrder(InOrder):
 
     def order(self, num_layers):
         return [0, 2, 1, *range(3, num_layers)]
+
+
+class Handing(Model):
+    """A right port whose stream can be changed between two layers, and before the final norm."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        """Return logits [B,S,vocab] and the cache, a pair [B,K,P+S,D] for each layer."""
+        states, cache = self.model.embed_tokens(input_ids), []
+        for index, layer in enumerate(self.model.layers):
+            past = None if past_key_values is None else past_key_values[index]
+            added = {}
+            hook = layer.moe.register_forward_hook(lambda _, __, found, kept=added: kept.update(moe=found))
+            output, pair = layer(states, attention_mask, position_ids, past_key_value=past)
+            hook.remove()
+            cache.append(pair)
+            states = self.hand_on(index, states, output, added["moe"])
+        return self.lm_head(self.model.norm(states)), cache
+
+    def hand_on(self, index, before, output, added):
+        """Return what follows a layer: from its input, its output, and what its experts added, [B,S,H] each."""
+        return output
+
+    def is_last(self, index):
+        """Decide whether a layer is the last one."""
+        return index + 1 == len(self.model.layers)
+
+
+class LastLayerLeftOut(Handing):
+    """The last layer's result is not used."""
+
+    def hand_on(self, index, before, output, added):
+        return before if self.is_last(index) else output
+
+
+class FirstLayerLeftOut(Handing):
+    """The first layer's result is not used."""
+
+    def hand_on(self, index, before, output, added):
+        return output if index else before
+
+
+class StageLosesResidual(Handing):
+    """Behind layer 1, the next stage is given what the experts added, without the residual."""
+
+    def hand_on(self, index, before, output, added):
+        return added if index == 1 else output
+
+
+class NormLosesResidual(Handing):
+    """The final norm is given what the last layer's experts added, without the residual."""
+
+    def hand_on(self, index, before, output, added):
+        return added if self.is_last(index) else output
+
+
+class TokensTransposed(Handing):
+    """Behind layer 1, [S,B] is read as [B,S]."""
+
+    def hand_on(self, index, before, output, added):
+        return output.transpose(0, 1).reshape(output.shape) if index == 1 else output
+
+
+class IdsTransposed(Model):
+    """The token ids [S,B] are read as [B,S]."""
+
+    def forward(self, input_ids, *inputs, **named):
+        return super().forward(input_ids.T.reshape(input_ids.shape), *inputs, **named)
+
+
+class LogitsOfOtherRows(Model):
+    """The rows of the logits are those of other prompts."""
+
+    def forward(self, *inputs, **named):
+        logits, cache = super().forward(*inputs, **named)
+        return logits.roll(1, dims=0), cache
 
 
 class WeightsOfAnotherLayer(Model):

@@ -155,7 +155,7 @@ class Counting(Model):
 
 
 class OtherExpert(Model):
-    """One expert of layer 3 is twice too large."""
+    """Scales one expert of layer 3 by two."""
 
     def convert_state_dict(self, tensors, config, layer_idx):
         name = "block_sparse_moe.experts.5.w2.weight"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
@@ -29,6 +30,14 @@ class FlatTokens(TokensFirst):
     def forward(self, heads):
         tokens_first = heads.transpose(1, 2)
         return self.place(tokens_first.flatten(0, 1)).view(tokens_first.shape).transpose(1, 2)
+
+
+class MergedHeads(TokensFirst):
+    """Passes them as [B·S,heads·D]."""
+
+    def forward(self, heads):
+        tokens_first = heads.transpose(1, 2)
+        return self.place(tokens_first.flatten(0, 1).flatten(1)).view(tokens_first.shape).transpose(1, 2)
 
 
 class LastDimsExchanged(TokensFirst):
@@ -57,6 +66,24 @@ class Flat(Right):
     shower = FlatTokens
 
 
+class Merged(Right):
+    shower = MergedHeads
+
+
+class UnsignedExperts(port.DecoderLayer):
+    """Shows the chosen experts as uint32."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.show = nn.Identity()
+        self.sites = {**type(self).sites, "router_experts": "show"}
+
+        def show(_, __, routed):
+            self.show(routed[2].to(torch.uint32))
+
+        self.moe.router.register_forward_hook(show)
+
+
 class OtherShape(Right):
     shower = LastDimsExchanged
 
@@ -71,6 +98,10 @@ class FlatDefaultTheta(DefaultTheta):
     shower = FlatTokens
 
 
+class MergedDefaultTheta(DefaultTheta):
+    shower = MergedHeads
+
+
 class OtherShapeAndTheta(DefaultTheta):
     shower = LastDimsExchanged
 
@@ -82,3 +113,48 @@ class Model(model_port.Model):
         super().__init__(config)
         for layer in self.model.layers:
             show_as(layer, TokensFirst)
+
+
+class ReturnedModel(model_port.Model):
+    """The whole port, which shows its sites in what it returns alone, as a compiled one does."""
+
+    sites = {}
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        kept, hooks = {}, []
+        for index, layer in enumerate(self.model.layers):
+            for name in ("q_rope", "k_rope"):
+
+                def keep(_, __, heads, name=f"layer_{index}.{name}"):
+                    kept[name] = self.form_of(heads.transpose(1, 2))
+
+                hooks.append(getattr(layer.self_attn, name).register_forward_hook(keep))
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        for hook in hooks:
+            hook.remove()
+        return {"logits": logits, "past_key_values": cache, "sites": kept}
+
+    def form_of(self, heads):
+        """Return heads [B,S,heads,D] as the port returns them."""
+        return heads.contiguous()
+
+
+class ReturnedFlat(ReturnedModel):
+    """[B·S,heads,D]."""
+
+    def form_of(self, heads):
+        return heads.flatten(0, 1)
+
+
+class ReturnedMerged(ReturnedModel):
+    """[B·S,heads·D]."""
+
+    def form_of(self, heads):
+        return heads.flatten(0, 1).flatten(1)
+
+
+class ReturnedTooFew(ReturnedModel):
+    """[B,S-1,heads,D], which is no layout of a site."""
+
+    def form_of(self, heads):
+        return heads[:, 1:]

@@ -25,6 +25,10 @@ from minimax_tools.reference.float32_stages import swiglu
 # Limits that other models clamp their experts at, and smaller ones.
 _CLAMP_LIMITS = (7.0, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5)
 
+# What of all columns counts as tokens in a capacity, and what takes up room: all and all, real ones and real ones, all
+# and real ones, real ones and all.
+_COUNTED = ("all", "real", "columns", "room")
+
 
 def _mix_with(mix: Mix) -> Change:
     """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its routing weights [n]."""
@@ -111,21 +115,25 @@ def _is_on_rank(layer: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
 def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torch.Tensor]:
     """Keep the tokens within their expert's capacity: `factor` times the mean number of tokens per expert.
 
-    All tokens of a call take up room, judged or not; with `counted` `real`, padding does not.
+    All tokens of a call count and take up room, judged or not; with `counted` `real`, padding does neither. With
+    `columns` it counts alone, and with `room` it takes up room alone.
     """
 
     def keeps(layer: Evaluation) -> torch.Tensor:
         # The right layer with all B·S tokens; `layer.tokens` are the indices of the judged ones.
         everywhere = layer.base.everywhere()
         experts = everywhere[Site.ROUTER_EXPERTS]
-        takes_room = torch.ones(len(experts), dtype=torch.bool)
-        if counted == "real":
-            takes_room = layer.attention_mask.flatten().bool()
+        is_real = layer.attention_mask.flatten().bool()
         is_kept = torch.ones_like(experts, dtype=torch.bool)
         # The last call of a row counts.
         for tokens in layer.inputs.tokens_by_call:
+            is_of_call = is_real[tokens]
+            num_counted = int(is_of_call.sum()) if counted in ("real", "room") else len(is_of_call)
             is_kept[tokens] = _find_within(
-                experts[tokens], takes_room[tokens], factor=factor, num_experts=layer.spec.num_local_experts
+                experts[tokens],
+                is_of_call if counted in ("real", "columns") else torch.ones_like(is_of_call),
+                capacity=math.ceil(factor * num_counted * experts.shape[1] / layer.spec.num_local_experts),
+                num_experts=layer.spec.num_local_experts,
             )
         return is_kept[layer.tokens]
 
@@ -133,10 +141,9 @@ def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torc
 
 
 def _find_within(
-    experts: torch.Tensor, takes_room: torch.Tensor, *, factor: float, num_experts: int
+    experts: torch.Tensor, takes_room: torch.Tensor, *, capacity: int, num_experts: int
 ) -> torch.Tensor:
     """Return which of the experts [t,k] of a call's tokens have room for them, bool [t,k]; `takes_room` is bool [t]."""
-    capacity = math.ceil(factor * int(takes_room.sum()) * experts.shape[1] / num_experts)
     is_chosen = functional.one_hot(experts, num_experts).sum(1) * takes_room[:, None]
     # Of a token and its expert: how many tokens up to this one chose the expert.
     return is_chosen.cumsum(0).gather(-1, experts) <= capacity
@@ -161,11 +168,9 @@ def _offsets(inputs: LayerInputs) -> tuple[int, ...]:
 
 def _capacities(inputs: LayerInputs) -> tuple[Parameters, ...]:
     factors = (1.0, 1.25, 1.5, 2.0, 0.5)
-    candidates: list[Parameters] = [{"factor": factor} for factor in factors]
-    # Without padding, `real` counts the same tokens as `all`, the default.
-    if not bool(inputs.attention_mask.all()):
-        candidates += [{"factor": factor, "counted": "real"} for factor in factors]
-    return tuple(candidates)
+    if bool(inputs.attention_mask.all()):
+        return tuple({"factor": factor} for factor in factors)
+    return tuple({"factor": factor, "counted": counted} for counted in _COUNTED for factor in factors)
 
 
 EXPERT_MISTAKES = (
@@ -289,7 +294,7 @@ EXPERT_MISTAKES = (
     Mistake(
         name="expert_capacity",
         what="Tokens beyond an expert's capacity are dropped.",
-        look_at="capacity_factor",
+        look_at="capacity_factor, and the number of tokens that it multiplies",
         build=lambda factor, counted="all": _sum_only(_within_capacity(factor, counted)),
         candidates=_capacities,
         reads_right_layer=True,

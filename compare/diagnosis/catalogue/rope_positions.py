@@ -5,12 +5,12 @@ Most show only at large positions: on prompts that are too short for it, these m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
+from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, Parameters, Value, once_if
 from compare.diagnosis.wrong_tokens import WrongTokens
 from minimax_tools.model.sites import Site
@@ -21,11 +21,16 @@ _Reposition = Callable[[torch.Tensor], torch.Tensor]
 
 # Usual numbers of rows of a table of cos and sin, or of a ring of cached keys: 64 to 131072.
 _SIZES = tuple(2**power for power in range(6, 18))
+# Usual sizes of chunks that a prefill is divided into, and what is rotated wrongly at their edges.
+_CHUNKS = tuple(2**power for power in range(3, 12))
+_OF_EDGES: Mapping[str, tuple[Site, ...]] = MappingProxyType(
+    {"keys": (Site.K_ROPE,), "queries and keys": (Site.Q_ROPE, Site.K_ROPE)}
+)
 _DTYPES = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
 
 
-def _rotate_by(reposition: _Reposition) -> Change:
-    """Rotate queries and keys by other positions."""
+def _rotate_by(reposition: _Reposition, of: tuple[Site, ...] = (Site.Q_ROPE, Site.K_ROPE)) -> Change:
+    """Rotate queries and keys, or one of them, by other positions."""
 
     def rotate(layer: Evaluation, source: Site) -> torch.Tensor:
         spec = layer.spec
@@ -33,12 +38,11 @@ def _rotate_by(reposition: _Reposition) -> Change:
         angles = positions * frequencies(spec.rotary_dim, spec.rope_theta)
         return rotate_halves(split_heads(layer[source], spec.head_dim), angles)
 
-    return Change(
-        stages={
-            Site.Q_ROPE: lambda layer: rotate(layer, Site.Q_NORM),
-            Site.K_ROPE: lambda layer: rotate(layer, Site.K_NORM),
-        }
-    )
+    stages: dict[GraphNode, Stage] = {
+        Site.Q_ROPE: lambda layer: rotate(layer, Site.Q_NORM),
+        Site.K_ROPE: lambda layer: rotate(layer, Site.K_NORM),
+    }
+    return Change(stages={site: stages[site] for site in of})
 
 
 def _modulo(modulo: int) -> _Reposition:
@@ -58,6 +62,29 @@ def _rounded(dtype: str) -> _Reposition:
 
 def _counted(positions: torch.Tensor) -> torch.Tensor:
     return torch.arange(positions.shape[1]).expand_as(positions)
+
+
+def _early_at_edges(size: int, counted: str = "positions") -> _Reposition:
+    """Move the first token of each chunk but the first one position back; chunks are of positions or of columns."""
+
+    def reposition(positions: torch.Tensor) -> torch.Tensor:
+        places = positions if counted == "positions" else _counted(positions)
+        return positions - ((places % size == 0) & (places > 0)).long()
+
+    return reposition
+
+
+def _chunks(inputs: LayerInputs) -> tuple[Parameters, ...]:
+    """List sizes of chunks that have an edge within a row; of columns, where these are no positions."""
+    ways = [{"size": size} for size in _CHUNKS if _shows(inputs, _early_at_edges(size))]
+    if _shows(inputs, _counted):
+        columns = "columns"
+        ways += [
+            {"size": size, "counted": columns}
+            for size in _CHUNKS
+            if _shows(inputs, _early_at_edges(size, columns))
+        ]
+    return tuple({**way, "of": of} for way in ways for of in _OF_EDGES)
 
 
 def _those_that_show(
@@ -111,5 +138,12 @@ ROPE_POSITION_MISTAKES = (
         look_at="where the layer takes its positions from: torch.arange, or position_ids",
         build=lambda: _rotate_by(_counted),
         candidates=once_if(lambda inputs: _shows(inputs, _counted)),
+    ),
+    Mistake(
+        name="rope_positions_at_chunk_edges",
+        what="The first token of each chunk of a row stands at the position of the token before it.",
+        look_at="where a chunk's positions begin: at the number of tokens before it, not at the last of them",
+        build=lambda size, of, counted="positions": _rotate_by(_early_at_edges(size, counted), _OF_EDGES[of]),
+        candidates=_chunks,
     ),
 )

@@ -20,6 +20,7 @@ from compare.diagnosis.model.inputs import ModelInputs
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.site_noise import SiteNoise
 from compare.diagnosis.model.weights import ModelWeights
+from compare.model_runs.stream import exchanged_tokens
 from compare.noise.squared_errors import TINY_FLOAT32
 from compare.sides.batch import Batch
 from compare.sides.golden_weights import GoldenWeights
@@ -155,6 +156,7 @@ class ModelCases:
             token_ids=ids,
             all_token_ids=ids,
             previous=torch.where(is_continued, indices - 1, -1),  # the prompt's token before; -1 for none
+            exchanged=self._read_exchanged(is_real),
             states=self._read_states(side),
         )
         if has_norm and ModelSite.FINAL_NORM in side.model_sites():
@@ -164,6 +166,17 @@ class ModelCases:
         else:
             return inputs
         return replace(inputs, normed=normed, all_normed=normed)
+
+    def _read_exchanged(self, is_real: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return for ways to mistake tokens of a whole port's pass the other of each, among the real ones [B,S]."""
+        passes = self._target.read_passes()
+        if passes is None:
+            return {}
+        numbers = torch.where(is_real.flatten(), is_real.flatten().cumsum(0) - 1, -1)
+        return {
+            words: torch.where(places < 0, -1, numbers[places])[is_real]
+            for words, places in exchanged_tokens(passes, is_real.long())
+        }
 
     def _read_states(self, side: CaptureSource) -> torch.Tensor | None:
         """Read the output of the model's last layer, float32 [T,H]; None if it did not run, or is not held."""
@@ -206,6 +219,7 @@ def _select(inputs: ModelInputs, indices: torch.Tensor) -> ModelInputs:
         inputs,
         token_ids=inputs.token_ids[indices],
         previous=inputs.previous[indices],
+        exchanged={words: others[indices] for words, others in inputs.exchanged.items()},
         states=None if inputs.states is None else inputs.states[indices],
         normed=None if inputs.normed is None else inputs.normed[indices],
     )

@@ -155,6 +155,13 @@ EMBEDDING_MISTAKES = (
         ),
     ),
     _mistake(
+        name="embedding_tokens_exchanged",
+        what="Tokens have the embedding of other tokens of their pass.",
+        look_at="a transpose or reshape of the token ids [B,S] or of the embedding, or the order of the batch's rows",
+        predict=lambda inputs, _, order: inputs.of_others(_rows(inputs, inputs.all_token_ids), order),
+        candidates=each("order", lambda inputs: inputs.exchanged),
+    ),
+    _mistake(
         name="embedding_zero",
         what="The embedding is zero.",
         look_at="whether the tensor was loaded at all",

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from compare.diagnosis.catalogue.low_bits import ROUNDINGS, rounding_dtypes
-from compare.diagnosis.mistake import values_of
+from compare.diagnosis.mistake import each, values_of
 from compare.diagnosis.model import shards
 from compare.diagnosis.model.inputs import ModelInputs
 from compare.diagnosis.model.mistake import ModelMistake
@@ -72,6 +72,11 @@ def _low_precision(inputs: ModelInputs, _: torch.Tensor, *, dtype: str) -> torch
 def _normed_twice(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
     twice = normalise(_normed(inputs), inputs.weights.final_norm, inputs.spec.rms_norm_eps)
     return score_states(inputs, inputs.rounded(twice))
+
+
+def _of_other_tokens(inputs: ModelInputs, _: torch.Tensor, *, order: str) -> torch.Tensor:
+    assert inputs.all_normed is not None, "the search asks for predictions only if the head's input is held"
+    return score_states(inputs, inputs.of_others(inputs.all_normed, order))
 
 
 def _of_token_before(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
@@ -148,6 +153,13 @@ HEAD_MISTAKES = (
         what="Each position has the logits of the token before it.",
         look_at="the row that is gathered for sampling, or a shift of labels",
         predict=_of_token_before,
+    ),
+    _mistake(
+        name="head_tokens_exchanged",
+        what="Tokens have the logits of other tokens of their pass.",
+        look_at="a transpose or reshape of [B,S,H] or of the logits, or the order of the batch's rows",
+        predict=_of_other_tokens,
+        candidates=each("order", lambda inputs: inputs.exchanged),
     ),
     _mistake(
         name="head_scaled",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from compare.comparer import judge_run
+from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from compare.limits.criteria import Criteria
+from compare.limits.limit_context import computes_in_float32
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.model_runs.chunks import join_chunks
 from compare.model_runs.passes import is_black_box
 from compare.run_report import print_then_report, report_run
 from compare.sides.golden_weights import CheckpointWeights
@@ -33,7 +35,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
 from neuron.commands.model import ModelOptions
 from neuron.devices.runtime import open_runtime
-from neuron.model_runs.black_box import judge_black_box
+from neuron.model_runs.black_box import judge_black_box, judge_in_float32
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.model_runner import ModelRun
 from neuron.model_runs.naming import NamedRun, name_first
@@ -71,6 +73,7 @@ def run_model(options: ModelOptions) -> None:
             inputs=inputs,
             golden=golden,
             max_new_tokens=options.max_new_tokens,
+            runs_chunks=options.runs_chunks,
         )
         with (
             open_runtime(options.backend, ranks=options.ranks) as runtime,
@@ -84,12 +87,11 @@ def run_model(options: ModelOptions) -> None:
             weights = CheckpointWeights(model=options.model)
             criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
             judged = judge_run(golden, capture, criteria=criteria, layer_pattern="layer_*", weights=weights)
-            if is_black_box(capture) and options.dtype is torch.bfloat16:
-                logits_folder = options.store.captures / LOGITS_FOLDER
-                comparison = judge_black_box(
-                    judged.comparison, golden, capture, reader=reader, spec=spec, folder=logits_folder
+            if is_black_box(capture):
+                judge = partial(
+                    _judge_black_box, reader=reader, spec=spec, folder=options.store.captures / LOGITS_FOLDER
                 )
-                judged = replace(judged, comparison=comparison)
+                judged = _judge_all(judged, judge)
             named = name_first(
                 judged, model, weights=weights, criteria=criteria, directory=directory / _ISOLATED_FOLDER
             )
@@ -109,6 +111,33 @@ def run_model(options: ModelOptions) -> None:
         _print_text(named)
         print_then_report("", report, next_commands=following)
     end_command(named.comparison.verdict.exit_code)
+
+
+def _judge_black_box(
+    judged: JudgedRun, *, reader: CheckpointReader, spec: ModelSpec, folder: Path
+) -> JudgedRun:
+    """Judge a run by its logits, whose comparison could not judge them."""
+    if computes_in_float32(judged.sides.reference):
+        return replace(judged, comparison=judge_in_float32(judged))
+    comparison = judge_black_box(
+        judged.comparison,
+        judged.sides.reference,
+        judged.sides.target,
+        reader=reader,
+        spec=spec,
+        folder=folder,
+    )
+    return replace(judged, comparison=comparison)
+
+
+def _judge_all(judged: JudgedRun, judge: Callable[[JudgedRun], JudgedRun]) -> JudgedRun:
+    """Judge a run and its chunks."""
+    run = judge(judged)
+    if judged.chunks is None:
+        return run
+    chunks = judge(judged.chunks)
+    joined = join_chunks(run.comparison, chunks.comparison, chunks.sides.target)
+    return replace(run, comparison=joined, chunks=chunks)
 
 
 def _record(capture: Capture, named: NamedRun) -> dict[str, Any]:

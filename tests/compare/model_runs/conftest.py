@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from minimax_tools.capture.writer import open_capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.json_codec import encode
-from minimax_tools.model.inputs import decoded_tokens
 from minimax_tools.model.run import model_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -47,21 +46,24 @@ def open_layer(toy: Path) -> OpenLayer:
     )
     weights = LayerWeights(LayerTensors.open(CheckpointReader(toy), spec, 1, torch.bfloat16))
 
-    def open_layer(mask: torch.Tensor, *, num_decoded: int) -> Evaluation:
-        is_decoded = decoded_tokens(mask, num_decoded, by_row=True)
+    def open_layer(
+        mask: torch.Tensor, *, num_decoded: int, chunks: Sequence[Sequence[int]] = ()
+    ) -> Evaluation:
+        passes = ModelPasses(num_passes=1 + num_decoded, chunks=tuple(map(tuple, chunks)))
+        numbers = passes.number_tokens(mask)
         inputs = DecodedInputs(
             spec=spec,
             weights=weights,
             attention_mask=mask,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             decode_start=mask.shape[1],
-            is_decoded=is_decoded,
+            numbers=numbers,
             caches={},
             padding={},
         )
         states = torch.randn(*mask.shape, spec.hidden_size, generator=torch.Generator().manual_seed(0))
         return Evaluation(
-            inputs, with_given({Site.INPUT: states}), tokens=is_decoded.flatten().nonzero().flatten()
+            inputs, with_given({Site.INPUT: states}), tokens=(numbers > 0).flatten().nonzero().flatten()
         )
 
     return open_layer

@@ -125,15 +125,15 @@ def test_entries_that_a_step_did_not_write_are_named_from_that_step_on(judge_por
     # In BF16, keys and values have an error of about 1.7e-3.
     assert 300 < float(finding.reason.removeprefix(start).split()[0]) < 1200
     assert finding.reason.endswith(
-        " times the noise at 2 tokens, the first at row 0, token 47; the port's own keys and values are other ones: "
-        "the cache is wrong, not the projections"
+        " times the noise at 2 tokens (row 0, token 47; row 1, token 32); the port's own keys and values are other "
+        "ones: the cache is wrong, not the projections"
     )
 
 
 def test_entries_of_all_steps_are_told_from_the_first_on(judge_port: JudgeCache) -> None:
     finding = only(judge_port(at(DECODED, torch.zeros_like), shown=HIDDEN_PORT))
     assert finding.number == 1
-    assert "at 4 tokens, the first at row 0, token 46" in finding.reason
+    assert "at 4 tokens (row 0, tokens 46-47; row 1, tokens 31-32)" in finding.reason
     # It does not show keys and values of its own.
     assert "the projections" not in finding.reason
 
@@ -143,11 +143,11 @@ def test_steps_that_are_only_wrong_together_are_told_from_the_first_on(judge_por
     steps[0, 44:] = steps[1, 29:33] = True
     finding = only(judge_port(keys=at(steps, noisy(0.0039)), num_decoded=4, is_decoding_wrong=True))
     assert finding.number == 1
-    assert "at 8 tokens, the first at row 0, token 44" in finding.reason
+    assert "at 8 tokens (row 0, tokens 44-47; row 1, tokens 29-32)" in finding.reason
     # With more noise, the second step is wrong by itself.
     alone = only(judge_port(keys=at(steps, noisy(0.0045)), num_decoded=4, is_decoding_wrong=True))
     assert alone.number == 2
-    assert "the first at row 0, token 45" in alone.reason
+    assert "(row 0, tokens 45-46; row 1, tokens 30-31)" in alone.reason
 
 
 def test_golden_without_its_twin_judges_too(judge_port: JudgeCache, copyist: Any, golden: Path) -> None:
@@ -200,7 +200,7 @@ class TestAllPassesAlike:
         finding = only(judge_port(noisy(0.5), is_decoding_wrong=True))
         assert (finding.number, finding.mistake) == (0, None)
         assert finding.reason.startswith("from the prefill on the cached keys and values")
-        assert "at 81 tokens, the first at row 0, token 0" in finding.reason
+        assert "at 81 tokens (row 0, tokens 0-47; row 1, tokens 0-32)" in finding.reason
 
     def test_content_of_another_layer_is_named(self, judge_port: JudgeCache, golden: Path) -> None:
         for shown in (HIDDEN_PORT, (Site.K_NORM, Site.K_ROPE, Site.V_PROJ)):

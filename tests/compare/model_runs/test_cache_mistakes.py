@@ -31,7 +31,13 @@ def content(cached: CachePair) -> CacheContent:
     tokens = torch.ones(SHAPE[0], SHAPE[2], dtype=torch.bool)
     tokens[1, 6:] = False
     return CacheContent(
-        cached=cached, right=RIGHT, noise=(NOISE, NOISE), tokens=tokens, others=others, unrotated=UNROTATED
+        cached=cached,
+        right=RIGHT,
+        noise=(NOISE, NOISE),
+        tokens=tokens,
+        real=tokens,
+        others=others,
+        unrotated=UNROTATED,
     )
 
 
@@ -97,6 +103,45 @@ def test_entry_beside_padding_does_not_count(by: int, entry: int) -> None:
 )
 def test_content_names_its_mistake(cached: CachePair, name: str, parameters: dict[str, object]) -> None:
     assert named(cached)[0] == (name, parameters)
+
+
+def moved(rows: int, tokens: slice, to: tuple[int, slice]) -> CachePair:
+    """The right pair in which some tokens hold what is at others."""
+
+    def edit(part: torch.Tensor) -> torch.Tensor:
+        changed = part.clone()
+        changed[rows, :, tokens] = part[to[0], :, to[1]]
+        return changed
+
+    return both(edit)
+
+
+@pytest.mark.parametrize(
+    ("cached", "wrong", "of"),
+    [
+        (moved(2, slice(4, 7), (2, slice(1, 4))), [(2, 4), (2, 5), (2, 6)], "row 2, tokens 1-3"),
+        (moved(1, slice(0, 2), (0, slice(3, 5))), [(1, 0), (1, 1)], "row 0, tokens 3-4"),
+        ((RIGHT[0], moved(0, slice(8, 9), (1, slice(2, 3)))[1]), [(0, 8)], "row 1, token 2"),
+    ],
+)
+def test_entries_of_other_tokens_are_found_among_all(
+    cached: CachePair, wrong: list[tuple[int, int]], of: str
+) -> None:
+    held = content(cached)
+    narrowed = held.at(held.wrong_tokens())
+    assert narrowed.tokens.nonzero().tolist() == [list(place) for place in wrong]
+    (mistake,) = (one for one in CACHE_MISTAKES if one.name == "cache_of_other_tokens")
+    assert mistake.find(narrowed) == {"of": of}
+    # An entry that no token has is none of another token.
+    assert mistake.find(content(with_nines(cached, (0, slice(None), 8)))) is None
+
+
+def test_float16_holds_what_it_can_and_infinity() -> None:
+    large = both(lambda part: part * 1e5)
+    held = replace(content(both(lambda part: (part * 1e5).half().float())), right=large, noise=(NOISE, NOISE))
+    (mistake,) = (one for one in CACHE_MISTAKES if one.name == "cache_low_precision")
+    assert mistake.find(held) == {"dtype": "float16"}
+    assert mistake.find(replace(held, cached=large)) != {"dtype": "float16"}
 
 
 def test_other_content_has_no_name() -> None:

@@ -29,8 +29,8 @@ def layer(open_layer: Callable[..., Evaluation]) -> Evaluation:
 
 def test_steps_count_the_decoded_tokens_of_each_prompt(layer: Evaluation) -> None:
     inputs = decoded_inputs(layer)
-    assert inputs.steps().tolist() == [[0, 0, 0, 0, 0, 1, 2], [0, 0, 0, 1, 2, 0, 0]]
-    assert inputs.steps().dtype is torch.int64
+    assert inputs.numbers.tolist() == [[0, 0, 0, 0, 0, 1, 2], [0, 0, 0, 1, 2, 0, 0]]
+    assert inputs.columns()[inputs.is_decoded].tolist() == [5, 6, 5, 6]
     assert (inputs.prefilled().tolist(), inputs.num_decoded, inputs.prefill_width) == ([5, 3], 2, 5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -252,8 +253,8 @@ def test_padding_is_read_as_often_as_it_lies_there(
 @pytest.mark.parametrize(
     ("name", "parameters", "positions"),
     [
-        ("decode_positions_restarted", {"start": "0 at every step"}, [0, 0, 0, 0, 0, 0]),
-        ("decode_positions_restarted", {"start": "0, 1, 2 by step"}, [0, 1, 2, 0, 1, 2]),
+        ("decode_positions_restarted", {"start": "0 at every pass"}, [0, 0, 0, 0, 0, 0]),
+        ("decode_positions_restarted", {"start": "0 behind the first pass"}, [0, 1, 2, 0, 1, 2]),
         ("decode_positions_off", {"by": 2}, [8, 9, 10, 5, 6, 7]),
     ],
 )
@@ -313,7 +314,7 @@ def test_padding_is_tried_up_to_the_buckets_that_hold_the_prefill(layer: Evaluat
     ]
     # Of a longer prefill, without padding in the batch: multiples of each size.
     mask = torch.ones(1, 20, dtype=torch.int64)
-    alone = replace(inputs, attention_mask=mask, is_decoded=mask.cumsum(1) > 17, padding={})
+    alone = replace(inputs, attention_mask=mask, numbers=(mask.cumsum(1) - 17).clamp(min=0), padding={})
     assert parameters_of("decode_padding_visible", alone) == [
         (width, "bucket", "zeros") for width in (24, 32, *buckets[3:])
     ]
@@ -324,7 +325,9 @@ def test_mistakes_that_cannot_show_are_not_tried(layer: Evaluation) -> None:
     assert parameters_of("decode_positions_of_columns", inputs) == [()]
     assert parameters_of("cache_of_another_prompt", inputs) == [(1,), (-1,)]
     mask = torch.ones(1, 9, dtype=torch.int64)
-    alone = replace(inputs, attention_mask=mask, is_decoded=mask.cumsum(1) > 6, caches={2: None, 5: None})  # type: ignore[dict-item]
+    alone = replace(
+        inputs, attention_mask=mask, numbers=(mask.cumsum(1) - 6).clamp(min=0), caches={2: None, 5: None}
+    )  # type: ignore[dict-item]
     for name in ("decode_positions_of_columns", "cache_of_another_prompt"):
         assert parameters_of(name, alone) == []
     assert parameters_of("cache_of_another_layer", alone) == [(2,), (5,)]
@@ -344,3 +347,123 @@ def test_heads_are_exchanged_in_each_order_that_differs(
 @pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)])
 def test_fp8_is_clipped_at_its_largest_number(dtype: str, largest: float) -> None:
     assert round_to_fp8(torch.tensor([1e6, -1e6]), dtype).tolist() == [largest, -largest]
+
+
+# Tokens of each prompt in each pass.
+CHUNKS = ((2, 1), (3, 2), (1, 1), (3, 2))
+WIDTHS = [max(sizes) for sizes in CHUNKS]
+# From the right entries of a prompt, the place of a token, and that at which its pass begins: the entries that it sees.
+See = Callable[[Entries, int, int], Entries]
+
+
+@pytest.fixture(scope="module", params=[RIGHT, LEFT], ids=["right", "left"])
+def chunked(request: pytest.FixtureRequest, open_layer: Callable[..., Evaluation]) -> Evaluation:
+    layer = open_layer(request.param, num_decoded=0, chunks=CHUNKS)
+    chosen = decoded_inputs(layer).is_changed.flatten().nonzero().flatten()
+    return Evaluation(layer.inputs, with_given({Site.INPUT: layer[Site.INPUT]}), tokens=chosen)
+
+
+def edges_of(row: int) -> list[int]:
+    """The places in a prompt at which its passes end."""
+    edges: list[int] = torch.tensor([sizes[row] for sizes in CHUNKS]).cumsum(0).tolist()
+    return edges
+
+
+def attend_chunks(layer: Evaluation, see: See) -> torch.Tensor:
+    """Attention of the tokens of chunks behind the first, [T,N·D], as a port computes it that sees such entries."""
+    contexts = []
+    for row, is_real in enumerate(layer.attention_mask.bool()):
+        entries = entries_of(layer)[:, row][:, :, is_real]
+        for (start, end), width in zip(itertools.pairwise(edges_of(row)), WIDTHS[1:], strict=True):
+            for place in range(start, end) if width > 1 else ():
+                query = layer[Site.Q_ROPE][row][:, is_real][:, place]
+                keys, values = see(entries, place, start).repeat_interleave(
+                    len(query) // entries.shape[1], dim=1
+                )
+                scores = (keys @ query[..., None])[..., 0] * query.shape[-1] ** -0.5
+                contexts.append((scores.softmax(-1)[..., None] * values).sum(1).flatten())
+    return torch.stack(contexts)
+
+
+def written_beside(by: int, *, reads_own_pass: bool) -> See:
+    """Writes each chunk behind the first `by` entries from its own; what was never written holds zeros."""
+
+    def see(entries: Entries, place: int, start: int) -> Entries:
+        edges = edges_of(0 if entries.shape[2] == 9 else 1)
+        cache = torch.zeros_like(entries[:, :, :1]).repeat(1, 1, 12, 1)
+        cache[:, :, : edges[0]] = entries[:, :, : edges[0]]
+        for (first, end), width in zip(itertools.pairwise(edges), WIDTHS[1:], strict=True):
+            if first < start or (reads_own_pass and first == start):
+                moved = by if width > 1 else 0
+                cache[:, :, first + moved : end + moved] = entries[:, :, first:end]
+        if reads_own_pass:
+            return cache[:, :, : place + 1]
+        return torch.cat((cache[:, :, :start], entries[:, :, start : place + 1]), dim=2)
+
+    return see
+
+
+def whole_pass(entries: Entries, place: int, start: int) -> Entries:
+    return entries[:, :, : min(end for end in edges_of(0 if entries.shape[2] == 9 else 1) if end > place)]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "see"),
+    [
+        (
+            "decode_past_missing",
+            {"part": "all"},
+            lambda entries, place, start: entries[:, :, start : place + 1],
+        ),
+        (
+            "decode_mask_short",
+            {"entry": "the newest"},
+            lambda entries, place, start: entries[:, :, [*range(start - 1), *range(start, place + 1)]],
+        ),
+        (
+            "chunk_order_wrong",
+            {"sees": "from the first key on"},
+            lambda entries, place, start: entries[:, :, : place - start + 1],
+        ),
+        (
+            "chunk_order_wrong",
+            {"sees": "the whole pass"},
+            whole_pass,
+        ),
+        *(
+            (
+                "cache_one_row_off",
+                {"by": by, "reads": reads},
+                written_beside(by, reads_own_pass=reads == "after it writes"),
+            )
+            for by in (1, -1)
+            for reads in ("before it writes", "after it writes")
+        ),
+    ],
+)
+def test_token_of_a_chunk_sees_other_entries(
+    chunked: Evaluation, name: str, parameters: Parameters, see: See
+) -> None:
+    found = changed(chunked, name, **parameters)[Site.ATTN_CONTEXT]
+    torch.testing.assert_close(found, attend_chunks(chunked, see))
+
+
+def test_each_mistake_changes_a_chunk(chunked: Evaluation) -> None:
+    right = chunked[Site.ATTN_CONTEXT]
+    torch.testing.assert_close(
+        right, attend_chunks(chunked, lambda entries, place, start: entries[:, :, : place + 1])
+    )
+    for mistake in DECODING_MISTAKES:
+        for hypothesis in mistake.hypotheses(chunked.inputs):
+            wrong = chunked.changed(hypothesis.change)[Site.ATTN_CONTEXT]
+            assert wrong.isfinite().all()
+            assert not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4), hypothesis.parameters
+
+
+def test_the_first_token_of_each_chunk_is_rotated_alone(chunked: Evaluation) -> None:
+    moved = changed(chunked, "decode_positions_off", by=-1, of="keys", tokens="the first of each pass")
+    is_moved = (moved[Site.K_ROPE] != chunked[Site.K_ROPE]).any(-1).any(1)
+    ordinals = decoded_inputs(chunked).ordinals()
+    first = torch.tensor([[2, 6], [1, 4]])
+    assert is_moved.equal((ordinals[..., None] == first[:, None]).any(-1) & chunked.attention_mask.bool())
+    torch.testing.assert_close(moved[Site.Q_ROPE], chunked[Site.Q_ROPE])

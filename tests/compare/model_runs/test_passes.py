@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,10 @@ from compare.model_runs.choices import judge_choices
 from compare.model_runs.layer_order import judge_layer_order
 from compare.model_runs.next_tokens import compare_passes
 from compare.model_runs.passes import PassSplit, find_pass_fault, is_black_box, real_tokens, split_passes
+from compare.model_runs.repeated import judge_own_logits, judge_repetitions
 from compare.sides.batch import Batch
 from compare.sides.sides import Sides
-from minimax_tools.capture.passes import Choice, MisplacedLogits, ModelPasses, Repetition
+from minimax_tools.capture.passes import Choice, MisplacedLogits, ModelPasses, Repeated, Repetition
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Blame
@@ -35,14 +36,13 @@ class Side:
     model_values: Mapping[ModelSite, torch.Tensor] = field(default_factory=dict)
     values: Mapping[tuple[int, Site], torch.Tensor] = field(default_factory=dict)
     passes: ModelPasses | None = None
-    num_decoded: int = 2
     held: torch.Tensor | None = None
     mask: torch.Tensor | None = field(default_factory=lambda: MASK)
     directory: Path = Path("side")
 
     @property
     def known_description(self) -> Any:
-        return SimpleNamespace(run=SimpleNamespace(num_decoded=self.num_decoded))
+        return SimpleNamespace(provenance=SimpleNamespace(dtypes={}))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -100,9 +100,18 @@ class TestSplit:
         assert split.numbers.tolist() == [[0, 0, 1, 2, 0], [0, 1, 2, 0, 0]]
 
     def test_prefill_alone(self) -> None:
-        split = split_passes(sides(Side(passes=PASSES, num_decoded=0)))
+        split = split_passes(sides(Side(passes=ModelPasses(num_passes=1))))
         assert split is not None
         assert (numbers(split.prefill), split.decoded, split.steps) == ([0, 1, 2, 3, 5, 6, 7], None, ())
+
+    def test_chunks_take_several_tokens_of_a_prompt_or_none(self) -> None:
+        passes = ModelPasses(num_passes=3, chunks=((1, 1), (2, 2), (1, 0)))
+        split = split_passes(sides(Side(passes=passes)))
+        assert split is not None
+        assert split.numbers.tolist() == [[0, 1, 1, 2, 0], [0, 1, 1, 0, 0]]
+        assert [numbers(step) for step in split.steps] == [[1, 2, 6, 7], [3]]
+        assert [split.name(number) for number in range(3)] == ["chunk 1", "chunk 2", "chunk 3"]
+        assert passes.ends_pass(MASK).long().tolist() == [[1, 0, 1, 1, 0], [1, 0, 1, 0, 0]]
 
     def test_other_runs_have_no_passes(self) -> None:
         assert split_passes(sides(Side())) is None
@@ -203,7 +212,8 @@ class TestStream:
     @staticmethod
     def stream(number: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values of a stream; `number` tells it from others. Padding is arbitrary."""
-        values = torch.full((2, 5, 4), number, dtype=dtype)
+        generator = torch.Generator().manual_seed(int(10 * number))
+        values = torch.randn(2, 5, 4, generator=generator).bfloat16().to(dtype)
         values[0, 1] = torch.nan
         values[MASK == 0] = torch.rand(3, 4).to(dtype)
         return values
@@ -228,8 +238,13 @@ class TestStream:
     @pytest.mark.parametrize(
         ("given", "layer", "mistake", "reason"),
         [
-            ((0.0, 1.0, 1.0), 2, "layers_out_of_order", "not what layer 1 gave: it is the output of layer 0"),
-            ((0.0, 0.0, 2.0), 1, "layers_out_of_order", "not what layer 0 gave: it is the embedding"),
+            (
+                (0.0, 1.0, 1.0),
+                1,
+                "layer_left_out",
+                "the input of layer 2 is not what layer 1 gave: it is the output of layer 0; layer 1 is left out",
+            ),
+            ((0.0, 0.0, 2.0), 0, "layer_left_out", "it is the embedding; layer 0 is left out"),
             (
                 (3.0, 1.0, 2.0),
                 0,
@@ -247,6 +262,22 @@ class TestStream:
         found = self.judge(*given)
         assert found[:2] == (layer, mistake)
         assert reason in found[2]
+
+    def test_what_a_layer_is_given_is_told(self) -> None:
+        before, added, residual = (self.stream(number) for number in (1.0, 2.0, 3.0))
+        shown = {(0, Site.OUTPUT): before, (0, Site.MOE_DELTA): added, (0, Site.ATTN_RESIDUAL): residual}
+        for given, mistake, words in (
+            (added, "residual_lost", "what its experts added, without the residual"),
+            (residual, "addend_lost", "its stream without what its experts added"),
+            (before + residual, "residual_twice", "its output with the residual added twice"),
+            (0.5 * before, "stream_scaled", "it is that, × 0.5"),
+            (before.roll(1, 0), "tokens_exchanged", "other tokens of the pass, rows rolled by 1"),
+            (before + 1e-2, None, "something in between changed it"),
+        ):
+            values = {**shown, (1, Site.INPUT): given}
+            (found,) = judge_layer_order(sides(Side({}, values, passes=ModelPasses(num_passes=1))), 2)
+            assert (found.number, found.layer, found.sites, found.mistake) == (0, 1, ("input",), mistake)
+            assert found.reason.endswith(words)
 
     def test_every_real_token_counts_and_shapes_must_agree(self) -> None:
         other = self.stream(1.0)
@@ -288,22 +319,105 @@ class TestChoices:
         right, wrong = self.choice(), self.choice(number=2, row=1, chosen=7, behind=0.25)
         (found,) = self.judge(choices=(right, wrong, self.choice(chosen=8, behind=1.0)))
         assert (found.number, found.sites, found.mistake) == (2, ("chosen_token",), None)
-        assert found.reason.startswith(
+        assert found.reason == (
             "after the decode step 2 the port chose token 7 for prompt 1; by its own logits of that prompt's last "
-            "token 5 is the likeliest, 0.25 below it; a port that draws"
+            "token 5 is the likeliest, 0.25 below it"
         )
-        (found,) = self.judge(choices=(self.choice(chosen=7, behind=None),))
-        assert "5 is the likeliest; a port" in found.reason
+        assert not found.is_warning
+
+    def test_all_of_one_rank_are_told(self) -> None:
+        second = [self.choice(number=number, chosen=7 + number, behind=1.0, rank=1) for number in range(3)]
+        (found,) = self.judge(choices=tuple(second))
+        assert found.reason.endswith("; each of the 3 has 1 likelier token")
 
     @pytest.mark.parametrize(
-        ("is_padding", "mistake"), [(True, "padding_sampled"), (False, "earlier_row_sampled")]
+        ("rank", "again", "is_random"), [(3, 9, True), (3, 7, False), (64, 9, False), (3, None, False)]
     )
-    def test_token_that_another_column_tells(self, is_padding: bool, mistake: str) -> None:
-        plain = self.choice(chosen=7, behind=1.0)
-        other = self.choice(row=1, chosen=8, behind=2.0, column=3, is_padding=is_padding)
-        (found,) = self.judge(choices=(plain, other))
-        assert (found.number, found.mistake, dict(found.parameters)) == (1, mistake, {"column": 3})
-        assert found.reason.endswith("Prompt 1's is the likeliest at column 3 of the pass")
+    def test_tokens_that_change_among_the_likeliest_are_drawn(
+        self, rank: int, again: int | None, is_random: bool
+    ) -> None:
+        repeated = Repetition(number=1, row=0, difference=0.0, chosen=again)
+        (found,) = self.judge(
+            choices=(self.choice(chosen=7, behind=1.0, rank=rank),), repetitions=(repeated,)
+        )
+        assert (found.is_warning, found.mistake) == (is_random, None)
+        assert found.reason.startswith(
+            "random? 1 of 1 chosen tokens" if is_random else "after the decode step 1"
+        )
+
+    def pass_of(self, likeliest: Sequence[int], *, last: int, chosen: int) -> dict[str, Any]:
+        """A row of a prefill, whose columns have these likeliest tokens."""
+        columns = tuple(column for column, token in enumerate(likeliest) if token == chosen)
+        place = {"columns": columns, "last_column": last, "num_columns": len(likeliest)}
+        return {
+            "chosen": chosen,
+            "likeliest": likeliest[last],
+            "behind": float(chosen != likeliest[last]),
+            **place,
+        }
+
+    @pytest.mark.parametrize(
+        ("chosen", "mistake", "parameters"),
+        [
+            ((59, 69, 79), "padding_sampled", {"column": 9}),
+            ((56, 66, 76), "earlier_row_sampled", {"by": 1}),
+            ((53, 63, 73), "earlier_row_sampled", {"by": 4}),
+            ((50, 60, 70), "earlier_row_sampled", {"column": 0}),
+            # Each is the likeliest of some column, and no rule fits all.
+            ((53, 61, 73), None, {}),
+            # Of one row, one of the ten columns fits too easily.
+            ((53,), None, {}),
+        ],
+    )
+    def test_column_that_explains_all_tokens(
+        self, chosen: tuple[int, ...], mistake: str | None, parameters: dict[str, int]
+    ) -> None:
+        rows = tuple(
+            self.choice(number=0, row=row, **self.pass_of(range(start, start + 10), last=7, chosen=token))
+            for row, (start, token) in enumerate(zip((50, 60, 70), chosen, strict=False))
+        )
+        (found,) = self.judge(choices=rows)
+        assert (found.mistake, dict(found.parameters)) == (mistake, parameters)
+        # A single token that is the likeliest of half of the columns tells nothing.
+        common = self.choice(number=0, **self.pass_of([5, 6] * 5, last=8, chosen=6))
+        assert self.judge(choices=(common,))[0].mistake is None
+
+    @pytest.mark.parametrize(
+        ("tokens", "parameters"),
+        [
+            # Four shards of 100 rows each: the offset of each is lost.
+            (((17, 17), (117, 17), (350, 50)), {"shard_width": 100}),
+            # Later shards are off by the same few rows.
+            (((17, 17), (217, 214), (230, 227), (350, 347)), {"by": "3"}),
+            (((17, 17), (217, 215), (230, 228), (350, 346), (360, 356)), {"by": "2, 4"}),
+            # A token of a later shard is right, or each is off by another number: chance explains these.
+            (((217, 214), (230, 230), (350, 347)), None),
+            (((117, 33), (217, 301)), None),
+            (((117, 114),), None),
+        ],
+    )
+    def test_shard_that_explains_all_tokens(
+        self, tokens: tuple[tuple[int, int], ...], parameters: dict[str, int | str] | None
+    ) -> None:
+        choices = tuple(
+            self.choice(number=number, likeliest=likeliest, chosen=chosen, behind=float(likeliest != chosen))
+            for number, (likeliest, chosen) in enumerate(tokens)
+        )
+        (found,) = self.judge(choices=choices, vocab_size=400)
+        assert found.mistake == (None if parameters is None else "token_shard_offset")
+        assert dict(found.parameters) == (parameters or {})
+
+    def test_token_of_another_prompt(self) -> None:
+        likeliest = [[10 * row + number for row in range(3)] for number in range(4)]
+        choices = tuple(
+            self.choice(
+                number=number, row=row, likeliest=of_pass[row], chosen=of_pass[(row + 1) % 3], behind=1.0
+            )
+            for number, of_pass in enumerate(likeliest)
+            for row in range(3)
+        )
+        (found,) = self.judge(choices=choices, vocab_size=400)
+        assert (found.mistake, dict(found.parameters)) == ("token_of_another_prompt", {"by": 1})
 
     @pytest.mark.parametrize(
         ("num_more", "words"), [(0, ""), (1, ", and of 1 more prompts"), (2, ", and of 2 more prompts")]
@@ -340,6 +454,26 @@ class TestChoices:
         assert "have 56 columns" in found[0].reason
         assert words in found[0].reason
 
+    def test_all_faults_are_told_in_turn(self) -> None:
+        found = self.judge(
+            choices=(self.choice(chosen=7, behind=1.0),),
+            misplaced=(MisplacedLogits(row=0, column=0, is_padding=False),),
+            num_padded_logits=1,
+            padded_logits_above=0.0,
+        )
+        assert [finding.sites[0] for finding in found] == ["logits", "chosen_token", "padded_logits"]
+        assert "only -0 below" in found[2].reason or "only 0 below" in found[2].reason
+
+
+class TestRepetitions:
+    @staticmethod
+    def judge(
+        reference: Side | None = None, target: Side | None = None, **parts: Any
+    ) -> tuple[ModelFinding, ...]:
+        port = target or Side()
+        port.passes = ModelPasses(num_passes=3, **parts)
+        return judge_repetitions(sides(port, reference))
+
     @pytest.mark.parametrize(
         ("difference", "error", "is_wrong"),
         [
@@ -364,7 +498,7 @@ class TestChoices:
         )
         assert bool(found) is is_wrong
         if is_wrong:
-            assert (found[0].number, found[0].mistake) == (2, "cache_stale")
+            assert (found[0].number, found[0].mistake) == (2, None)
             assert f"prompt 1 differ by {difference:.3g} of their norm" in found[0].reason
 
     def test_tokens_that_are_not_held_tell_no_noise(self) -> None:
@@ -389,15 +523,75 @@ class TestChoices:
         (found,) = self.judge(repetitions=(Repetition(number=0, row=0, difference=0.0), lost))
         assert (found.number, "NaN or Inf for prompt 3" in found.reason) == (1, True)
 
-    def test_all_faults_are_told_in_turn(self) -> None:
-        found = self.judge(
-            choices=(self.choice(chosen=7, behind=1.0),),
-            misplaced=(MisplacedLogits(row=0, column=0, is_padding=False),),
-            num_padded_logits=1,
-            padded_logits_above=0.0,
+    @pytest.mark.parametrize(
+        ("wrong", "mistake"),
+        [
+            ((Repeated.SAME_ROWS, Repeated.OTHER_SHAPE), "cache_stale"),
+            ((Repeated.OTHER_NEIGHBOURS,), "kept_by_shape"),
+            ((Repeated.OTHER_SHAPE, Repeated.OTHER_NEIGHBOURS), "depends_on_neighbours"),
+            ((Repeated.OTHER_SHAPE,), "depends_on_row"),
+        ],
+    )
+    def test_further_runs_tell_what_a_prompt_depends_on(
+        self, wrong: tuple[Repeated, ...], mistake: str
+    ) -> None:
+        further = (Repeated.SAME_ROWS, Repeated.OTHER_SHAPE, Repeated.OTHER_NEIGHBOURS)
+        repetitions = tuple(
+            Repetition(number=1, row=0, difference=0.5 * (kind in (Repeated.OTHER_ROWS, *wrong)), kind=kind)
+            for kind in (Repeated.OTHER_ROWS, *further)
         )
-        assert [finding.sites[0] for finding in found] == ["logits", "chosen_token", "padded_logits"]
-        assert "only -0 below" in found[2].reason or "only 0 below" in found[2].reason
+        (found,) = self.judge(repetitions=repetitions)
+        assert (found.number, found.sites, found.mistake) == (1, ("repeated_run",), mistake)
+        # Without the further runs nothing is told beyond what was seen.
+        (found,) = self.judge(repetitions=repetitions[:1])
+        assert (found.mistake, found.what) == (None, "")
+        # Further runs tell nothing where other rows changed nothing.
+        assert self.judge(repetitions=repetitions[1:]) == ()
+
+    @pytest.mark.parametrize(
+        ("differences", "is_wrong"), [((0.3, 0.3, 0.05), True), ((0.3, 0.05, 0.05), False)]
+    )
+    def test_steps_of_a_black_box_are_held_against_its_prefill(
+        self, differences: tuple[float, ...], is_wrong: bool
+    ) -> None:
+        steps = tuple(
+            Repetition(number=number, row=0, difference=difference, kind=Repeated.WHOLE)
+            for number, difference in enumerate(differences, start=1)
+        )
+        black_box = Side({LOGITS: torch.ones(2, 5, 4)})
+        found = self.judge(black_box, black_box, repetitions=steps)
+        assert [finding.number for finding in found] == ([1] if is_wrong else [])
+        # Where layers are shown, their sites judge the steps.
+        shown = Side({LOGITS: torch.ones(2, 5, 4)}, {(0, Site.OUTPUT): torch.ones(2, 5, 4)})
+        assert self.judge(black_box, shown, repetitions=steps) == ()
+
+
+class TestOwnLogits:
+    CHUNKS = ModelPasses(num_passes=3, chunks=((1, 1), (2, 1), (1, 1)))
+
+    def judge(self, wrong: tuple[tuple[int, int], ...], held: torch.Tensor | None = None) -> list[int | None]:
+        logits = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+        again = logits.clone()
+        for row, column in wrong:
+            again[row, column] += 1.0
+        run = sides(Side({LOGITS: logits}, passes=PASSES), Side({LOGITS: logits}))
+        chunks = sides(Side({LOGITS: again}, passes=self.CHUNKS, held=held), Side({LOGITS: logits}))
+        split = split_passes(chunks)
+        assert split is not None
+        return [finding.number for finding in judge_own_logits(run, chunks, split)]
+
+    def test_chunk_whose_logits_are_others_is_found(self) -> None:
+        assert self.judge(()) == []
+        # Two tokens of chunk 2 and one of chunk 3: most of those behind a cache.
+        assert self.judge(((0, 1), (0, 2), (1, 2))) == [1]
+        # One of five may have chosen other experts.
+        assert self.judge(((0, 1),)) == []
+
+    def test_tokens_without_logits_do_not_count(self) -> None:
+        held = torch.zeros(2, 5, dtype=torch.bool)
+        held[0, 3] = True
+        assert self.judge(((0, 1), (0, 2), (1, 2)), held) == []
+        assert self.judge(((0, 3),), held) == [2]
 
 
 class TestNextTokens:

@@ -59,6 +59,21 @@ def test_input_of_an_isolated_layer_is_its_own_or_none(
         capture.read(1, Site.INPUT)
 
 
+def test_as_many_heads_as_tokens_are_read_as_the_golden_has_them(
+    describe: Any, inputs: Inputs, tmp_path: Path
+) -> None:
+    num_rows, num_tokens = inputs.batch_shape
+    right = torch.randn(num_rows, num_tokens, num_tokens, 5)
+    for name, heads in (("golden", right), ("run", (right + 0.01).transpose(1, 2).contiguous())):
+        with open_capture(
+            tmp_path / name, describe(run=sweep_run(Span(0, 1), sites_level="all")), inputs=inputs
+        ) as writer:
+            writer.write_layer(0, {Site.Q_ROPE: heads})
+    golden, run = (Capture.open(tmp_path / name) for name in ("golden", "run"))
+    assert torch.equal(run.beside(golden).read(0, Site.Q_ROPE), right + 0.01)
+    assert torch.equal(golden.beside(golden).read(0, Site.Q_ROPE), right)
+
+
 @pytest.mark.parametrize(("layer", "site"), [(0, Site.Q_PROJ), (3, Site.OUTPUT), (4, Site.INPUT)])
 def test_site_that_was_not_captured_is_an_error(capture: Capture, layer: int, site: Site) -> None:
     with pytest.raises(CaptureError, match=f"holds no {site} of layer {layer}. Capture it with --sites all"):

@@ -139,20 +139,32 @@ def test_flat_rows_become_a_batch_and_nothing_else_changes(
     assert torch.equal(shaped.flatten(), tensor.flatten())
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (6, 4, 5)])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (6, 4, 5), (2, 3, 20), (6, 20)])
 def test_heads_come_before_tokens(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(120.0).reshape(shape)
-    shaped = shape_to_batch(Site.Q_ROPE, tensor, INPUTS.batch_shape)
+    shaped = shape_to_batch(Site.Q_ROPE, tensor, INPUTS.batch_shape, head_dim=5)
     assert torch.equal(shaped, tensor.view(2, 3, 4, 5).transpose(1, 2))
     assert shaped.is_contiguous()
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 4, 3, 5), (2, 3, 3, 5), (6, 3, 5), (2, 5, 4, 3), (3, 2, 4, 5), (6, 20)]
-)
+def test_flat_tokens_have_as_many_heads_as_a_row_has_tokens() -> None:
+    tensor = torch.arange(90.0).view(6, 3, 5)
+    shaped = shape_to_batch(Site.Q_ROPE, tensor, INPUTS.batch_shape)
+    assert torch.equal(shaped, tensor.view(2, 3, 3, 5).transpose(1, 2))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 3, 3, 5), (2, 5, 4, 3), (3, 2, 4, 5), (6, 20)])
 def test_heads_that_shapes_do_not_tell_from_tokens_stay(shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape)
     assert shape_to_batch(Site.Q_ROPE, tensor, INPUTS.batch_shape) is tensor
+
+
+def test_wide_unsigned_integers_are_recorded_as_signed_ones() -> None:
+    module = nn.Identity()
+    with Recorder(module, {Site.ROUTER_EXPERTS: Tap(path="")}, keep=copy_to_host) as recorder:
+        module(torch.tensor([[3, 1]], dtype=torch.uint32))
+    experts = recorder.tensors[Site.ROUTER_EXPERTS]
+    assert (experts.dtype, experts.tolist()) == (torch.int64, [[3, 1]])
 
 
 def test_heads_of_a_single_decoded_token_come_first() -> None:
@@ -161,14 +173,15 @@ def test_heads_of_a_single_decoded_token_come_first() -> None:
     assert torch.equal(shaped, tensor.transpose(1, 2))
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 3, 4, 5), (6, 4, 5)])
+@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 3, 4, 5), (6, 4, 5), (2, 3, 20), (6, 20)])
 def test_fed_heads_take_the_layout_of_what_was_there(shape: tuple[int, ...]) -> None:
     module, fed = nn.Identity(), torch.arange(120.0).view(2, 4, 3, 5)
     taps = {Site.Q_ROPE: Tap(path="")}
     with Recorder(module, taps, keep=copy_to_host, feeds={Site.Q_ROPE: fed}) as recorder:
         output = module(torch.zeros(shape))
     assert tuple(output.shape) == shape
-    assert torch.equal(shape_to_batch(Site.Q_ROPE, recorder.tensors[Site.Q_ROPE], INPUTS.batch_shape), fed)
+    recorded = recorder.tensors[Site.Q_ROPE]
+    assert torch.equal(shape_to_batch(Site.Q_ROPE, recorded, INPUTS.batch_shape, head_dim=5), fed)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 4, 3), (2, 4, 6, 5)])

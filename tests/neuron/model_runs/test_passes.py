@@ -69,6 +69,22 @@ def test_sites_with_heads_are_assembled_along_their_third_dimension() -> None:
     assert assembled[:, 1, :, 2].long().tolist() == batch.input_ids.tolist()
 
 
+def test_prefill_with_as_many_tokens_as_heads_is_laid_out_as_the_steps_are() -> None:
+    batch = inputs("right")
+    passes = plan_passes(batch, 2)
+    # [B,s,N,D] of 3 heads: the prefill has 3 tokens too.
+    shown = [(one, one.input_ids[:, :, None, None].expand(-1, -1, 3, 2).float()) for one in passes]
+    pieces = [shown[0], *((one, piece.transpose(1, 2)) for one, piece in shown[1:])]
+    assembled = assemble_site(pieces, Site.Q_ROPE, num_columns=5, tokens_first=(Site.Q_ROPE,))
+    assert assembled[:, 1, :, 0].long().tolist() == batch.input_ids.tolist()
+
+
+def test_piece_of_another_shape_is_left_for_the_comparison() -> None:
+    passes = plan_passes(inputs("right"), 1)
+    pieces = [(one, torch.zeros(2, one.batch_shape[1] - 1, 4)) for one in passes]
+    assert assemble_site(pieces, Site.OUTPUT, num_columns=5).shape == (2, 3, 4)
+
+
 def test_last_logits_are_those_of_each_prompts_last_real_token() -> None:
     prefill = plan_passes(inputs("right"), 0)[0]
     assert last_logits(prefill, prefill.input_ids[..., None]).tolist() == [[9], [3]]

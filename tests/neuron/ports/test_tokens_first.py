@@ -42,7 +42,8 @@ def judge(run: Any, small_fp8: Path, small_golden: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("Right", ()), ("Flat", ()), ("Right", ("--compile", "eager"))]
+    ("name", "options"),
+    [("Right", ()), ("Flat", ()), ("Merged", ()), ("UnsignedExperts", ()), ("Right", ("--compile", "eager"))],
 )
 def test_right_port_passes_at_every_site(
     judge: Any, name: str, options: tuple[str, ...], small_golden: Path
@@ -65,7 +66,7 @@ def test_another_shape_fails_with_the_shape_that_was_found(judge: Any) -> None:
     assert failed["q_rope"].startswith("shape: expected (2, 8, 24, 64), found (2, 8, 64, 24)")
 
 
-@pytest.mark.parametrize("name", ["DefaultTheta", "FlatDefaultTheta"])
+@pytest.mark.parametrize("name", ["DefaultTheta", "FlatDefaultTheta", "MergedDefaultTheta"])
 def test_right_values_take_the_ports_own_layout(judge: Any, name: str) -> None:
     exit_code, record = judge(name, "--undo", "rope_theta,theta=10000.0")
     proof = record["proof"]
@@ -93,13 +94,37 @@ def test_traced_port_passes(
     assert (judged.exit_code, record["compared"], record["of"]) == (0, 17, 17)
 
 
-def test_whole_port_passes_with_its_decoded_tokens(run: Any, small_fp8: Path, small_golden: Path) -> None:
-    paths = ("--model", small_fp8, "--golden", small_golden, "--target", f"{PORTS}:Model", "--backend", "cpu")
-    result = run("model", *paths, "--decode", 3, "--json", "--quiet")
-    record = json.loads(result.stdout)
-    assert result.exit_code == 0, result.output
-    passed = {site["site"] for site in record["sites"] if site["status"] == "pass"}
-    assert {"q_rope", "k_rope"} <= passed
+@pytest.fixture
+def judge_whole(run: Any, small_fp8: Path, small_golden: Path) -> Any:
+    """Runs a whole port of `tokens_first.py`; the exit code, and the status of queries and keys in all layers."""
+
+    def run_port(name: str, *options: object) -> tuple[int, set[str]]:
+        paths = (
+            "--model",
+            small_fp8,
+            "--golden",
+            small_golden,
+            "--target",
+            f"{PORTS}:{name}",
+            "--backend",
+            "cpu",
+        )
+        result = run("model", *paths, *options, "--json", "--quiet")
+        record = json.loads(result.stdout)
+        return result.exit_code, {
+            site["status"] for site in record["sites"] if site["site"] in ("q_rope", "k_rope")
+        }
+
+    return run_port
+
+
+@pytest.mark.parametrize("name", ["Model", "ReturnedModel", "ReturnedFlat", "ReturnedMerged"])
+def test_whole_port_passes_with_its_decoded_tokens(judge_whole: Any, name: str) -> None:
+    assert judge_whole(name, "--decode", 3) == (0, {"pass"})
+
+
+def test_returned_site_of_another_shape_fails(judge_whole: Any) -> None:
+    assert judge_whole("ReturnedTooFew", "--decode", 1) == (1, {"fail"})
 
 
 @pytest.mark.parametrize("dim", [2, -2])
@@ -109,6 +134,6 @@ def test_a_ranks_heads_are_cut_where_tokens_come_first(dim: int) -> None:
     piece = exposure.cut(site, whole, ranks=Ranks(rank=1, degree=2), what="a port")
     assert torch.equal(piece, whole[:, 2:])
     parts = [half.transpose(1, 2) for half in whole.chunk(2, dim=1)]
-    assembled = exposure.assemble(site, parts, (2, 3), what="a port")
+    assembled = exposure.assemble(site, parts, (2, 3), head_dim=5, what="a port")
     assert assembled is not None
     assert torch.equal(assembled, whole)

@@ -1,4 +1,4 @@
-"""What a port holds of a layer: right ports hold all of it in any layout, and each fault is told with its experts."""
+"""Weights that a port holds of a layer: right ports hold all in any layout, and each fault is told with its experts."""
 
 from __future__ import annotations
 

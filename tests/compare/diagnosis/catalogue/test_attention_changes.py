@@ -203,6 +203,14 @@ CASES: list[tuple[str, Parameters, Site, Expected]] = [
         Site.K_ROPE,
         lambda layer: turned(layer, torch.arange(6.0).expand(2, 6)[..., None] * FREQUENCIES),
     ),
+    (
+        "rope_positions_at_chunk_edges",
+        {"size": 3, "of": "queries and keys", "counted": "columns"},
+        Site.K_ROPE,
+        lambda layer: turned(
+            layer, (positions(layer) - torch.tensor([0, 0, 0, 1, 0, 0])[:, None]) * FREQUENCIES
+        ),
+    ),
 ]
 
 
@@ -281,6 +289,7 @@ def test_rotation_before_the_norm_norms_what_was_rotated(layer: Evaluation) -> N
         ("rope_positions_clamped", []),
         ("rope_positions_low_precision", []),
         ("rope_positions_counted", [()]),
+        ("rope_positions_at_chunk_edges", []),
     ],
 )
 def test_parameters_that_are_tried(layer: Evaluation, name: str, expected: list[tuple[Value, ...]]) -> None:

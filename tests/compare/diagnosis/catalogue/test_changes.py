@@ -452,8 +452,11 @@ CANDIDATES: list[tuple[str, list[tuple[Value, ...]]]] = [
     ("experts_exchanged", [(0, 1)]),
     (
         "expert_capacity",
-        [(1.0,), (1.25,), (1.5,), (2.0,), (0.5,)]
-        + [(factor, "real") for factor in (1.0, 1.25, 1.5, 2.0, 0.5)],
+        [
+            (factor, counted)
+            for counted in ("all", "real", "columns", "room")
+            for factor in (1.0, 1.25, 1.5, 2.0, 0.5)
+        ],
     ),
     (
         "up_clamped",

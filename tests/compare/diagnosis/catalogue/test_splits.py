@@ -17,6 +17,7 @@ from compare.diagnosis.catalogue.splits import degrees, rank_of, share
 from compare.diagnosis.evaluation import Evaluation, LayerInputs
 from compare.diagnosis.mistake import Mistake, Value
 from compare.diagnosis.wrong_tokens import WrongTokens
+from minimax_tools.model.sites import Site
 
 
 def find(name: str) -> Mistake:
@@ -66,6 +67,12 @@ def test_sizes_of_tables_that_change_a_position_are_tried(layer: Evaluation) -> 
     assert tried("rope_positions_clamped", inputs) == [63, 127, 255, 511]
     assert tried("rope_positions_modulo", long_prompt(layer, 131073))[-1] == 131072
     assert tried("rope_positions_counted", inputs) == []
+    edges = find("rope_positions_at_chunk_edges")
+    sizes = [8, 16, 32, 64, 128, 256, 512]
+    assert [tuple(one.values()) for one in edges.candidates(inputs)] == [
+        (size, of) for size in sizes for of in ("keys", "queries and keys")
+    ]
+    assert edges.build(size=8, of="keys").sites == {Site.K_ROPE}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,351 @@
+"""Stream: whether each layer of a whole port, and its final norm, is given what the layer before gave.
+
+Where it is not, the port's own values tell what it is: what another layer gave, a part of a sum, other tokens.
+B prompts, S columns, T real tokens, H hidden, w columns of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from compare.limits.limit_context import computes_in_float32
+from compare.model_runs.passes import real_tokens
+from compare.noise.squared_errors import TINY_FLOAT32
+from compare.sides.golden_weights import HeadWeights
+from compare.sides.sides import Sides
+from minimax_tools.capture.passes import ModelPasses
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import list_names
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.reference.head import Float32Head
+from minimax_tools.results.model_findings import ModelFinding
+
+LAYER_LEFT_OUT, OUT_OF_ORDER = "layer_left_out", "layers_out_of_order"
+ORDER = "layer_order"
+_NORM_INPUT = "final_norm_input"
+_LOOK_AT = "the loop over the layers in the model's forward, and the list that it runs over"
+# Largest error of a stream that is a given tensor, relative to each channel: that of one or two roundings.
+_MOST_ROUNDED, _MOST_IN_FLOAT32 = 1e-2, 1e-4
+# What it is must be nearer than what it should be by this factor.
+_NEARER = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Candidate:
+    """Candidate for what a layer or the final norm is given in place of the stream before it."""
+
+    states: torch.Tensor  # [T,H]; NaN at tokens that it does not tell
+    words: str
+    mistake: str
+    what: str
+    look_at: str = "how the stream passes from one layer or stage to the next"
+    skipped: tuple[int, ...] = ()  # layers whose result is passed by
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def judge_stream(sides: Sides, num_layers: int) -> tuple[ModelFinding, ...]:
+    """Find the first layer whose input is not what the layer before it, or the embedding, gave."""
+    target, is_real = sides.target, real_tokens(sides)
+    for layer in range(num_layers):
+        given, before = _read_input(target, layer), _read_output(target, layer - 1)
+        if given is None or before is None or _is_same(given, before, is_real):
+            continue
+        source = _find_source(sides, given, before, layer=layer, num_layers=num_layers)
+        expected = f"layer {layer - 1}" if layer else "the embedding"
+        place = f"the input of layer {layer}" if source is not None and source.skipped else "its input"
+        reason = f"{place} is not what {expected} gave: "
+        number = _first_pass(sides, given, before)
+        if source is None:
+            return (_finding(number, layer, str(Site.INPUT), f"{reason}something in between changed it"),)
+        return (_of_source(number, layer, str(Site.INPUT), reason, source),)
+    return ()
+
+
+def judge_norm_input(
+    sides: Sides, weights: HeadWeights, *, last_layer: int, number: int
+) -> ModelFinding | None:
+    """Find out whether a final norm that is wrong is right on something else than the last layer's output.
+
+    Args:
+        sides: Both captures; the port holds the last layer's output and the final norm.
+        weights: The weights behind the last layer.
+        last_layer: The last layer.
+        number: The first pass in which the norm is wrong.
+    """
+    target = sides.target
+    before, normed = _read_output(target, last_layer), target.read_model(ModelSite.FINAL_NORM)
+    if before is None or normed.shape != before.shape:
+        return None
+    head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
+    port = sides.batch.rows(normed, ModelSite.FINAL_NORM).float()
+    # A norm cannot see a scale.
+    candidates = (
+        (candidate, _error(port, head.normalise(candidate.states)))
+        for candidate in _candidates(sides, before, layer=last_layer + 1, num_layers=last_layer + 1)
+    )
+    best, error = min(candidates, key=lambda pair: pair[1], default=(None, torch.inf))
+    right = _error(port, head.normalise(sides.batch.rows(before, Site.OUTPUT)))
+    if best is None or error > _most(sides) or error * _NEARER > right:
+        return None
+    reason = f"the final norm's input is not what layer {last_layer} gave: "
+    return _of_source(number, None, _NORM_INPUT, reason, best)
+
+
+def exchanged_tokens(passes: ModelPasses, attention_mask: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ways to mistake tokens for others of the same pass: in words, and the place of each token's values.
+
+    Places are int64 [B,S], indices into the flat batch; -1 for padding. `attention_mask` is [B,S] of 0/1.
+    """
+    num_rows = attention_mask.shape[0]
+    grids = _grids(passes, attention_mask)
+    ways = {f"rows rolled by {by}": _roll(by) for by in range(1, num_rows)}
+    ways["[S,B] read as [B,S]"] = lambda grid: grid.T.reshape(grid.shape)
+    ways["[B,S] read as [S,B]"] = lambda grid: grid.reshape(grid.shape[1], grid.shape[0]).T
+    for words, exchange in ways.items() if num_rows > 1 else ():
+        places = torch.full((attention_mask.numel(),), -1)
+        for grid in grids:
+            is_real = grid >= 0
+            places[grid[is_real]] = exchange(grid)[is_real]
+        yield words, places.view(attention_mask.shape)
+
+
+def _roll(by: int) -> Any:
+    return lambda grid: grid.roll(by, dims=0)
+
+
+def _grids(passes: ModelPasses, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tokens of each pass as it lays them out, int64 [B,w]: indices into the flat batch; -1 for padding."""
+    numbers = passes.number_tokens(mask).masked_fill(mask == 0, -1)
+    num_columns, num_later = mask.shape[1], passes.num_passes - 1
+    grids = []
+    for number in range(passes.num_passes):
+        rows = [(one == number).nonzero().flatten() for one in numbers]
+        is_prefill = number == 0 and not passes.chunks
+        width = num_columns - num_later if is_prefill else max(map(len, rows))
+        grid = torch.full((len(rows), width), -1)
+        for row, columns in enumerate(rows):
+            start = 0 if mask[row, 0] else width - len(columns)
+            grid[row, start : start + len(columns)] = row * num_columns + columns
+        grids.append(grid)
+    return grids
+
+
+def _find_source(
+    sides: Sides, given: torch.Tensor, before: torch.Tensor, *, layer: int, num_layers: int
+) -> _Candidate | None:
+    """Find what a layer is given; None if it is nothing known."""
+    mask = sides.reference.read_attention_mask()
+    if given.shape != before.shape or (mask is not None and given.shape[:2] != mask.shape):
+        return None
+    given_th, right_th = (sides.batch.rows(tensor, Site.INPUT).float() for tensor in (given, before))
+    candidates = [
+        (candidate, _error(given_th, candidate.states))
+        for candidate in _candidates(sides, before, layer=layer, num_layers=num_layers)
+    ]
+    is_finite = (given_th.isfinite() & right_th.isfinite()).all(dim=-1)
+    products = (given_th * right_th)[is_finite].sum()
+    scale = float(products / right_th[is_finite].square().sum().clamp(min=TINY_FLOAT32))
+    scaled = _Candidate(
+        states=scale * right_th,
+        words=f"it is that, × {scale:.4g}",
+        mistake="stream_scaled",
+        what="The stream between two layers is multiplied by a factor.",
+        parameters={"factor": round(scale, 5)},
+    )
+    best, error = min([*candidates, (scaled, _error(given_th, scaled.states))], key=lambda pair: pair[1])
+    is_near = error <= _most(sides) and error * _NEARER < _error(given_th, right_th)
+    return best if is_near else None
+
+
+def _candidates(sides: Sides, before: torch.Tensor, *, layer: int, num_layers: int) -> Iterator[_Candidate]:
+    """Yield what layer `layer`, or the final norm behind the last, may be given in place of `before`."""
+    target, batch = sides.target, sides.batch
+    for other in range(-1, num_layers):
+        output = _read_output(target, other)
+        if output is not None and other != layer - 1 and output.shape == before.shape:
+            yield _of_another_layer(sides, batch.rows(output, Site.OUTPUT).float(), other, layer=layer)
+    passes, mask = target.read_passes(), sides.reference.read_attention_mask()
+    right_th = batch.rows(before, Site.OUTPUT).float()
+    if layer:
+        yield from _parts(sides, layer - 1)
+    if passes is not None and mask is not None and before.shape[:2] == mask.shape:
+        flat = before.flatten(0, 1).float()
+        for words, places in exchanged_tokens(passes, mask):
+            of_token = batch.tokens(places)
+            states = torch.where(of_token[:, None] < 0, torch.nan, flat[of_token])
+            yield _Candidate(
+                states=states if states.shape == right_th.shape else right_th,
+                words=f"it is that of other tokens of the pass, {words}",
+                mistake="tokens_exchanged",
+                what="The stream of a pass goes on with its tokens in other places.",
+                look_at="a transpose or reshape of [B,S,H] between layers",
+                parameters={"order": words},
+            )
+
+
+def _of_another_layer(sides: Sides, states: torch.Tensor, other: int, *, layer: int) -> _Candidate:
+    """Return what another layer gave; layers that lie between, and whose result nobody takes, are left out."""
+    words = f"it is the output of layer {other}" if other >= 0 else "it is the embedding"
+    between = tuple(range(other + 1, layer))
+    if between and not any(_is_taken(sides, skipped, but=(*between, layer)) for skipped in between):
+        names = list_names([str(number) for number in between], most=4)
+        return _Candidate(
+            states=states,
+            words=f"{words}; layer{'s' * (len(between) > 1)} {names} {'are' if len(between) > 1 else 'is'} left out",
+            mistake=LAYER_LEFT_OUT,
+            what="A layer's result is not used: the stream passes it by.",
+            look_at=_LOOK_AT,
+            skipped=between,
+        )
+    return _Candidate(
+        states=states,
+        words=words,
+        mistake=OUT_OF_ORDER,
+        what="Layers run in another order.",
+        look_at=_LOOK_AT,
+    )
+
+
+def _is_taken(sides: Sides, layer: int, *, but: Collection[int]) -> bool:
+    """Decide whether a layer's output is the input of another one than those in `but`."""
+    output, is_real = _read_output(sides.target, layer), real_tokens(sides)
+    inputs = (_read_input(sides.target, other) for other in sides.target.layers if other not in but)
+    return output is not None and any(
+        given is not None and _is_same(given, output, is_real) for given in inputs
+    )
+
+
+def _parts(sides: Sides, layer: int) -> Iterator[_Candidate]:
+    """Yield sums that lack a part of a layer's output, or have one twice, as far as the port shows the parts."""
+    shown: dict[Site, torch.Tensor] = {
+        site: sides.batch.rows(sides.target.read(layer, site), site).float()
+        for site in (Site.INPUT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, Site.MOE_DELTA, Site.OUTPUT)
+        if site in sides.target.sites(layer)
+    }
+    sums: tuple[tuple[str, str, str, tuple[Site, ...]], ...] = (
+        ("residual_lost", "what its experts added, without the residual", "the residual", (Site.MOE_DELTA,)),
+        (
+            "residual_lost",
+            "what its attention added, without the residual",
+            "the residual",
+            (Site.ATTN_DELTA,),
+        ),
+        (
+            "addend_lost",
+            "its stream without what its experts added",
+            "what experts add",
+            (Site.ATTN_RESIDUAL,),
+        ),
+        (
+            "addend_lost",
+            "its stream without what its attention added",
+            "what attention adds",
+            (Site.INPUT, Site.MOE_DELTA),
+        ),
+        (
+            "residual_twice",
+            "its output with the residual added twice",
+            "the residual",
+            (Site.OUTPUT, Site.ATTN_RESIDUAL),
+        ),
+        (
+            "addend_twice",
+            "its output with what its experts added twice",
+            "what experts add",
+            (Site.OUTPUT, Site.MOE_DELTA),
+        ),
+    )
+    for mistake, words, part, sites in sums:
+        if all(site in shown and shown[site].shape == shown[sites[0]].shape for site in sites):
+            verb = "is added twice to" if mistake.endswith("twice") else "is missing in"
+            yield _Candidate(
+                states=torch.stack([shown[site] for site in sites]).sum(dim=0),
+                words=f"it is {words}",
+                mistake=mistake,
+                what=f"{part[0].upper()}{part[1:]} {verb} the stream that a layer gives.",
+                look_at="what a layer or stage returns: the sum, or its two summands, and who adds them",
+            )
+
+
+def _of_source(
+    number: int | None, layer: int | None, site: str, reason: str, source: _Candidate
+) -> ModelFinding:
+    """Return the finding of a stream that is something else; a layer that is left out is its place."""
+    if source.skipped:
+        layer, site = source.skipped[0], ORDER
+    return _finding(
+        number,
+        layer,
+        site,
+        reason + source.words,
+        mistake=source.mistake,
+        what=source.what,
+        look_at=source.look_at,
+        parameters=source.parameters,
+    )
+
+
+def _finding(
+    number: int | None, layer: int | None, site: str, reason: str, *, look_at: str = _LOOK_AT, **named: Any
+) -> ModelFinding:
+    return ModelFinding(number=number, layer=layer, sites=(site,), reason=reason, look_at=look_at, **named)
+
+
+def _first_pass(sides: Sides, given: torch.Tensor, before: torch.Tensor) -> int | None:
+    """Return the first pass in which two streams [B,S,H] differ; None if the passes of their tokens are not known."""
+    passes, mask = sides.target.read_passes(), sides.reference.read_attention_mask()
+    if passes is None or mask is None or given.shape != before.shape or given.shape[:2] != mask.shape:
+        return None
+    differs = (given.float() != before.float()).any(-1) & mask.bool()
+    numbers = passes.number_tokens(mask)[differs]
+    return int(numbers.min()) if len(numbers) else None
+
+
+def _most(sides: Sides) -> float:
+    return _MOST_IN_FLOAT32 if computes_in_float32(sides.reference) else _MOST_ROUNDED
+
+
+def _error(given: torch.Tensor, states: torch.Tensor) -> float:
+    """Return the error of [T,H] against a candidate, relative to each channel: a massive one hides no other.
+
+    Tokens that are not finite are left out: a candidate does not tell them all.
+    """
+    if given.shape != states.shape:
+        return torch.inf
+    is_told = (states.isfinite() & given.isfinite()).all(dim=-1)
+    given, states = given[is_told].double(), states[is_told].double()
+    if not len(given):
+        return torch.inf
+    squares = (given - states).square().sum(0) / given.square().sum(0).clamp(min=TINY_FLOAT32)
+    error = float(squares.mean().sqrt())
+    return error if error == error else torch.inf
+
+
+def _read_input(target: CaptureSource, layer: int) -> torch.Tensor | None:
+    return target.read(layer, Site.INPUT) if Site.INPUT in target.sites(layer) else None
+
+
+def _read_output(target: CaptureSource, layer: int) -> torch.Tensor | None:
+    """Return a layer's output [B,S,H], the embedding for layer -1; None if it is not held."""
+    if layer < 0:
+        is_held = ModelSite.EMBEDDING in target.model_sites()
+        return target.read_model(ModelSite.EMBEDDING) if is_held else None
+    return target.read(layer, Site.OUTPUT) if Site.OUTPUT in target.sites(layer) else None
+
+
+def _is_same(given: torch.Tensor, before: torch.Tensor, is_real: torch.Tensor | None) -> bool:
+    """Decide whether two tensors [B,S,H] have the same values on real tokens, in the coarser of their dtypes.
+
+    NaN equals NaN.
+    """
+    if given.shape != before.shape:
+        return False
+    if is_real is not None and given.shape[:2] == is_real.shape:
+        given, before = given[is_real], before[is_real]
+    coarser = min((given.dtype, before.dtype), key=lambda dtype: dtype.itemsize)
+    given, before = given.to(coarser), before.to(coarser)
+    return bool(((given == before) | (given.isnan() & before.isnan())).all())
