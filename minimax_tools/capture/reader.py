@@ -85,6 +85,20 @@ class Capture(CaptureSource):
         made = self._manifest.description
         return replace(made, expert_tokens=None) if self.is_natural else made
 
+    def of_whole_ports(self) -> Capture:
+        """Return the capture as whole ports are judged by it: of every token, as a model computes it from tokens alone.
+
+        Raises:
+            IncomparableError: It holds the last tokens of each row alone.
+        """
+        if self.keeps_last_tokens:
+            raise IncomparableError(
+                f"{self.directory} keeps the last {self.description.last_tokens} tokens of each row alone",
+                expected="a golden of every token, for whole ports, prompts and exports",
+                next_step="Make one without --last-tokens; on this one run layers alone, as mm2-test sweep does.",
+            )
+        return self.natural()
+
     def natural(self) -> Capture:
         if self.description.expert_tokens is None:
             return self

@@ -54,7 +54,7 @@ class WholeBisection:
     def run(self) -> None:
         """Search, print the result, and end the command."""
         spec = ModelSpec.from_folder(resolve_config(self.model))
-        golden = Capture.open(self.golden).natural()
+        golden = Capture.open(self.golden).of_whole_ports()
         inputs = golden.read_inputs()
         run = whole_bisect_run(
             spec.num_hidden_layers, num_decoded=choose_num_decoded(inputs, self.num_decoded)

@@ -63,7 +63,7 @@ def run_prompts(options: PromptOptions) -> None:
             spec=spec,
             captured={}
             if options.golden is None
-            else captured_logits(Capture.open(options.golden).natural()),
+            else captured_logits(Capture.open(options.golden).of_whole_ports()),
         )
         run = PromptRun(
             prompts=tuple(prompts),
@@ -102,7 +102,7 @@ def _run_port(
     """Run the port on the prompts that are not on record, rank all, and run the worst alone."""
     assert options.target is not None, "a run has a port"
     if options.golden is not None:
-        run = trust_golden(Capture.open(options.golden).natural(), run, model=options.model)
+        run = trust_golden(Capture.open(options.golden).of_whole_ports(), run, model=options.model)
     target = find_model_target(options.target)
     setup = ModelSetup(
         target=target,
@@ -162,7 +162,7 @@ def _read_prompts(options: PromptOptions, folder: Path, spec: ModelSpec) -> list
             next_step="Give a samples file for many prompts with answers.",
         )
     if options.golden is not None:
-        inputs = Capture.open(options.golden).natural().read_inputs()
+        inputs = Capture.open(options.golden).of_whole_ports().read_inputs()
         num_decoded = min(_GOLDEN_DECODED, *(length - 1 for length in inputs.lengths))
         if options.num_decoded is not None:
             num_decoded = options.num_decoded

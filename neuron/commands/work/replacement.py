@@ -38,7 +38,7 @@ def replace_stream(options: ReplacementOptions) -> None:
             f"--layer {options.layer} is no layer of the model",
             expected=f"0 to {spec.num_hidden_layers}, the last for the final norm",
         )
-    golden = Capture.open(options.golden).natural()
+    golden = Capture.open(options.golden).of_whole_ports()
     with CheckpointReader(resolve_model(options.model)) as reader:
         stream = GoldenStream.open(golden, reader=reader, spec=spec, dtype=torch.bfloat16)
         folder = _open_folder(options, stream)
