@@ -32,6 +32,7 @@ from compare.sides.golden_weights import WeightSource, keep_layer_open
 from compare.sides.pairing import declared_layers, refuse_other_runs, select_layers
 from compare.sides.proving import proved
 from compare.sides.sides import Sides
+from compare.untested import find_untested
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.opening import without_expert_tokens
@@ -121,8 +122,13 @@ def judge_run(
     if isinstance(chunks, CaptureSource):
         in_chunks = _with_own_logits(run, others[0])
         joined = join_chunks(run.comparison, in_chunks.comparison, chunks)
-        return replace(run, comparison=joined, chunks=in_chunks)
-    return replace(run, comparison=replace(run.comparison, chunks=chunks))
+        return with_untested(replace(run, comparison=joined, chunks=in_chunks))
+    return with_untested(replace(run, comparison=replace(run.comparison, chunks=chunks)))
+
+
+def with_untested(run: JudgedRun) -> JudgedRun:
+    """Say anew what a run's comparison has not looked at."""
+    return replace(run, comparison=replace(run.comparison, untested=find_untested(run.sides, run.comparison)))
 
 
 def _with_own_logits(run: JudgedRun, chunks: JudgedRun) -> JudgedRun:

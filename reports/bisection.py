@@ -66,6 +66,7 @@ def bisection_record(bisection: Bisection) -> dict[str, Any]:
                 "reason": _reason(bisection, finding),
                 "right": [],
                 "operation": "",
+                "is_of_weights": False,
                 "in_chunks": False,
             }
             for finding in bisection.culprits

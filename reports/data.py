@@ -113,6 +113,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "target": comparison.target,
         "port": comparison.port,
         "notes": list(comparison.notes),
+        "untested": to_json(comparison.untested),
         "router_dtypes": to_json(comparison.router_dtypes),
         "weights": to_json(comparison.weights),
         "generated": to_json(comparison.generated),

@@ -16,7 +16,7 @@ from reports.causes import causes_of, word_reasons
 from reports.page.diagnosed import DiagnosedRun
 from reports.page.heat_map import measured
 from reports.page.uncompared import group_uncompared
-from reports.wording import word_figure, word_fraction, word_layer, word_port, word_sites
+from reports.wording import word_figure, word_fraction, word_layer, word_port, word_sites, word_untested
 
 _SIGNS = {
     Verdict.PASS: "✅",
@@ -40,6 +40,9 @@ def render_markdown(
     """Return a comparison as Markdown; `sentence` is its verdict in words."""
     lines = [f"## {_SIGNS[comparison.verdict]} mm2: {_plain(sentence)}", ""]
     lines += [f"Compared {comparison.compared} of {format_count(comparison.of, 'site')}.", ""]
+    untested = word_untested(comparison.untested)
+    if untested and comparison.verdict.is_passed:
+        lines += [_plain(untested), ""]
     lines += _blame(comparison)
     if diagnosis is not None:
         lines += _diagnosis(diagnosis)

@@ -14,7 +14,7 @@ from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.model_findings import draw_findings, word_first
-from reports.wording import word_figure
+from reports.wording import word_figure, word_untested
 
 # More would push the verdict off the screen.
 _MOST_LISTED = 20  # prompts in the table
@@ -89,6 +89,10 @@ def render_prompts(
             )
     for note in ranking.notes:
         canvas.item(note)
+    untested = word_untested(ranking.untested)
+    if ranking.verdict.is_passed and untested:
+        canvas.gap()
+        canvas.line(untested)
     return canvas.text
 
 
@@ -131,6 +135,7 @@ def prompts_record(ranking: PromptRanking, *, target: str, followed: Followed | 
         "together": [to_json(share) | {"is_beyond": share.is_beyond} for share in ranking.shares],
         "worst_is_right_alone": ranking.is_of_batch,
         "notes": list(ranking.notes),
+        "untested": to_json(ranking.untested),
         "prompts": [_prompt_record(result) for result in ranking.results],
         "followed": None
         if followed is None

@@ -24,7 +24,15 @@ from reports.causes import causes_of, word_blamed_sites, word_cause, word_reason
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview, flip_sentences, worst_site
 from reports.model_findings import draw_findings, draw_passes, word_chunks, word_first
-from reports.wording import word_figure, word_layer, word_place, word_port, word_sites, word_sites_by_layer
+from reports.wording import (
+    word_figure,
+    word_layer,
+    word_place,
+    word_port,
+    word_sites,
+    word_sites_by_layer,
+    word_untested,
+)
 
 # More of each would push the verdict off the screen.
 _MOST_BLAMED = 6  # groups of blame with their reasons
@@ -51,11 +59,13 @@ def render_comparison(
     is_terminal: bool | None = None,
     shows_metrics: bool = False,
     is_verbose: bool = False,
+    further: Sequence[str] = (),
 ) -> str:
-    """Draw a comparison as text: the verdict first, then the blame, and notes.
+    """Draw a comparison as text: the verdict first, then the blame, and notes; last, of a pass, what was not tested.
 
     `is_verbose` adds a line for every layer, and tables of the layers that fail. `shows_metrics` adds the five classic
-    figures of every layer's output, which classic criteria show always. For `width` and `is_terminal` see `Canvas`.
+    figures of every layer's output, which classic criteria show always. `further` texts stand before the last line. For
+    `width` and `is_terminal` see `Canvas`.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
@@ -91,7 +101,11 @@ def render_comparison(
         canvas.section("Notes")
         for note in comparison.notes:
             canvas.item(note)
-    return canvas.text
+    last = Canvas(width=width, is_terminal=is_terminal)
+    untested = word_untested(comparison.untested)
+    if comparison.verdict.is_passed and untested:
+        last.line(untested)
+    return "\n\n".join(filter(None, (canvas.text, *further, last.text)))
 
 
 def _headline(comparison: Comparison) -> str:

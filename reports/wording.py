@@ -9,7 +9,10 @@ from itertools import pairwise
 from minimax_tools.errors import format_count
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
+from minimax_tools.results.results import Untested
 
+# Beginning of the last line of a pass.
+UNTESTED = "Not tested: "
 # A longer run of sites is named by its first and its last.
 _MOST_NAMED_SITES = 4
 # Figures from here on have no decimals; those beyond the other two have an exponent.
@@ -91,3 +94,13 @@ def word_sites_by_layer(places: Iterable[tuple[int | None, str]]) -> tuple[str, 
     for layer, sites in sites_of.items():
         layers_with.setdefault(tuple(sites), []).append(layer)
     return tuple(f"{word_layers(layers)}: {', '.join(sites)}" for sites, layers in layers_with.items())
+
+
+def word_untested(untested: Iterable[Untested]) -> str:
+    """Return the line of what was not tested, with what tests it; empty if nothing was left out."""
+    details: dict[str, list[str]] = {}
+    for found in untested:
+        details.setdefault(found.by, []).append(found.detail)
+    alone = details.pop("", [])  # what nothing tests
+    parts = (*(f"{', '.join(of_command)} ({by})" for by, of_command in details.items()), *alone)
+    return f"{UNTESTED}{'; '.join(parts)}." if parts else ""

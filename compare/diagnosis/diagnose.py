@@ -173,6 +173,7 @@ def diagnose_run(
             *(comparison.notes if unproved else ()),
         ),
         unproved=unproved,
+        untested=comparison.untested,
     )
 
 

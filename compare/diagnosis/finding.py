@@ -12,7 +12,7 @@ from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.results.results import Blame, Verdict
+from minimax_tools.results.results import Blame, Untested, Verdict
 
 # ρ from which a site outside the layers counts as wrong although the comparison does not blame it. It is far above 1,
 # since a right port may sum in BF16, or round once more.
@@ -143,6 +143,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()  # sentences on layers and sites that were not diagnosed
     # How much the comparison saw, if it found no difference and proves nothing, as `compared 13 of 68 sites`.
     unproved: str = ""
+    untested: tuple[Untested, ...] = ()  # what the comparison has not looked at
 
     @property
     def has_wrong_weights(self) -> bool:

@@ -39,7 +39,7 @@ from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_figure, word_layer
+from reports.wording import word_figure, word_layer, word_untested
 
 # Mistakes that are listed of a group of layers.
 _MOST_LISTED = 3
@@ -65,6 +65,7 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
         "target": diagnosis.target,
         "is_failed": diagnosis.is_failed,
         "notes": list(diagnosis.notes),
+        "untested": to_json(diagnosis.untested),
     }
 
 
@@ -101,6 +102,10 @@ def render_diagnosis(
     if any(finding.proof is not None and finding.proof.is_proved for finding in diagnosis.findings):
         canvas.gap()
         canvas.line(MEND_FIRST, style="bold")
+    untested = word_untested(diagnosis.untested)
+    if diagnosis.verdict.is_passed and untested:
+        canvas.gap()
+        canvas.line(untested)
     return canvas.text
 
 

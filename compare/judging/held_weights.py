@@ -104,6 +104,7 @@ def _judge_layer(
         wrong=wrong,
         noted=tuple(fault for fault in held.faults if fault not in wrong),
         explains=tuple(dict.fromkeys(explains)),
+        is_divided=held.is_divided,
     )
 
 

@@ -48,3 +48,4 @@ class HeldWeights:
     not_compared: tuple[str, ...] = ()  # kinds that it holds in other numbers, or where mm2 does not look
     reason: str = ""  # why those were not compared; empty without any
     faults: tuple[WeightFault, ...] = ()
+    is_divided: bool = False  # whether some kind is held by several ranks together, and by none alone

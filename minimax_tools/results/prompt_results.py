@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from minimax_tools.results.results import Verdict
+from minimax_tools.results.results import Untested, Verdict
 
 # Flips are rare: more than this share of a prompt's tokens, and more than so many, are beyond noise for another reason.
 _MOST_FLIPPED_SHARE, _MOST_FLIPPED = 0.1, 2
@@ -181,6 +181,7 @@ class PromptRanking:
     alone: PromptResult | None = None
     words: Mapping[int, str] = field(default_factory=dict)  # text of tokens that reports name, by id
     notes: tuple[str, ...] = ()  # what a reader must know beside the verdict
+    untested: tuple[Untested, ...] = ()  # what was not looked at, whatever the verdict
 
     @property
     def differing(self) -> tuple[PromptResult, ...]:

@@ -31,6 +31,11 @@ class Verdict(TextEnum):
         """0 for pass and warn, 1 for fail, 3 for incomparable."""
         return {Verdict.FAIL: 1, Verdict.INCOMPARABLE: 3}.get(self, 0)
 
+    @property
+    def is_passed(self) -> bool:
+        """True for pass and warn."""
+        return self.exit_code == 0
+
     @classmethod
     def of_exit_code(cls, exit_code: int) -> Verdict:
         """Return the verdict of a command that ended with an exit code: pass, fail, or else incomparable."""
@@ -237,6 +242,17 @@ class WeightsResult:
     wrong: tuple[WeightFault, ...]
     noted: tuple[WeightFault, ...]  # what a port may do on purpose
     explains: tuple[str, ...]  # sites that read wrong weights, and need no other cause
+    is_divided: bool = False  # whether some kind is held by several ranks together, and by none alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untested:
+    """Something in which a port may be wrong, and that a comparison has not looked at."""
+
+    what: str  # `sites`, `experts`, `long_rows`, `decode`, … (see `compare.untested`)
+    detail: str  # what was left out, in words
+    by: str = ""  # what tests it, in short; empty if nothing of mm2 does
+    command: str = ""  # the whole command; empty if it is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +288,7 @@ class Comparison:
     pass_logits: tuple[PassLogits, ...] = ()  # next tokens of a whole port by pass, which judge nothing
     # The same prompts in chunks, whose findings are among `findings`; None for runs that are no whole port's
     chunks: ChunkedRun | None = None
+    untested: tuple[Untested, ...] = ()  # what was not looked at, whatever the verdict
     generated: tuple[GeneratedRow, ...] = ()  # what both sides generated, prompt by prompt
     # The real tokens and their position ids, such as `81 at positions 0-47`; empty if no side tells.
     tokens: str = ""

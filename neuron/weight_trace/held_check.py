@@ -107,6 +107,7 @@ def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
     ]
     num_experts = len(next(iter(table.of_experts[Direction.ROWS].values())))
     return HeldWeights(
+        is_divided=_is_divided(parts, compared, table),
         compared=tuple(compared),
         not_compared=tuple(others),
         reason=_word_reason({code for part in parts for code in part.codes}) if others else "",
@@ -116,6 +117,16 @@ def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
             *_rounded_faults(parts),
         ),
     )
+
+
+def _is_divided(parts: Sequence[HeldPart], kinds: Sequence[str], table: LineTable) -> bool:
+    """Decide whether no rank holds the whole of some kind that all hold together."""
+    whole: set[str] = set()
+    for part in parts:
+        is_held = np.unpackbits(part.held, count=table.size).astype(np.bool_)
+        partial = {kind_of(name) for name in table.matrices if _share_held(name, is_held, table) < 1}
+        whole |= set(kinds) - partial
+    return not whole.issuperset(kinds)
 
 
 def _line_reader(tensors: LayerTensors, table: LineTable) -> ReadLines:

@@ -20,7 +20,7 @@ from reports.page.site_charts import draw_site
 from reports.page.uncompared import UncomparedGroup, group_uncompared
 from reports.page.vega import Chart
 from reports.terminal import render_comparison
-from reports.wording import word_figure, word_layer, word_port
+from reports.wording import word_figure, word_layer, word_port, word_untested
 
 # Wide enough that a line of the terminal's text is not broken.
 _ONE_LINE = 1000
@@ -64,6 +64,7 @@ class Page:
     verdict: str
     sentence: str  # the verdict, with the place to look at first
     extent: str  # number of sites that were compared
+    untested: str  # what was not tested, in a sentence; empty if nothing was left out
     sides: tuple[tuple[str, str], ...]  # golden, run, criteria and tokens
     next_commands: tuple[str, ...]
     blame: tuple[BlameRow, ...]
@@ -111,6 +112,7 @@ def plan_page(
         verdict=str(comparison.verdict),
         sentence=sentence,
         extent=_word_extent(comparison),
+        untested=word_untested(comparison.untested),
         sides=tuple(_sides(comparison)),
         next_commands=next_commands,
         blame=tuple(_blame_rows(comparison)),

@@ -16,6 +16,7 @@ from minimax_tools.results.results import (
     GeneratedRow,
     RouterDtype,
     SiteResult,
+    Untested,
     Verdict,
     WeightsResult,
 )
@@ -73,6 +74,7 @@ def conclusion() -> Schema:
             "target": text(told["target"]),
             "port": text(told["port"]),
             "notes": listed(text(), told["notes"]),
+            "untested": listed(schema_of(Untested), told["untested"]),
             "router_dtypes": listed(schema_of(RouterDtype), told["router_dtypes"]),
             "weights": listed(schema_of(WeightsResult), told["weights"]),
             "generated": listed(schema_of(GeneratedRow), told["generated"]),
@@ -143,6 +145,7 @@ def diagnosis() -> Schema:
             "target": text("Folder or address of the run."),
             "is_failed": flag("Whether the comparison of the chosen layers fails."),
             "notes": listed(text(), "What was not diagnosed, and what the proofs rest on."),
+            "untested": listed(schema_of(Untested), "What the comparison has not looked at."),
         },
         "The known mistakes that explain a port's errors.",
     )
@@ -258,6 +261,7 @@ def port() -> Schema:
         {
             "verdict": choice("pass", "fail", "incomparable"),
             "directory": text("Folder of the golden, the runs and the log of finished stages."),
+            "untested": listed(schema_of(Untested), "What no stage has looked at."),
             "stages": listed(
                 record(stage), "The stages, in order; the last may be one that could not be carried out."
             ),
@@ -313,6 +317,8 @@ def prompts() -> Schema:
                 "Each phase over all prompts.",
             ),
             "worst_is_right_alone": flag("Whether the worst prompt is right in a batch of its own."),
+            "notes": listed(text(), "What a reader must know beside the verdict."),
+            "untested": listed(schema_of(Untested), "What was not looked at, whatever the verdict."),
             "prompts": listed(prompt, "All prompts, worst first."),
             "followed": maybe(record(followed), "What came of following the worst prompt."),
         },

@@ -46,6 +46,8 @@ class TestRecord:
                 "reason": failing.blame[0].reason,
                 "right": [],
                 "operation": "",
+                "is_of_weights": False,
+                "in_chunks": False,
             },
         ]
         assert (record["criteria"], record["reference"]) == ("noise", failing.reference)

@@ -30,5 +30,13 @@ def test_values_inside_values_are_reached() -> None:
 
 def test_values_with_names_become_objects() -> None:
     blame = Blame(layer=None, sites=("logits",), reason="another head")
-    record = {"layer": None, "sites": ["logits"], "reason": "another head", "right": [], "operation": ""}
+    record = {
+        "layer": None,
+        "sites": ["logits"],
+        "reason": "another head",
+        "right": [],
+        "operation": "",
+        "is_of_weights": False,
+        "in_chunks": False,
+    }
     assert to_json([blame]) == [record]

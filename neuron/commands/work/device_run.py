@@ -263,10 +263,6 @@ def _print_text(outcome: _Outcome, options: DeviceOptions) -> None:
     """Print the verdict first; without a golden, and with --verbose, what the capture holds."""
     comparison, report = outcome.comparison, outcome.report
     parts = []
-    if comparison is not None:
-        parts.append(
-            render_comparison(comparison, shows_metrics=options.shows_metrics, is_verbose=options.is_verbose)
-        )
     if comparison is None or options.is_verbose:
         parts.append(render_capture(outcome.capture))
     if outcome.generation is not None and (comparison is None or options.is_verbose):
@@ -275,7 +271,15 @@ def _print_text(outcome: _Outcome, options: DeviceOptions) -> None:
             parts.append("Tokens are judged with --golden: one that generated, made by mm2-gpu full.")
     if report is not None:
         parts.append(render_report(report, trace=outcome.capture.directory / PROFILE_NAME))
-    text = "\n\n".join(filter(None, parts))
+    if comparison is not None:
+        text = render_comparison(
+            comparison,
+            shows_metrics=options.shows_metrics,
+            is_verbose=options.is_verbose,
+            further=parts,
+        )
+    else:
+        text = "\n\n".join(filter(None, parts))
     print_then_report(text, outcome.write_report, next_commands=outcome.following)
     if report is not None:
         print_warnings(report)

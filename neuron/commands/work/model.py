@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compare.comparer import JudgedRun, judge_run
+from compare.comparer import JudgedRun, judge_run, with_untested
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from compare.limits.criteria import Criteria
 from compare.limits.limit_context import computes_in_float32
@@ -91,7 +91,7 @@ def run_model(options: ModelOptions) -> None:
                 judge = partial(
                     _judge_black_box, reader=reader, spec=spec, folder=options.store.captures / LOGITS_FOLDER
                 )
-                judged = _judge_all(judged, judge)
+                judged = with_untested(_judge_all(judged, judge))
             named = name_first(
                 judged, model, weights=weights, criteria=criteria, directory=directory / _ISOLATED_FOLDER
             )

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,9 +26,12 @@ from neuron.port_stages import StageLog, StageResult
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX
 from neuron.weight_trace.report import NOTHING_ELSE
+from reports.wording import UNTESTED
 
 logger = logging.getLogger(__name__)
 _NAME_WIDTH = 9
+# Commands of the stages that judge what the others leave out.
+_JUDGES = ("mm2-test sweep", "mm2-test full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,7 @@ def judge_in_stages(
             {
                 "verdict": str(verdict),
                 "directory": str(output_dir),
+                "untested": _untested_records(results),
                 "stages": [
                     {
                         "stage": result.name,
@@ -96,6 +101,8 @@ def judge_in_stages(
         cause = ": the weights are wrong" if _is_explained_by_weights(results) else ""
         lines = [f"{str(verdict).upper()}: {target}{cause}"]
         lines += [f"  {result.name:{_NAME_WIDTH}}  {_outcome(result)}" for result in results]
+        untested = _untested_parts(results) if exit_code == 0 else []
+        lines += ["", f"{UNTESTED}{'; '.join(untested)}."] if untested else []
         print_text("\n".join(["", *lines]), next_commands=following)
     end_command(exit_code)
 
@@ -211,3 +218,23 @@ def _find_told(result: StageResult, verdict: Verdict) -> str | None:
     start = f"{str(verdict).upper()}: "
     told = (line.removeprefix(start) for line in result.output.splitlines() if line.startswith(start))
     return next(told, None)
+
+
+def _untested_records(results: Sequence[StageResult]) -> list[dict[str, Any]]:
+    """Return what each stage left out, as JSON, but for what another stage tests."""
+    found = [
+        record
+        for result in results
+        if result.record is not None
+        for record in result.record.get("untested", [])
+        if record["by"] not in _JUDGES
+    ]
+    return [record for place, record in enumerate(found) if record not in found[:place]]
+
+
+def _untested_parts(results: Sequence[StageResult]) -> list[str]:
+    """Return the parts of the stages' lines of what was not tested, but for those that another stage tests."""
+    lines = (line for result in results for line in result.output.splitlines() if line.startswith(UNTESTED))
+    parts = (part for line in lines for part in line.removeprefix(UNTESTED).removesuffix(".").split("; "))
+    tested = tuple(f" ({command})" for command in _JUDGES)
+    return list(dict.fromkeys(part for part in parts if not part.endswith(tested)))

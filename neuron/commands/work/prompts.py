@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from compare.untested import untested_by_prompts
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
@@ -84,7 +85,12 @@ def run_prompts(options: PromptOptions) -> None:
         _print_golden(options, goldens.store, len(prompts), num_known)
         end_command(0)
     notes = () if options.golden is None else Capture.open(options.golden).row_notes
-    ranking = replace(ranking, words=_words(folder, ranking), notes=notes)
+    untested = untested_by_prompts(
+        longest=max(len(prompt.row) for prompt in prompts),
+        num_decoded=sum(result.decode is not None for result in ranking.results),
+        num_ranks=options.ranks.degree,
+    )
+    ranking = replace(ranking, words=_words(folder, ranking), notes=notes, untested=untested)
     _print_and_follow(options, run, ranking, directory)
     end_command(ranking.verdict.exit_code)
 
