@@ -125,7 +125,9 @@ def inspect_weights(
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
         loaded = shared.load_checkpoint(checkpoint_spec)
-        found_by_trace = number_as_loaded(findings, loaded.held.faults) if spec != checkpoint_spec else findings
+        found_by_trace = (
+            number_as_loaded(findings, loaded.held.faults) if spec != checkpoint_spec else findings
+        )
         findings = [*found_by_trace, *check_loaded(loaded, by_rank[0], findings)]
         compared = loaded.held.compared
     return WeightInspection(
