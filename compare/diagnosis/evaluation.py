@@ -56,11 +56,30 @@ class LayerInputs:
     attention_mask: torch.Tensor  # 1 on real tokens, int64 [B,S]
     position_ids: torch.Tensor  # int64 [B,S]
     decode_start: int
+    calls: tuple[
+        tuple[int, ...], ...
+    ] = ()  # rows of each call of the port's layer; empty: one call of all rows
+    # Tokens whose values are kept, bool [B,S]; None for all real tokens. Only these are judged.
+    is_kept: torch.Tensor | None = None
 
     @property
-    def real_tokens(self) -> torch.Tensor:
-        """Indices of the real tokens among all B·S, ascending: int64 [T]."""
-        return self.attention_mask.flatten().nonzero().flatten()
+    def tokens_by_call(self) -> tuple[torch.Tensor, ...]:
+        """Indices among all B·S of the tokens of each call, in its order: int64 [b·S]."""
+        batch_size, length = self.attention_mask.shape
+        rows_of_calls = self.calls or (tuple(range(batch_size)),)
+        return tuple(
+            (torch.tensor(rows)[:, None] * length + torch.arange(length)).flatten() for rows in rows_of_calls
+        )
+
+    @property
+    def is_judged(self) -> torch.Tensor:
+        """Whether each token is judged, bool [B,S]."""
+        return self.attention_mask.bool() if self.is_kept is None else self.is_kept
+
+    @property
+    def judged_tokens(self) -> torch.Tensor:
+        """Indices of the judged tokens among all B·S, ascending: int64 [T]."""
+        return self.is_judged.flatten().nonzero().flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -129,7 +129,7 @@ def search_layer(
 
 def _with_few_tokens(trial: Trial, most: int) -> Trial:
     """Return the trial of at most about `most` tokens."""
-    lengths = trial.base.attention_mask.sum(-1).tolist()
+    lengths = trial.base.inputs.is_judged.sum(-1).tolist()
     num_tokens = len(trial.base.tokens)
     indices = spread_tokens(num_tokens, lengths, most)
     return trial if len(indices) == num_tokens else trial.select_tokens(indices)

@@ -126,7 +126,7 @@ def _is_isolated(target: CaptureSource) -> bool:
 
 
 def _read_rows(reference: CaptureSource, target: CaptureSource, layer: int, site: Site) -> torch.Tensor:
-    return Batch(reference.read_inputs().attention_mask).rows(target.read(layer, site), site)
+    return Batch(reference.read_inputs().is_kept).rows(target.read(layer, site), site)
 
 
 def _weights_error(
