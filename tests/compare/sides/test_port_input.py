@@ -102,7 +102,7 @@ def test_head_of_a_port_in_float32_is_right(
     assert (result.exit_code, record["verdict"]) == (0, "pass")
     (logits,) = [site for site in record["sites"] if site["site"] == "logits"]
     # Its float32 is not rounded before the norm.
-    assert logits["rho"]["overall"] < 1.05
+    assert logits["noise"]["whole"] < 1.05
 
 
 @pytest.mark.parametrize(
