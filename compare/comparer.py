@@ -298,7 +298,7 @@ def _conclude(
             outputs_missing=outputs_missing,
         )
         + _cache_notes(layers)
-        + note_weights(weights),
+        + note_weights(weights, blame),
         router_dtypes=router_dtypes,
         weights=weights,
         generated=generated,

@@ -18,7 +18,12 @@ from groups import run_groups
 
 # Figures by group, for --only. A group is a file in device/, and yields more figures than these.
 GROUPS = {
-    "sweeping": ("graphs_for_62_layers", "compiles_after_first_layer", "sweep_over_bare"),
+    "sweeping": (
+        "graphs_for_62_layers",
+        "compiles_after_first_layer",
+        "sweep_over_bare",
+        "sweep_over_uncompared",
+    ),
     "true_size": ("true_size_sweep_over_bound",),
     "regrouping": ("regroup_peak_over_output", "regroup_over_memcpy", "regroup_transposed_over_memcpy"),
     "bisection": ("bisect_runs_62", "bisect_found_of_three", "bisect_runs_62_clean"),

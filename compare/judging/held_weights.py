@@ -71,18 +71,26 @@ def blame_weights(blame: Sequence[Blame], weights: Sequence[WeightsResult]) -> t
     return tuple(merged)
 
 
-def note_weights(weights: Sequence[WeightsResult]) -> tuple[str, ...]:
-    """Say which weights lie otherwise than most, and may on purpose, and which were not compared, and why."""
+def note_weights(weights: Sequence[WeightsResult], blame: Sequence[Blame]) -> tuple[str, ...]:
+    """Say which weights lie otherwise than others, and whether on purpose, and which were not compared, and why."""
     layers_of: dict[str, list[int]] = {}
     for layer in weights:
         for fault in layer.noted:
-            layers_of.setdefault(f"{fault.text}; a port may do so on purpose", []).append(layer.layer)
+            blamed = _blamed_readers(fault, layer.layer, blame)
+            doubt = f"{blamed} reads them, and is wrong" if blamed else "a port may do so on purpose"
+            layers_of.setdefault(f"{fault.text}; {doubt}", []).append(layer.layer)
         if layer.not_compared:
             kinds = ", ".join(layer.not_compared)
             layers_of.setdefault(
                 f"not compared with the checkpoint's numbers: {kinds}; {layer.reason}", []
             ).append(layer.layer)
     return tuple(f"weights of {word_layers(layers)}: {text}" for text, layers in layers_of.items())
+
+
+def _blamed_readers(fault: WeightFault, layer: int, blame: Sequence[Blame]) -> str:
+    """Return which site of a layer is to blame and reads the weights of a fault; empty if none is."""
+    blamed = {site for cause in blame if cause.layer == layer for site in cause.sites}
+    return next((reader for kind in fault.kinds if (reader := str(_READERS[kind])) in blamed), "")
 
 
 def _judge_layer(

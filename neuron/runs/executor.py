@@ -67,6 +67,7 @@ class LayerExecutor:
         self.footprint = device_footprint(setup, runtime)  # host memory of a layer, from shapes
         self._resident = ResidentLayer(setup, runtime=runtime, reader=reader, footprint=self.footprint)
         self.loader = self._resident.loader
+        self._lines = LineTable(setup.spec)
 
     def __enter__(self) -> LayerExecutor:
         self._send(
@@ -205,7 +206,7 @@ class LayerExecutor:
         if part is None:
             return None
         parts = self.runtime.messages.gather(part)
-        return conclude(parts, LineTable(self.setup.spec)) if parts else None
+        return conclude(parts, self._lines) if parts else None
 
     def _find_exposure(self, module: nn.Module, request: LayerRequest, *, what: str) -> Exposure:
         """Find the sites that the port exposes; raise TargetError if it cannot serve the request."""

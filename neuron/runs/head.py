@@ -29,8 +29,8 @@ class DeviceHead(nn.Module):
         self.lm_head = UndrawnLinear(spec.hidden_size, spec.vocab_size, dtype=dtype)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute final_norm [B,S,H] and logits [B,S,vocab] from [B,S,H]."""
-        normed = self.norm(hidden_states)
+        """Compute final_norm [B,S,H] and logits [B,S,vocab], in the weights' dtype, from [B,S,H] of any dtype."""
+        normed = self.norm(hidden_states).to(self.lm_head.weight.dtype)
         return normed, self.lm_head(normed)
 
 
@@ -55,6 +55,8 @@ def run_head(hidden_states: torch.Tensor, *, executor: LayerExecutor) -> Mapping
     loader.load(module, weights, what="the model's head")
     loader.release()  # frees the host's buffers: no further module is loaded
     with torch.no_grad():
-        normed, logits = module(hidden_states.to(runtime.device, dtype))
+        # A port's float32 is not rounded before the norm: the noise of logits has no such rounding.
+        read_in = torch.promote_types(hidden_states.dtype, dtype)
+        normed, logits = module(hidden_states.to(runtime.device, read_in))
     runtime.synchronise()
     return {ModelSite.FINAL_NORM: normed.to("cpu"), ModelSite.LOGITS: logits.to("cpu")}

@@ -105,7 +105,7 @@ class ExpertLines:
         for expert in np.flatnonzero(is_torn).tolist():
             is_unlike = both[expert] & (shifts[expert] != expected[expert])
             for index in np.unique(self.kind_of[is_unlike]):
-                what = "in another layout than those of most experts"
+                what = "in another layout than those of other experts"
                 yield self._deviation(index, expert, what, WeightMistake.ORDER)
 
     def find_lost(

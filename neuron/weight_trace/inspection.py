@@ -20,7 +20,7 @@ from minimax_tools.results.results import Verdict
 from neuron.ports.target import ConversionOrigin
 from neuron.weight_trace.conversion_memory import word_memory
 from neuron.weight_trace.layout_check import check_layouts, find_refills
-from neuron.weight_trace.loaded_check import check_loaded
+from neuron.weight_trace.loaded_check import check_loaded, number_as_loaded
 from neuron.weight_trace.repairs import candidate_repairs
 from neuron.weight_trace.scales import Scales
 from neuron.weight_trace.shared_port import SharedPort
@@ -125,7 +125,10 @@ def inspect_weights(
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
         loaded = shared.load_checkpoint(checkpoint_spec)
-        findings += check_loaded(loaded, by_rank[0], findings)
+        found_by_trace = (
+            number_as_loaded(findings, loaded.held.faults) if spec != checkpoint_spec else findings
+        )
+        findings = [*found_by_trace, *check_loaded(loaded, by_rank[0], findings)]
         compared = loaded.held.compared
     return WeightInspection(
         target=port.target.name,

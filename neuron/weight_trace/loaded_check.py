@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +52,26 @@ def check_loaded(
     changed = set(loaded.held.not_compared) - wrong - told
     for patterns, kinds in _moved_only(layouts, changed).items():
         yield _compare_norms(kinds, patterns, loaded)
+
+
+def number_as_loaded(
+    found: Sequence[WeightFinding], faults: Sequence[WeightFault]
+) -> Sequence[WeightFinding]:
+    """Return the findings of a smaller layer, those on some experts with the experts of the checkpoint's layer."""
+    return [_number(finding, faults) for finding in found]
+
+
+def _number(finding: WeightFinding, faults: Sequence[WeightFault]) -> WeightFinding:
+    alike = (
+        fault
+        for fault in faults
+        if fault.experts and fault.mistake is finding.mistake and set(fault.kinds) <= set(finding.kinds)
+    )
+    fault = next(alike, None)
+    if fault is None or finding.severity is not Severity.WRONG:
+        return finding
+    told = f"{finding.text}: {finding.details}" if finding.details else finding.text
+    return replace(finding, text=fault.text, details=f"in the smaller layer, {told}")
 
 
 def _finding_of(fault: WeightFault) -> WeightFinding:

@@ -113,12 +113,13 @@ class PortLines:
 
     def _read(self, names: tuple[str, ...], source: SourceLines) -> PortFamily | None:
         """Read a family in the way in which most of its lines are found; None if none is."""
-        ways = [(way, direction) for way in self._sums[names[0]] for direction in Direction]
-        shares = [self._share_found(names, way, direction, source) for way, direction in ways]
+        of_ways = {way: self._join(names, way) for way in self._sums[names[0]]}
+        ways = [(way, direction) for way in of_ways for direction in Direction]
+        shares = [_share_found(of_ways[way], direction, source) for way, direction in ways]
         if not any(shares):
             return None
         way, direction = ways[shares.index(max(shares))]
-        sums = self._join(names, way)
+        sums = of_ways[way]
         found, held = source.exact[direction].find_all(sums)
         is_foreign = found == FOREIGN
         found[is_foreign], held_rounded = source.rounded[direction].find_all(sums[is_foreign])
@@ -131,20 +132,18 @@ class PortLines:
             held=np.concatenate((held, held_rounded)),
         )
 
-    def _share_found(
-        self, names: tuple[str, ...], way: str, direction: Direction, source: SourceLines
-    ) -> float:
-        """Return the share of lines that are found, of some of those that hold more than zeros."""
-        sums = self._join(names, way)
-        sums = sums[sums != 0]
-        tried = sums[:: max(1, len(sums) // _NUM_TRIED)]
-        is_found = [
-            index.find(tried) != FOREIGN for index in (source.exact[direction], source.rounded[direction])
-        ]
-        return float(np.logical_or(*is_found).mean()) if len(tried) else 0.0
-
     def _join(self, names: tuple[str, ...], way: str) -> Sums:
         return np.concatenate([self._sums[name][way] for name in names])
+
+
+def _share_found(sums: Sums, direction: Direction, source: SourceLines) -> float:
+    """Return the share of lines that are found, of some of those that hold more than zeros."""
+    sums = sums[sums != 0]
+    tried = sums[:: max(1, len(sums) // _NUM_TRIED)]
+    is_found = [
+        index.find(tried) != FOREIGN for index in (source.exact[direction], source.rounded[direction])
+    ]
+    return float(np.logical_or(*is_found).mean()) if len(tried) else 0.0
 
 
 def _divide(tensor: torch.Tensor, way: str) -> torch.Tensor:

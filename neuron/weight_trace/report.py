@@ -19,8 +19,10 @@ from neuron.weight_trace.weight_finding import Severity, WeightFinding
 from reports.json_values import to_json
 
 _MARKS = {Severity.WRONG: "[wrong]", Severity.SUSPECT: "[unclear]", Severity.NOTE: "[note]"}
-# Ends the first line if nothing but the weights is wrong.
+# In the first line, before what is wrong; and its end if that explains all.
+ARE_WRONG = " are wrong: "
 NOTHING_ELSE = "nothing else is wrong"
+NOT_ALL_SEEN = "its weights were not all seen"
 # Up to this many tensors whose names differ in numbers alone are shown; of more, only the first.
 _MAX_SHOWN_ALIKE = 2
 
@@ -133,14 +135,14 @@ def _verdict_word(inspection: WeightInspection) -> str:
 def _headline(inspection: WeightInspection, layers: Sequence[int]) -> str:
     weights = f"the weights of {word_layers(layers)} in {inspection.target}"
     if inspection.verdict is Verdict.PASS and inspection.has_unseen:
-        return f"{word_layers(layers)} of {inspection.target} gives the right output; its weights were not all seen"
+        return f"{word_layers(layers)} of {inspection.target} gives the right output; {NOT_ALL_SEEN}"
     if inspection.verdict is Verdict.PASS:
         return f"{weights} are right"
     wrong = [finding for finding in inspection.findings if finding.severity is Severity.WRONG]
     if wrong:
         more = f" (and {format_count(len(wrong) - 1, 'more finding')})" if len(wrong) > 1 else ""
         alone = f"; {NOTHING_ELSE}" if inspection.explains_all else ""
-        return f"{weights} are wrong: {wrong[0].text}{more}{alone}"
+        return f"{weights}{ARE_WRONG}{wrong[0].text}{more}{alone}"
     is_of_forward = not any(finding.severity is Severity.SUSPECT for finding in inspection.findings)
     if is_of_forward and inspection.trial.has_run and not inspection.trial.is_quantised:
         return f"no fault is seen in {weights}, and the output differs"

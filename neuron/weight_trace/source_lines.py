@@ -202,21 +202,26 @@ class LineIndex:
 
     def find(self, sums: Sums) -> Numbers:
         """Return the number of the line of each sum; or `FOREIGN`, `EMPTY`, `AMBIGUOUS`."""
-        return self.find_all(sums)[0]
+        return self._find(sums)[0]
 
     def find_all(self, sums: Sums) -> tuple[Numbers, Numbers]:
         """Return what `find` does, and the numbers of all lines that have one of these sums."""
+        found, groups = self._find(sums)
+        is_held = np.zeros(len(self._group_size), dtype=np.bool_)
+        is_held[groups] = True
+        return found, self._numbers[is_held[self._group_of]]
+
+    def _find(self, sums: Sums) -> tuple[Numbers, Numbers]:
+        """Return what `find` does, and the groups of alike lines that have one of these sums."""
         found = np.where(sums == 0, EMPTY, FOREIGN)
         if not len(self._sums):
-            return found, self._numbers
+            return found, np.zeros(0, dtype=int)
         places = np.searchsorted(self._sums, sums).clip(max=len(self._sums) - 1)
         is_found = self._sums[places] == sums
         groups = self._group_of[places[is_found]]
         is_single = self._group_size[groups] == 1
         found[is_found] = np.where(is_single, self._numbers[places[is_found]], AMBIGUOUS)
-        is_held = np.zeros(len(self._group_size), dtype=np.bool_)
-        is_held[groups] = True
-        return found, self._numbers[is_held[self._group_of]]
+        return found, groups
 
 
 class NotedTensors(LayerTensors):

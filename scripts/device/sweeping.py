@@ -5,6 +5,8 @@
   runs it 62 times on weights that are loaded already, and copies each output to the host.
 - `sweep_over_bare_loading`: the same, over a loop that loads the weights of each layer
 - `sweep_cpu_over_bare`: their processor time, of all threads
+- `sweep_over_uncompared`, `sweep_cpu_over_uncompared`: both times over those of a sweep that does not compare the
+  weights that the port holds with the checkpoint's
 - `graphs_for_62_layers`, `compiles_after_first_layer`: compiled graphs of the sweep, in all and after layer 0
 - `compile_share_of_bare`: the part of the bare loop's time that is compiling
 
@@ -42,7 +44,7 @@ def measure(scale: str) -> Iterator[Figure]:
         model, golden = Path(folder, "model"), Path(folder, "golden")
         write_model(model, SyntheticModel(num_hidden_layers=_NUM_LAYERS[scale]), dtype=torch.bfloat16)
         capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=_SEQ_LENS), noise_floor="off")
-        ways = ("sweep", "bare", "bare-loading")
+        ways = ("sweep", "uncompared", "bare", "bare-loading")
         rounds = [
             {way: run_way(way, model, golden, Path(folder, f"{way}-{number}")) for way in ways}
             for number in range(_ROUNDS[scale])
@@ -52,6 +54,8 @@ def measure(scale: str) -> Iterator[Figure]:
     yield Figure.exactly("compiles_after_first_layer", sweep["later_layers"], 0)
     yield Figure.at_most("sweep_over_bare", _ratio(rounds, "bare"), 1.3)
     yield Figure.plain("sweep_cpu_over_bare", _ratio(rounds, "bare", "cpu_s"))
+    yield Figure.at_most("sweep_over_uncompared", _ratio(rounds, "uncompared"), 1.15)
+    yield Figure.plain("sweep_cpu_over_uncompared", _ratio(rounds, "uncompared", "cpu_s"))
     yield Figure.plain("sweep_over_bare_loading", _ratio(rounds, "bare-loading"))
     yield Figure.plain(
         "compile_share_of_bare",

@@ -1,11 +1,12 @@
 """A process that times a sweep, or a bare loop to compare the sweep with.
 
-    python -m device.timed_sweep sweep|bare|bare-loading MODEL GOLDEN OUTPUT
+    python -m device.timed_sweep sweep|uncompared|bare|bare-loading MODEL GOLDEN OUTPUT
 
-`bare` runs all layers with the weights of layer 0, `bare-loading` loads each layer's. Prints one JSON object: seconds,
-processor time, the seconds spent compiling, and for a sweep its numbers of graphs. A sweep is timed as a whole, a bare
-loop from its first layer on: it writes no OUTPUT, and the golden's inputs are read before, and for `bare` the weights
-too. On a busy machine the processor time (`cpu_s`, of all threads) tells more than the seconds.
+`uncompared` is a sweep that does not look at the weights that the port holds. `bare` runs all layers with the weights
+of layer 0, `bare-loading` loads each layer's. Prints one JSON object: seconds, processor time, the seconds spent
+compiling, and for a sweep its numbers of graphs. A sweep is timed as a whole, a bare loop from its first layer on: it
+writes no OUTPUT, and the golden's inputs are read before, and for `bare` the weights too. On a busy machine the
+processor time (`cpu_s`, of all threads) tells more than the seconds.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from port_runs import request_run
 from torch import nn
 
+from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
@@ -35,11 +38,13 @@ from neuron.runs.runner import DeviceRun
 
 
 def main(way: str, model: str, golden: str, output: str) -> None:
-    """Run one of the three ways, and print its times."""
+    """Run one of the ways, and print its times."""
     folder = Path(model)
     with open_runtime("xla-cpu") as runtime, CheckpointReader(folder) as reader:
-        if way == "sweep":
-            record = _sweep(runtime, reader, Capture.open(Path(golden)), Path(output))
+        if way in ("sweep", "uncompared"):
+            # Weights in which a mistake is undone are not compared. To undo this one changes nothing.
+            undone = (Undo.parse("k_norm_scaled,factor=1"),) if way == "uncompared" else ()
+            record = _sweep(runtime, reader, Capture.open(Path(golden)), Path(output), undone=undone)
         else:
             loads = {"bare": False, "bare-loading": True}[way]
             record = _run_bare(runtime, reader, Capture.open(Path(golden)), loads=loads)
@@ -47,10 +52,12 @@ def main(way: str, model: str, golden: str, output: str) -> None:
     print(json.dumps(record))
 
 
-def _sweep(runtime: Runtime, reader: CheckpointReader, golden: Capture, output: Path) -> dict[str, float]:
+def _sweep(
+    runtime: Runtime, reader: CheckpointReader, golden: Capture, output: Path, *, undone: tuple[Undo, ...]
+) -> dict[str, float]:
     started, started_cpu = time.perf_counter(), time.process_time()
     run = sweep_run(Span(0, len(golden.layers)), sites_level="all")
-    request = request_run(reader.folder, golden, find_target("builtin"), run)
+    request = replace(request_run(reader.folder, golden, find_target("builtin"), run), undone=undone)
     report = DeviceRun(request, runtime=runtime, reader=reader).capture(output)
     return {
         "seconds": time.perf_counter() - started,

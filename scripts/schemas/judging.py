@@ -262,6 +262,7 @@ def port() -> Schema:
             "verdict": choice("pass", "fail", "incomparable"),
             "directory": text("Folder of the golden, the runs and the log of finished stages."),
             "untested": listed(schema_of(Untested), "What no stage has looked at."),
+            "wrong_weights": maybe(text(), "What is wrong with the weights, if it explains all; else null."),
             "stages": listed(
                 record(stage), "The stages, in order; the last may be one that could not be carried out."
             ),

@@ -20,6 +20,14 @@ _NAME = re.compile(
 _HIDDEN = {"without_experts": ("router_experts", "router_weights"), "without_choice": ("router_experts",)}
 
 
+class InFloat32(planted.port.DecoderLayer):
+    """A right layer that computes in float32 on BF16 weights, and gives float32."""
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        self.float()
+        return super().forward(hidden_states.float(), attention_mask, position_ids)
+
+
 class OneToken(planted.Planted):
     """The experts' output of a single token is half as large again."""
 

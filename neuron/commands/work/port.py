@@ -25,7 +25,7 @@ from neuron.port_arguments import name_port
 from neuron.port_stages import StageLog, StageResult
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX
-from neuron.weight_trace.report import NOTHING_ELSE
+from neuron.weight_trace.report import ARE_WRONG, NOT_ALL_SEEN, NOTHING_ELSE
 from reports.wording import UNTESTED
 
 logger = logging.getLogger(__name__)
@@ -78,13 +78,17 @@ def judge_in_stages(
     verdict = Verdict.of_exit_code(exit_code)
     # A mended port is judged by the same command.
     again = (same_command("mm2-test"),) if exit_code == 1 else ()
-    following = tuple(dict.fromkeys((*(last.next_commands if is_finished else (last.command,)), *again)))
+    wrong_weights = _wrong_weights(results)
+    advised = last.next_commands if is_finished else (last.command,)
+    # Weights that explain all are mended first: nothing is searched.
+    following = again if wrong_weights else tuple(dict.fromkeys((*advised, *again)))
     if as_json:
         print_json(
             {
                 "verdict": str(verdict),
                 "directory": str(output_dir),
                 "untested": _untested_records(results),
+                "wrong_weights": wrong_weights or None,
                 "stages": [
                     {
                         "stage": result.name,
@@ -98,7 +102,7 @@ def judge_in_stages(
             next_commands=following,
         )
     else:
-        cause = ": the weights are wrong" if _is_explained_by_weights(results) else ""
+        cause = f": the weights are wrong: {wrong_weights}" if wrong_weights else ""
         lines = [f"{str(verdict).upper()}: {target}{cause}"]
         lines += [f"  {result.name:{_NAME_WIDTH}}  {_outcome(result)}" for result in results]
         untested = _untested_parts(results) if exit_code == 0 else []
@@ -158,18 +162,22 @@ class _Plan:
         if not finished["sweep"].exit_code:
             chain = ("--output-dir", str(self.folder / "chain"), "--overwrite", *report)
             yield _Stage(name="chain", words=("mm2-test", "full", *on_golden, *self.named, *chain))
-        elif not _is_explained_by_weights(finished.values()):
+        elif not _wrong_weights(finished.values()):
             sides = ("--model", self.model, "--golden", golden, "--run", run)
             yield _Stage(name="diagnosis", words=("mm2-diagnose", *sides, "--prove", *report))
 
 
-def _is_explained_by_weights(results: Iterable[StageResult]) -> bool:
-    """Decide whether the trace of the weights proved that nothing else is wrong: then no mistake is searched."""
-    for result in results:
-        if result.name == "weights" and result.exit_code == 1:
-            record = result.record
-            return NOTHING_ELSE in result.output if record is None else record.get("explains_all") is True
-    return False
+def _wrong_weights(results: Iterable[StageResult]) -> str:
+    """Return what is wrong with the weights, if their trace proved that nothing else is; else an empty text."""
+    traced = [result for result in results if result.name == "weights" and result.exit_code == 1]
+    for result in traced:
+        if (record := result.record) is not None:
+            wrong = [finding["text"] for finding in record["findings"] if finding["severity"] == "wrong"]
+            return "; ".join(wrong) if record["explains_all"] else ""
+        told = (_find_told(result, Verdict.FAIL) or "").partition(ARE_WRONG)[2]
+        cause = told.removesuffix(f"; {NOTHING_ELSE}")
+        return "" if cause == told else cause
+    return ""
 
 
 def _without(words: Sequence[str], option: str) -> tuple[str, ...]:
@@ -209,6 +217,11 @@ def _outcome(result: StageResult) -> str:
         if warning is not None:
             return f"right, with a warning: {warning}"
         # A pass says how little it rests on.
+        if told is not None and NOT_ALL_SEEN in told:
+            return f"right, as its output tells: {NOT_ALL_SEEN}"
+        if told is not None and result.name == "weights":
+            # Those of the other layers are compared by the later stages.
+            return "right in layer 0"
         return f"right, {told}" if told is not None and " only, " in told else "right"
     return f"wrong: {_find_told(result, Verdict.FAIL) or 'see above'}"
 

@@ -93,6 +93,18 @@ def test_figures_are_golden_against_port_and_those_on_its_own_input_beside_them(
     assert logits["metrics"]["cosine_similarity"] < logits["own_input_metrics"]["cosine_similarity"]
 
 
+def test_head_of_a_port_in_float32_is_right(
+    toy: Path, golden: Path, tmp_path: Path, command: Command
+) -> None:
+    arguments = ("--model", toy, "--golden", golden, "--target", f"{PORTS}:InFloat32", "--backend", "cpu")
+    result = command(mm2_test, "full", *arguments, "--output-dir", tmp_path / "run", "--json", "--quiet")
+    record = json.loads(result.stdout)
+    assert (result.exit_code, record["verdict"]) == (0, "pass")
+    (logits,) = [site for site in record["sites"] if site["site"] == "logits"]
+    # Its float32 is not rounded before the norm.
+    assert logits["noise"]["whole"] < 1.05
+
+
 @pytest.mark.parametrize(
     "shows",
     ["", "_without_experts", pytest.param("_without_choice", marks=pytest.mark.slow), "_outputs"],

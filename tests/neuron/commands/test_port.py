@@ -186,7 +186,7 @@ def test_right_port_goes_on_to_a_chain(judge: Judge, tmp_path: Path) -> None:
         assert f"\n$ {command} " in first.stdout
     assert first.stdout.splitlines()[-4:] == [
         f"PASS: {target}",
-        "  weights    right",
+        "  weights    right in layer 0",
         "  sweep      right",
         "  chain      right",
     ]
@@ -249,9 +249,10 @@ def test_weights_that_explain_all_end_the_search(judge: Judge, tmp_path: Path) -
     target = f"{source}:DecoderLayer"
     told = judge(target).stdout
     verdict, weights, sweep = told.splitlines()[-6:-3]
-    assert verdict == f"FAIL: {target}: the weights are wrong"
-    cause = "w1 (gate) and w3 (up) are swapped; nothing else is wrong"
-    assert weights == f"  weights    wrong: the weights of layer 0 in {target} are wrong: {cause}"
+    cause = "w1 (gate) and w3 (up) are swapped"
+    assert verdict == f"FAIL: {target}: the weights are wrong: {cause}"
+    told_by_trace = f"the weights of layer 0 in {target} are wrong: {cause}; nothing else is wrong"
+    assert weights == f"  weights    wrong: {told_by_trace}"
     assert sweep == "  sweep      wrong: layer 0, moe_delta"
     assert "mm2-diagnose" not in told
     assert "no known mistake" not in told

@@ -81,7 +81,7 @@ def sweep(command: Any, toy: Path, short_golden: Path, tmp_path: Path, write_por
         (UNLOADED, "w2 (down) of experts {few}: zeros in their place (moe.down_proj)"),
         (
             SWAPPED,
-            "w1 (gate), w3 (up) of experts {few}: in another layout than those of most experts (moe.gate_up_proj)",
+            "w1 (gate), w3 (up) of experts {few}: in another layout than those of other experts (moe.gate_up_proj)",
         ),
         (
             EXCHANGED,
@@ -143,6 +143,14 @@ def test_what_a_port_undoes_is_a_note_once_a_token_reached_it(
     # The same of experts that no token chose: nothing tells that it is undone.
     code, record = sweep(MOVED, unseen)
     assert (code, record["blame"][0]["sites"]) == (1, ["weights"])
+
+
+def test_weights_that_lie_in_two_ways_are_told_beside_the_wrong_site_that_reads_them(sweep: Any) -> None:
+    code, record = sweep(SWAPPED, list(range(16, 32)))
+    assert (code, [blame["sites"] for blame in record["blame"]]) == (1, [["moe_delta"]])
+    assert not record["blame"][0]["is_of_weights"]
+    (note,) = [note for note in record["notes"] if note.startswith("weights of layer 1")]
+    assert note.endswith("; moe_delta reads them, and is wrong")
 
 
 def test_a_right_port_is_compared_whole(sweep: Any) -> None:

@@ -209,7 +209,7 @@ def set_all_zero(state: State) -> None:
         (
             swap_gate_and_up,
             "order",
-            "w1 (gate), w3 (up) of expert 4: in another layout than those of most experts (moe.gate_up_proj)",
+            "w1 (gate), w3 (up) of expert 4: in another layout than those of other experts (moe.gate_up_proj)",
             (4,),
             False,
         ),

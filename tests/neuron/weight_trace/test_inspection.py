@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,24 @@ def test_a_mistake_of_a_part_is_proved(inspect: Inspect, name: str) -> None:
     wrong = [finding["text"] for finding in record["findings"] if finding["severity"] == "wrong"]
     assert len(wrong) == 1
     assert wrong[0].startswith(text)
+
+
+def test_experts_have_the_numbers_of_the_checkpoint_though_a_smaller_layer_was_traced(
+    command: Any, toy: Path, write_port: Any
+) -> None:
+    spoil = """
+half = config.num_local_experts // 2
+for expert in range(half, 2 * half):
+    gate, up = state["moe.gate_up_proj"][expert].chunk(2)
+    state["moe.gate_up_proj"][expert] = torch.stack((gate, up), 1).flatten(0, 1)
+"""
+    target = write_port(_PORT.format(spoil=textwrap.indent(spoil, " " * 8)))
+    result = command(mm2_test, "weights", "--model", toy, "--target", target, "--json", "--quiet")
+    record = json.loads(result.stdout)
+    assert (result.exit_code, record["explains_all"], record["traced"]["is_smaller"]) == (1, True, True)
+    (wrong,) = [finding for finding in record["findings"] if finding["severity"] == "wrong"]
+    assert wrong["text"].startswith("w1 (gate), w3 (up) of experts 16–31, 16 in all: in another layout")
+    assert "in the smaller layer, w1 (gate), w3 (up) of experts 8–15 lie otherwise" in wrong["text"]
 
 
 @pytest.mark.parametrize("name", PLANTED)
