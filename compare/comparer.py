@@ -34,6 +34,7 @@ from compare.sides.proving import proved
 from compare.sides.sides import Sides
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.opening import without_expert_tokens
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
@@ -95,6 +96,7 @@ def judge_run(
         UsageError: No layer matches the pattern.
         CaptureError: A file is missing or damaged: `proved` checks the digests of all that was read.
     """
+    reference, target = without_expert_tokens(reference, target)
     target = target.beside(reference)
     pairing_notes = refuse_other_runs(reference, target)
     layers = select_layers(reference, target, layer_pattern)

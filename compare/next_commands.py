@@ -106,7 +106,7 @@ def _settle(commands: RunCommands) -> str:
 def _after_pass(comparison: Comparison, commands: RunCommands) -> tuple[str, ...]:
     """Return the run of all layers, each alone; or in a chain, if all of them are right alone."""
     port, golden = commands.port, commands.golden_run
-    if port is None or golden is None or port.run.mode is Mode.CHAINED:
+    if port is None or golden is None or port.run.mode is Mode.CHAINED or not commands.runs_all_layers:
         return ()
     if port.run.component is not None or len(comparison.layers) < len(golden.span):
         return (commands.sweep(),)

@@ -37,6 +37,7 @@ def gather_notes(
     that a pass does not prove right, `outputs_missing` those that classic limits could not judge.
     """
     return (
+        *sides.reference.row_notes,
         *_dump_notes(sides),
         *_unfinished_notes(sides),
         *_unknown_input_notes(layers_of_unknown_input),
@@ -64,7 +65,7 @@ def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
         # Another tool's dump does not describe its run, nor hold its inputs.
         if source.known_description is not None:
             inputs = source.read_inputs()
-            return f"{int(inputs.attention_mask.sum())} at {format_positions(inputs)}"
+            return f"{int(inputs.is_kept.sum())} at {format_positions(inputs)}"
     return ""
 
 

@@ -9,7 +9,7 @@ from minimax_tools.command_line.group import CommandPlace, Mm2Group
 
 @click.group(
     cls=Mm2Group,
-    epilog="\b\nExample: mm2-gpu extract-all --model MiniMaxAI/MiniMax-M2 --max-memory 40GB --seq-len 96,61",
+    epilog="\b\nExample: mm2-gpu extract-all --model MiniMaxAI/MiniMax-M2 --max-memory 40GB",
 )
 def main() -> None:
     """Make golden captures of a MiniMax-M2 with transformers' own model."""

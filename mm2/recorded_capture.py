@@ -141,6 +141,10 @@ class RecordedCapture(CaptureSource):
         """Return the golden's mask, by which real tokens are told; None without a golden."""
         return None if self._golden is None else self._golden.attention_mask
 
+    def read_kept_mask(self) -> torch.Tensor | None:
+        """Return which tokens the golden keeps; None without a golden."""
+        return None if self._golden is None else self._golden.golden.inputs.is_kept
+
     def read_inputs(self) -> Inputs:
         """Return the golden's batch."""
         if self._golden is None:

@@ -158,12 +158,33 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
         ("made by" if description.side == GOLDEN_SIDE else "port", made.target),
         *([("weights", f"by {made.options['conversion']}")] if "conversion" in made.options else []),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
-        ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
+        ("inputs", _word_inputs(description)),
     ]
     if description.side == GOLDEN_SIDE:
+        facts.append(("experts", _word_experts(source)))
         facts.append(("noise floor", _word_floor(description)))
         facts.append(("certificate", _word_certificate(source, inspection)))
     return [*facts, ("digests", _word_digests(description, source, inspection))]
+
+
+def _word_inputs(description: Description) -> str:
+    quick = ", the short rows of --quick" if description.is_quick else ""
+    return f"{description.input_source}{quick} (sha256 {description.inputs_digest[:8]})"
+
+
+def _word_experts(source: CaptureSource) -> str:
+    """Return how many experts no token of a golden chose, such as `some chosen by no token: 2 in layer 3`."""
+    unreached = {layer: source.unreached_experts(layer) for layer in source.layers}
+    if None in unreached.values():
+        return "not counted: made by an older mm2"
+    missing = [(layer, len(experts)) for layer, experts in unreached.items() if experts]
+    if not missing:
+        return "all chosen by a token, in every layer"
+    layer, most = max(missing, key=lambda counted: counted[1])
+    return (
+        f"{sum(count for _, count in missing)} chosen by no token, in {format_count(len(missing), 'layer')}; "
+        f"most of them, {most}, in layer {layer}"
+    )
 
 
 def _word_floor(description: Description) -> str:

@@ -87,6 +87,8 @@ def render_prompts(
                 "Alone in its batch it is right. Look at what prompts of a batch share: the mask of the padding, the "
                 "row or column whose logits are returned, rows of the cache."
             )
+    for note in ranking.notes:
+        canvas.item(note)
     return canvas.text
 
 
@@ -128,6 +130,7 @@ def prompts_record(ranking: PromptRanking, *, target: str, followed: Followed | 
         "num_differing": len(ranking.differing),
         "together": [to_json(share) | {"is_beyond": share.is_beyond} for share in ranking.shares],
         "worst_is_right_alone": ranking.is_of_batch,
+        "notes": list(ranking.notes),
         "prompts": [_prompt_record(result) for result in ranking.results],
         "followed": None
         if followed is None

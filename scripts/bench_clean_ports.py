@@ -46,7 +46,10 @@ def main() -> int:
     parser = benchmark_parser(__doc__)
     add_options(parser, seeds=[10, 11, 12], tp_degrees=[])
     parser.add_argument(
-        "--lengths", type=parse_lengths, default=(96, 61, 7), help="tokens of the prompts (default: 96,61,7)"
+        "--lengths",
+        type=parse_lengths,
+        default=(),
+        help="tokens of the prompts (default: mm2's default rows)",
     )
     arguments = parser.parse_args()
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)

@@ -65,15 +65,13 @@ class Setting:
 
     shape: str  # name in `SHAPES`, or the folder of a trained model
     seed: int  # seed of a synthetic model's weights, and of the prompts
-    lengths: tuple[int, ...]  # tokens of the prompts
+    lengths: tuple[int, ...]  # tokens of the prompts; () for mm2's default rows
     attention: str  # transformers' attention implementation of the golden
     experts: str  # transformers' experts implementation of the golden
 
     def __str__(self) -> str:
-        lengths = ",".join(map(str, self.lengths))
-        return (
-            f"{self.shape}, seed {self.seed}, rows of {lengths}, golden {self.attention} and {self.experts}"
-        )
+        rows = f"rows of {','.join(map(str, self.lengths))}" if self.lengths else "default rows"
+        return f"{self.shape}, seed {self.seed}, {rows}, golden {self.attention} and {self.experts}"
 
 
 def combine_settings(
@@ -117,8 +115,8 @@ def add_options(parser: argparse.ArgumentParser, *, seeds: Sequence[int], tp_deg
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Read the lengths of a batch's prompts, such as `96,61,7`."""
-    return tuple(int(length) for length in text.split(","))
+    """Read the lengths of a batch's prompts, such as `96,61,7`; `default` stands for mm2's own rows, ()."""
+    return () if text == "default" else tuple(int(length) for length in text.split(","))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +168,12 @@ class CleanModel:
         if setting.shape in SHAPES:
             folder = scratch / "model"
             write_model(folder, SHAPES[setting.shape], seed=setting.seed)
-            rows = InputRequest(seq_lens=setting.lengths, seed=setting.seed)
         else:
             folder = Path(setting.shape)
+        if setting.lengths and setting.shape not in SHAPES:
             rows = request_text_rows(folder, setting.lengths, seed=setting.seed)
+        else:
+            rows = InputRequest(seq_lens=setting.lengths, seed=setting.seed)
         golden = capture_cpu_golden(
             folder,
             scratch / "golden",

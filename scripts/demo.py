@@ -83,7 +83,7 @@ def main() -> int:
 
     _say("2. Its golden: transformers' own model, every layer, with the noise floor, certified")
     options = ("--captures", demo.captures, "--certify", "--quiet")
-    _run("mm2-gpu", "extract-all", "--model", demo.model, "--seq-len", "96,61", *options)
+    _run("mm2-gpu", "extract-all", "--model", demo.model, *options)
 
     _say(f"3. mm2's device layer on {demo.backend}, each layer from the golden's input: it should pass")
     passed = _sweep(demo, target="builtin", name="builtin") == 0

@@ -13,7 +13,7 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import BackendError
-from minimax_tools.model.run import Run
+from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.ports.target import Target
@@ -26,6 +26,7 @@ _REPOSITORY = Path(__file__).parents[1]
 
 def request_run(folder: Path, golden: Capture, target: Target, run: Run) -> DeviceRequest:
     """Describe a BF16 run of a port over the inputs of a golden; `folder` is that of the checkpoint."""
+    golden = golden if run.mode is Mode.ISOLATED else golden.natural()
     return DeviceRequest(
         folder=folder,
         spec=ModelSpec.from_folder(folder),

@@ -75,6 +75,7 @@ def _locate(result: SiteResult, rows: Rows | None, *, judge: LayerJudge, sides: 
             positions=_read_positions(rows, sides.reference),
             decoded=_find_decoded(rows, sides),
             experts=_read_experts(layer, rows, sides) if site in _OF_EXPERTS else None,
+            later_rows=_find_later_rows(sides),
         ),
         head_dim=_head_dim(layer, sides.reference) if site in _OF_HEADS else None,
         channel_word="expert" if site is Site.ROUTER_LOGITS else "channel",
@@ -107,6 +108,13 @@ def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
         return None
     is_decoded = decoded_tokens(mask, description.run.num_decoded, by_row=description.run.decodes_by_row)
     return is_decoded[rows.places[:, 0], rows.places[:, 1]]
+
+
+def _find_later_rows(sides: Sides) -> tuple[int, ...]:
+    """Return the rows of the second call of each layer; () if there was one call, or nobody knows."""
+    description = sides.target.known_description
+    calls = () if description is None else description.calls
+    return tuple(sorted(calls[-1])) if len(calls) > 1 else ()
 
 
 def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:

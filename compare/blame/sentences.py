@@ -65,6 +65,7 @@ class TokenFacts:
     experts: torch.Tensor | None = (
         None  # experts of each token, int64 [T,k]; None if the site depends on none
     )
+    later_rows: tuple[int, ...] = ()  # rows of the layer's second call; empty if there was one call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +286,14 @@ def _token_regions(wrong: torch.Tensor, places: torch.Tensor, facts: TokenFacts)
     def candidates(within: torch.Tensor) -> Iterator[Region]:
         """Yield regions that narrow down the tokens `within`, bool [T]."""
         yield from row_regions(wrong, places[:, 0])
+        if facts.later_rows:
+            # A kind of one region.
+            yield Region(
+                words=f"in rows {', '.join(map(str, facts.later_rows))}, the second call of the layer",
+                items=torch.isin(places[:, 0], torch.tensor(facts.later_rows)),
+                num_choices=1.0,
+                numbers={"rows": facts.later_rows},
+            )
         yield from range_regions(wrong, places[:, 1], within, word="at token", kind="tokens")
         yield from step_regions(wrong, places[:, 1], within)
         if facts.positions is not None:

@@ -34,6 +34,9 @@ class SiteInputs:
 
         `prompt_of` [T] is the prompt that each token belongs to.
         """
+        if site is Site.ATTN_CONTEXT and sides.reference.keeps_last_tokens:
+            # Attention reads the keys and values of every token, and those of the last are here.
+            return None
         golden: dict[Site, torch.Tensor] = {}
         port: dict[Site, torch.Tensor] = {}
         usable = torch.ones_like(prompt_of, dtype=torch.bool)

@@ -170,6 +170,7 @@ def diagnose_run(
         unexplained_blame=tuple(blamed for blamed in blame if not _is_explained(blamed, diagnoses, sites)),
         passed_over=_passed_over(run, judgeable, diagnoses),
         notes=(
+            *reference.row_notes,
             *site_notes,
             *(str(_lacks_input(run, layer)) for layer in chosen if layer not in judgeable),
             *(_chain_notes(run, chosen) if layers is None else ()),

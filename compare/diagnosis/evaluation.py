@@ -61,13 +61,19 @@ class LayerInputs:
     attention_mask: torch.Tensor  # 1 on real tokens, int64 [B,S]
     position_ids: torch.Tensor  # int64 [B,S]
     decode_start: int
-    calls: tuple[tuple[int, ...], ...] = ()  # rows of each call of the layer; () for all rows in one
+    calls: tuple[tuple[int, ...], ...] = ()  # rows of each call of the port's layer; () for all rows in one
+    # Tokens whose values are kept, bool [B,S]; None for all real tokens. Only these are judged.
+    is_kept: torch.Tensor | None = None
     rows: torch.Tensor | None = None  # numbers of the rows that are held, ascending; None for a whole batch
 
     def of_rows(self, rows: torch.Tensor) -> LayerInputs:
         """Return the inputs with some of the rows of a whole batch alone."""
         return replace(
-            self, attention_mask=self.attention_mask[rows], position_ids=self.position_ids[rows], rows=rows
+            self,
+            attention_mask=self.attention_mask[rows],
+            position_ids=self.position_ids[rows],
+            is_kept=None if self.is_kept is None else self.is_kept[rows],
+            rows=rows,
         )
 
     def held(self, values: torch.Tensor) -> torch.Tensor:
@@ -81,17 +87,31 @@ class LayerInputs:
         """
         num_rows, length = self.attention_mask.shape
         sources = torch.full((num_rows, length), -1)
-        # Of a row that was given twice, the first call counts.
-        for call in reversed(self.calls or (tuple(range(num_rows)),)):
+        # The last call of a row counts.
+        for call in self.calls or (tuple(range(num_rows)),):
             rows, local = torch.tensor(call), within(len(call), length)
             found = rows[local.div(length, rounding_mode="floor")] * length + local % length
             sources[rows] = torch.where(local < 0, -1, found).view(len(call), length)
         return sources.flatten()
 
     @property
-    def real_tokens(self) -> torch.Tensor:
-        """Indices of the real tokens among all B·S, ascending: int64 [T]."""
-        return self.attention_mask.flatten().nonzero().flatten()
+    def tokens_by_call(self) -> tuple[torch.Tensor, ...]:
+        """Indices among all B·S of the tokens of each call, in its order: int64 [b·S]."""
+        batch_size, length = self.attention_mask.shape
+        rows_of_calls = self.calls or (tuple(range(batch_size)),)
+        return tuple(
+            (torch.tensor(rows)[:, None] * length + torch.arange(length)).flatten() for rows in rows_of_calls
+        )
+
+    @property
+    def is_judged(self) -> torch.Tensor:
+        """Whether each token is judged, bool [B,S]."""
+        return self.attention_mask.bool() if self.is_kept is None else self.is_kept
+
+    @property
+    def judged_tokens(self) -> torch.Tensor:
+        """Indices of the judged tokens among all B·S, ascending: int64 [T]."""
+        return self.is_judged.flatten().nonzero().flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

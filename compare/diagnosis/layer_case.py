@@ -28,6 +28,7 @@ from compare.sides.batch import Batch, spread_evenly
 from compare.sides.captured_input import fed_sites
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
+from minimax_tools.capture.kept_tokens import MIXED_SITES
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.inputs import decoded_columns, decoded_tokens
@@ -70,6 +71,9 @@ class LayerCase:
     ) -> None:
         self._is_inherited = is_inherited
         self._own = own | {Site.INPUT} if is_inherited else own
+        if reference.keeps_last_tokens:
+            # Other tokens read them, and they are not stored of every token.
+            self._own -= MIXED_SITES
         self._reference = reference
         self._target = target
         self._layer = layer
@@ -100,7 +104,7 @@ class LayerCase:
         num_lost = int((~self._is_usable & ~self._find_decoded_by_row()).sum())
         if num_lost:
             notes.append(
-                f"{num_lost} of {len(self.inputs.real_tokens)} tokens hold NaN or Inf and were left out: "
+                f"{num_lost} of {len(self.inputs.judged_tokens)} tokens hold NaN or Inf and were left out: "
                 "no mistake of the catalogue makes any"
             )
         return tuple(notes)
@@ -111,7 +115,7 @@ class LayerCase:
         Up to three evaluations of the right layer are made: on the golden's input, to measure the noise; the `base` on
         the port's own values, if there are any; else `on_golden_values`, for faint mistakes (see `Trial`).
         """
-        tokens, reference, layer = self.inputs.real_tokens, self._reference, self._layer
+        tokens, reference, layer = self.inputs.judged_tokens, self._reference, self._layer
         given = _read_given(reference, self._target, layer)  # these values stand in for their stages
         on_golden_input = Evaluation(self.inputs, with_given(given), tokens=tokens)
         logit_noise = _logit_noise(reference, on_golden_input, self._batch, layer)
@@ -148,7 +152,7 @@ class LayerCase:
         """Evaluate the right layer on the port's values of the own sites."""
         mask = self.inputs.attention_mask
         own = {site: finite_padding(self._target.read(self._layer, site), site, mask) for site in self._own}
-        return Evaluation(self.inputs, with_given({**given, **own}), tokens=self.inputs.real_tokens)
+        return Evaluation(self.inputs, with_given({**given, **own}), tokens=self.inputs.judged_tokens)
 
     def _read_golden_rows(self, site: Site, *, on_golden_input: Evaluation, base: Evaluation) -> torch.Tensor:
         """Return the golden's rows, float32 [T,F]; moved to the port's own values if the layer is evaluated on these.
@@ -176,12 +180,14 @@ class LayerCase:
 
     @property
     def _batch(self) -> Batch:
-        return Batch(self.inputs.attention_mask)
+        return Batch(self.inputs.is_judged)
 
     def _read_golden_values(self) -> dict[GraphNode, torch.Tensor]:
         """Read the golden's values of the layer, except its output: from attn_context on, of the real tokens alone."""
         values: dict[GraphNode, torch.Tensor] = {}
         for site in self._reference.sites(self._layer):
+            if self._reference.keeps_last_tokens and site in MIXED_SITES:
+                continue
             value = _upcast(self._reference.read(self._layer, site))
             if site.order < Site.ATTN_CONTEXT.order:
                 values[site] = value
@@ -240,6 +246,8 @@ def _read_inputs(
         attention_mask=mask,
         position_ids=tokens.position_ids,
         decode_start=decoded_columns(mask, num_decoded).start if num_decoded else mask.shape[1],
+        calls=() if description is None else description.calls,
+        is_kept=tokens.is_kept,
     )
 
 

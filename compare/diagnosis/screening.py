@@ -48,7 +48,7 @@ _MOST_FINALISTS, _MOST_FAINT = 10, 5
 
 def open_screen(trial: Trial) -> Trial:
     """Return the trial of the screening tokens."""
-    lengths = trial.base.attention_mask.sum(-1).tolist()
+    lengths = trial.base.inputs.is_judged.sum(-1).tolist()
     num_tokens = len(trial.base.tokens)
     indices = spread_tokens(num_tokens, lengths, _SCREENING_TOKENS)
     return trial if len(indices) == num_tokens else trial.select_tokens(indices)

@@ -67,7 +67,8 @@ class DecodedInputs(LayerInputs):
         """Padding that mm2 gave the port in shorter prompts, by its token and position."""
         if not self.padding:
             return "zeros"
-        is_on_the_left = bool((self.attention_mask[:, 0] == 0).any())
+        # In a batch padded on both sides, most rows are padded on the right.
+        is_on_the_left = bool(self.attention_mask[:, -1].all())
         return f"{next(iter(self.padding))} at {'0' if is_on_the_left else 'the last'}"
 
     def prefilled(self) -> torch.Tensor:

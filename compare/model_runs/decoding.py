@@ -175,7 +175,7 @@ def _other_caches(
             computed = Evaluation(
                 replace(inputs, weights=inputs.weights.of_layer(other)),
                 with_given({Site.INPUT: states}),
-                tokens=inputs.real_tokens,
+                tokens=inputs.judged_tokens,
             )
             keys, values = computed[Site.K_ROPE], computed[Site.V_PROJ]
         else:

@@ -46,14 +46,15 @@ JudgeBatch = Callable[[Batch], tuple[Blame, ...]]
 
 def split_passes(sides: Sides) -> PassSplit | None:
     """Divide the tokens of a whole port's run by passes; None for other runs."""
-    mask, passes = sides.reference.read_attention_mask(), sides.target.read_passes()
-    if sides.target.known_description is None or mask is None or passes is None:
+    mask, kept = sides.reference.read_attention_mask(), sides.reference.read_kept_mask()
+    passes = sides.target.read_passes()
+    if sides.target.known_description is None or mask is None or kept is None or passes is None:
         return None
     numbers = passes.number_tokens(mask)
     is_decoded = numbers > 0
     return PassSplit(
         numbers=numbers,
-        prefill=Batch(mask.bool() & ~is_decoded),
+        prefill=Batch(kept & ~is_decoded),
         decoded=Batch(is_decoded) if bool(is_decoded.any()) else None,
         steps=tuple(Batch(numbers == number) for number in range(1, passes.num_passes)),
         is_chunked=bool(passes.chunks),
@@ -89,5 +90,4 @@ def is_black_box(target: CaptureSource) -> bool:
 
 def real_tokens(sides: Sides) -> torch.Tensor | None:
     """Return the mask of real tokens, bool [B,S]; None if neither side keeps it."""
-    mask = sides.reference.read_attention_mask()
-    return None if mask is None else mask.bool()
+    return sides.reference.read_kept_mask()

@@ -44,7 +44,8 @@ class Batch:
                 expected=f"rows of {_lengths(golden)} tokens (golden)",
                 found=_lengths(port),
             )
-        return cls(port if golden is None else golden)
+        kept = reference.read_kept_mask()
+        return cls(port if kept is None else kept)
 
     def rows(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
         """Return the real tokens [T,F] of a site's tensor, which is [B,S,…] or [B·S,F].

@@ -36,6 +36,7 @@ class PortHeadGolden(Capture):
         self, golden: CaptureSource, target: CaptureSource, *, layer: int, weights: HeadWeights
     ) -> None:
         super().__init__(golden.directory, golden.manifest)
+        self.is_natural = golden.is_natural
         inputs = golden.read_inputs()
         real = inputs.attention_mask.bool()
         output = target.read(layer, Site.OUTPUT).reshape(*inputs.batch_shape, -1)
@@ -64,8 +65,8 @@ class PortHeadGolden(Capture):
     def description(self) -> Description:
         """The golden's description; in BF16 with a full noise floor and one variant, since this class measures them."""
         if self._is_float32:
-            return self.manifest.description
-        return replace(self.manifest.description, noise_floor="full", floor_variants=(_VARIANT,))
+            return super().description
+        return replace(super().description, noise_floor="full", floor_variants=(_VARIANT,))
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
         """Read a site's tensor; the last layer's output is the port's."""

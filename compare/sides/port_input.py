@@ -45,6 +45,7 @@ class PortInputGolden(Capture):
         self, golden: CaptureSource, target: CaptureSource, *, layer: int, weights: GoldenWeights
     ) -> None:
         super().__init__(golden.directory, golden.manifest)
+        self.is_natural = golden.is_natural
         inputs = golden.read_inputs()
         is_padding = inputs.attention_mask == 0
         # Padding may hold NaN, and zero times NaN is NaN.
@@ -69,8 +70,8 @@ class PortInputGolden(Capture):
     def description(self) -> Description:
         """The golden's description; in BF16 with a full noise floor and one variant, since this file measures them."""
         if self._is_float32:
-            return self.manifest.description
-        return replace(self.manifest.description, noise_floor="full", floor_variants=(_VARIANT,))
+            return super().description
+        return replace(super().description, noise_floor="full", floor_variants=(_VARIANT,))
 
     def sites(self, layer: int) -> tuple[Site, ...]:
         """Return the sites of a layer: every one of the computed layer."""

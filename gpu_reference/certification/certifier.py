@@ -97,7 +97,7 @@ def _run_checks(capture: Capture, model: GoldenModel | None, progress: Progress)
         progress.advance(layer, num_bytes=0)
     # None if the inputs' file is damaged: padding is unknown then, and the digests check fails.
     if inputs is not None:
-        checked.check_model_sites(inputs.attention_mask.bool())
+        checked.check_model_sites(inputs.is_kept)
     # Variants: other correct ways to compute a layer in BF16, which widen the noise floor.
     return [*manifest_checks, *checked.checks(), *certifier.checks(), *check_variants(capture)]
 

@@ -115,9 +115,9 @@ class LayerCertifier:
 
     @property
     def _real(self) -> torch.Tensor:
-        """True where a position is no padding, bool [B,S]."""
+        """True where a token's values are kept, bool [B,S]."""
         assert self._inputs is not None, "without inputs no layer is judged"
-        return self._inputs.attention_mask.bool()
+        return self._inputs.is_kept
 
     def _check_weights(
         self,

@@ -54,7 +54,7 @@ def check_variants(capture: Capture) -> tuple[Check, ...]:
 
 
 def _measure_layer(capture: Capture, layer: int) -> Iterator[_VariantError]:
-    real = capture.read_attention_mask().bool()
+    real = capture.read_kept_mask()
     for site in capture.sites(layer):
         golden_floor = capture.read_floor(layer, error_name(site))
         if golden_floor is None:

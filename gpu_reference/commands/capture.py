@@ -16,8 +16,8 @@ from minimax_tools.command_line.work import done_by
     resumes=True,
     epilog="\b\n"
     "By a plan of two slices, on 16 cores:\n"
-    "  OMP_NUM_THREADS=8 torchrun --nproc-per-node 2 -m gpu_reference extract-all --plan P.json --seq-len 96,61\n"
-    "Example: mm2-gpu extract-all --model DIR --max-memory 40GB --seq-len 96,61",
+    "  OMP_NUM_THREADS=8 torchrun --nproc-per-node 2 -m gpu_reference extract-all --plan P.json\n"
+    "Example: mm2-gpu extract-all --model DIR --max-memory 40GB",
 )
 @planned_golden_options
 @done_by("gpu_reference.commands.work.capture", "capture_all")

@@ -38,7 +38,7 @@ from minimax_tools.command_line.work import done_by
     "seq_lens",
     callback=parse_lengths,
     metavar="96,61",
-    help="Lengths of the golden's rows in tokens. Default: the four rows that a golden takes by itself.",
+    help="Lengths of the golden's rows in tokens. Default: the rows that a golden takes by itself.",
 )
 @dtype_option
 @captures_option

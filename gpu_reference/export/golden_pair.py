@@ -45,7 +45,7 @@ def open_golden_pair(golden: Path, float32_golden: Path, *, allows_uncertified: 
             are of different models, tokens, layers or sites.
         UsageError: A golden was computed in the wrong dtype.
     """
-    pair = Capture.open(golden), Capture.open(float32_golden)
+    pair = Capture.open(golden).of_whole_ports(), Capture.open(float32_golden).of_whole_ports()
     for capture, dtype in zip(pair, (torch.bfloat16, torch.float32), strict=True):
         refuse_no_golden(capture)
         _refuse_dtype(capture, dtype_name(dtype))

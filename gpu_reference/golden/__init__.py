@@ -2,6 +2,7 @@
 
 - `golden`: the request, the opened model, and the capture
 - `recording`: the sites, copied to the CPU as the model computes them
+- `expert_tokens`: states that reach the experts that no other token chooses
 - `noise_floor`: the float32 twin of a layer, and the error of BF16 against it
 - `golden_writer`: the layers written to a capture
 - `resumption`: forward passes in which some layers stand aside

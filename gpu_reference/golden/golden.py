@@ -127,6 +127,9 @@ class Golden:
                 model_config=plain_values(request.model.spec.raw),
             ),
             inputs_digest=request.inputs.digest(),
+            is_quick=request.inputs.is_quick,
+            expert_tokens=request.inputs.expert_tokens,
+            last_tokens=request.inputs.last_tokens,
             input_source=request.inputs.source,
             noise_floor=request.noise_floor,
             floor_variants=request.floor_variants,
@@ -156,11 +159,11 @@ class Golden:
         layers: dict[int, Mapping[Site, torch.Tensor]] = {}
 
         def keep(layer: int, captured: Mapping[Site, torch.Tensor], _: torch.device) -> None:
-            layers[layer] = kept_sites(self.request.run, layer, captured)
+            layers[layer] = kept_sites(run, layer, captured, inputs=inputs)
 
-        run = self.request.run
+        run, inputs = self.request.run, self.request.inputs
         with recording_layers(
-            self.model, tuple(run.span), sites=frozenset(run.sites), inputs=self.request.inputs, sink=keep
+            self.model, tuple(run.span), sites=frozenset(run.sites), inputs=inputs, sink=keep
         ):
             self._run_layers()
         return layers
@@ -205,6 +208,8 @@ class Golden:
             writer=writer,
             run=request.run,
             floor=floor,
+            inputs=request.inputs,
+            num_experts=request.model.spec.num_local_experts,
             keeps_twins=request.noise_floor == "full",
             reader=self.reader,
             progress=progress,
@@ -246,7 +251,10 @@ class Golden:
         ):
             self._run_layers()
         if run.model_sites:
-            golden_writer.write_model(model_tensors, hidden_states=writer.read_layer_output(run.span.last))
+            golden_writer.write_model(
+                {ModelSite.EMBEDDING: writer.read_layer_input(run.span.start), **model_tensors},
+                hidden_states=writer.read_layer_output(run.span.last),
+            )
 
     def _run_layers(self) -> None:
         """Run the inputs once, and the head only if its sites are wanted."""

@@ -11,6 +11,7 @@ from gpu_reference.golden.noise_floor import FLOOR_SITES, NoiseFloor
 from minimax_tools.capture.writer import CaptureWriter
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import Progress
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -22,6 +23,8 @@ class GoldenWriter:
     writer: CaptureWriter
     run: Run  # layers and sites to keep; its `computed_sites` are those that are no input of it
     floor: NoiseFloor | None  # noise floor to measure; None for none
+    inputs: Inputs
+    num_experts: int  # number of a layer's experts
     keeps_twins: bool  # whether to keep the floor's float32 twins too
     reader: CheckpointReader  # reader of the checkpoint, which counts the bytes read
     progress: Progress
@@ -33,7 +36,9 @@ class GoldenWriter:
     @property
     def wanted_sites(self) -> frozenset[Site]:
         """The sites of a layer that `write_layer` needs."""
-        return frozenset(self.run.sites) | (FLOOR_SITES if self.floor else frozenset())
+        return frozenset((*self.run.sites, Site.ROUTER_EXPERTS)) | (
+            FLOOR_SITES if self.floor else frozenset()
+        )
 
     def write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
         """Write a layer while its weights are in memory on `device`. `captured` has its `wanted_sites`, on the CPU.
@@ -46,12 +51,18 @@ class GoldenWriter:
         )
         self.writer.write_layer(
             layer,
-            kept_sites(self.run, layer, captured),
+            kept_sites(self.run, layer, captured, inputs=self.inputs),
             twin=floor.twin if floor and self.keeps_twins else None,
             floor=floor.statistics if floor else None,
+            unreached_experts=self._find_unreached(captured[Site.ROUTER_EXPERTS]),
         )
         before, self._num_bytes_read = self._num_bytes_read, self.reader.num_bytes_read
         self.progress.advance(layer, num_bytes=self._num_bytes_read - before)
+
+    def _find_unreached(self, router_experts: torch.Tensor) -> tuple[int, ...]:
+        """Return the experts that no judged token chose; `router_experts` is [B,S,k]."""
+        chosen = router_experts[self.inputs.is_kept].unique().tolist()
+        return tuple(sorted(set(range(self.num_experts)) - set(chosen)))
 
     def write_model(self, captured: Mapping[ModelSite, torch.Tensor], *, hidden_states: torch.Tensor) -> None:
         """Write the sites outside the layers; `hidden_states` [B,S,H] are the last layer's output.
@@ -67,7 +78,9 @@ class GoldenWriter:
         )
 
 
-def kept_sites(run: Run, layer: int, captured: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
+def kept_sites(
+    run: Run, layer: int, captured: Mapping[Site, torch.Tensor], *, inputs: Inputs
+) -> dict[Site, torch.Tensor]:
     """Return the sites of a layer to store, without its input if that is the stored output of the layer before."""
-    is_input_stored = layer > run.span.start and Site.OUTPUT in run.sites
+    is_input_stored = layer > run.span.start and Site.OUTPUT in run.sites and inputs.expert_tokens is None
     return {site: captured[site] for site in run.sites if not (site is Site.INPUT and is_input_stored)}

@@ -73,11 +73,11 @@ class NoiseFloor:
             router_experts=captured[Site.ROUTER_EXPERTS],
             sites=tuple(site for site in Site if site in (*sites, Site.ROUTER_LOGITS)),
         )
-        bias = weights[CORRECTION_BIAS].cpu()
+        bias, judged = weights[CORRECTION_BIAS].cpu(), self.inputs.is_kept.long()
         statistics = floor_statistics(
             captured,
             twin,
-            attention_mask=self.inputs.attention_mask,
+            attention_mask=judged,
             correction_bias=bias,
             num_experts_per_tok=self.spec.num_experts_per_tok,
         )
@@ -95,7 +95,7 @@ class NoiseFloor:
             statistics |= variant_statistics(
                 {name: {site: found[site].cpu() for site in wanted} for name, found in computed.items()},
                 twin,
-                attention_mask=self.inputs.attention_mask,
+                attention_mask=judged,
                 correction_bias=bias,
                 num_experts_per_tok=self.spec.num_experts_per_tok,
                 golden=captured,
@@ -114,7 +114,7 @@ class NoiseFloor:
         """
         norm, lm_head = (weight.cpu() for weight in self.weights.head())
         twin = Float32Head(norm, lm_head, eps=self.spec.rms_norm_eps).run(hidden_states)
-        real = self.inputs.attention_mask.bool()
+        real = self.inputs.is_kept
         statistics: dict[str, torch.Tensor] = {}
         for site, exact in twin.items():
             statistics |= error_norms(site, captured[site], exact, real=real)

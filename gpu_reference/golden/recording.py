@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gpu_reference.golden.expert_tokens import setting_expert_tokens
 from minimax_tools.capture.recorder import copy_to_host, shape_to_batch
 from minimax_tools.errors import GoldenRefusedError, install_command
 from minimax_tools.model.inputs import Inputs
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 _MODULES: Mapping[ModelSite, str] = MappingProxyType(
     {
-        ModelSite.EMBEDDING: "model.embed_tokens",
         ModelSite.FINAL_NORM: "model.norm",
         ModelSite.LOGITS: "lm_head",
     }
@@ -43,6 +43,8 @@ def recording_layers(
 ) -> Iterator[None]:
     """During the block, give the sites of each of `layers` to `sink` as soon as the layer has run, then drop them.
 
+    The states of expert tokens are set at the input of each of these layers.
+
     Raises:
         GoldenRefusedError: A layer ran and did not show all of `sites`.
     """
@@ -50,6 +52,8 @@ def recording_layers(
 
     def record(number: int, stack: ExitStack) -> None:
         layer = model.get_submodule(f"model.layers.{number}")
+        if inputs.expert_tokens is not None:
+            stack.enter_context(setting_expert_tokens(layer, inputs))
         tensors = stack.enter_context(
             recording_layer(layer, sites=sites, attn_implementation=attn_implementation)
         )
@@ -85,6 +89,9 @@ def recording_model(
 
     with ExitStack() as stack:
         for site in sites:
+            # The embedding is not recorded: it is the first layer's input.
+            if site not in _MODULES:
+                continue
             module = model.get_submodule(_MODULES[site])
             stack.callback(module.register_forward_hook(partial(keep, site)).remove)
         yield tensors

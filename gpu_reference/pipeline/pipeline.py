@@ -132,9 +132,7 @@ class _RankRun:
         if streaming.holds_part and isinstance(self._golden.weights, StreamedModel):
             self._golden.weights.hold(step.layers, with_head=step.runs_head)
         hidden_states = self._first_input()
-        model_sites = [ModelSite.FINAL_NORM, ModelSite.LOGITS] if step.runs_head else []
-        if hidden_states is None:
-            model_sites.append(ModelSite.EMBEDDING)
+        model_sites = (ModelSite.FINAL_NORM, ModelSite.LOGITS) if step.runs_head else ()
         with (
             running_only(self._golden.model, step.layers, with_head=step.runs_head),
             self._sending_output(),
@@ -145,7 +143,7 @@ class _RankRun:
                 inputs=self._golden.request.inputs,
                 sink=self._write_later if streaming.holds_part else self._write_layer,
             ),
-            recording_model(self._golden.model, tuple(model_sites)) as model_tensors,
+            recording_model(self._golden.model, model_sites) as model_tensors,
         ):
             self._forward(hidden_states)
         while self._unwritten:
@@ -229,8 +227,7 @@ class _RankRun:
         # Without layers, the head's input is this rank's own input.
         last_output = self._last_output if self._last_output is not None else hidden_states
         assert last_output is not None, "a head has something before it"
-        if ModelSite.EMBEDDING not in captured:
-            captured = {**captured, ModelSite.EMBEDDING: self._read_embedding()}
+        captured = {ModelSite.EMBEDDING: self._read_embedding(), **captured}
         self._golden_writer.write_model(captured, hidden_states=last_output.cpu())
 
     def _read_embedding(self) -> torch.Tensor:

@@ -72,7 +72,9 @@ def open_shared_capture(
     if ranks.rank > 0:
         manifest = decode(Manifest, ranks.wait_for("manifest"))
         _require_shared(ranks, directory, patience_s)
-        yield CaptureWriter(directory, manifest, manifest_name=part_name(ranks.rank))
+        yield CaptureWriter(
+            directory, manifest, inputs=golden.request.inputs, manifest_name=part_name(ranks.rank)
+        )
         return
     records = [ranks.wait_for(f"proposal/{rank}") for rank in range(ranks.num_ranks)]
     merged = merge_proposals(ranks, [decode(CaptureProposal, record) for record in records])

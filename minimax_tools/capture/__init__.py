@@ -3,6 +3,7 @@
 - `recorder`: hooks that keep the tensors at a module's sites
 - `calls`: several calls of a site in one forward, joined
 - `further`: a port's tensors that are no sites, kept on request
+- `kept_tokens`: the values of each row's last tokens alone, for long rows
 - `taps`: places of sites in a module tree
 - `writer`: a capture directory being written, layer by layer
 - `written_files`: its files as the run left them, looked for at the run's end

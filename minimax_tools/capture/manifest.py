@@ -31,6 +31,7 @@ from minimax_tools.errors import CaptureError, Mm2Error, shorten
 from minimax_tools.json_codec import decode, encode, omit_default
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
+from minimax_tools.model.inputs import ExpertTokens
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.provenance import CONFIGS, Provenance
@@ -91,6 +92,12 @@ class Description:
     input_source: str  # source of the first layer's input, in words
     noise_floor: str = "off"  # `full` with float32 twins, `stats` with their distances alone, or `off`
     floor_variants: tuple[str, ...] = ()  # other right ways to compute a layer, which widen the noise floor
+    is_quick: bool = False  # whether the rows are the short ones of --quick
+    expert_tokens: ExpertTokens | None = None  # tokens whose states are set at each layer's input
+    # Number of tokens at each row's end whose values are stored (see `kept_tokens`); 0 for all
+    last_tokens: int = 0
+    # Of a run, the rows of each call of a layer; a row's last call counts. Empty: one call of all rows
+    calls: tuple[tuple[int, ...], ...] = ()
 
     def differences(self, other: Description) -> list[str]:
         """Return dotted names of values that differ, such as `options.attn_implementation`.
@@ -101,8 +108,8 @@ class Description:
         return [name for name in names if name.partition(".")[0] not in CONFIGS]
 
 
-# Manifests without variants stay as they were before variants existed.
-omit_default(Description, "floor_variants")
+# Manifests without these stay as they were before they existed.
+omit_default(Description, "floor_variants", "is_quick", "expert_tokens", "last_tokens", "calls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +122,8 @@ class Manifest:
     digests: Digests | None = field(default_factory=Digests)
     # Sites by layer that the run wanted and the port does not expose
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
+    # Of a golden, the experts by layer that no token chose; no entry if nobody looked
+    unreached_experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     # How often the port computed those of them that it computed several times, by layer
     num_calls: Mapping[int, Mapping[Site, int]] = field(default_factory=dict)
     # Dtypes of the router's gate and correction bias as the port loaded them
@@ -166,6 +175,7 @@ class Manifest:
         observed_dtypes: Mapping[str, str],
         held_weights: HeldWeights | None = None,
         digests: Iterable[FileDigests] = (),
+        unreached_experts: tuple[int, ...] | None = None,
     ) -> Manifest:
         """Add a whole layer; `digests` are those of its twins and floors."""
         return replace(
@@ -174,6 +184,9 @@ class Manifest:
             digests=None if self.digests is None else self.digests.with_files(digests),
             observed_dtypes={**self.observed_dtypes, **observed_dtypes},
             not_exposed={**self.not_exposed, layer: not_exposed} if not_exposed else self.not_exposed,
+            unreached_experts=self.unreached_experts
+            if unreached_experts is None
+            else {**self.unreached_experts, layer: unreached_experts},
             held_weights=(
                 self.held_weights if held_weights is None else {**self.held_weights, layer: held_weights}
             ),
@@ -210,6 +223,8 @@ class Manifest:
             "schema_version": _SCHEMA_WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **encode(self.description),
             "not_exposed": _by_layer(self.not_exposed),
+            # Absent, not empty: manifests of runs, and of goldens of an older mm2, have none.
+            **({"unreached_experts": _by_layer(self.unreached_experts)} if self.unreached_experts else {}),
             # Absent, not empty: most ports compute each site once.
             **({"num_calls": encode(self.num_calls)} if self.num_calls else {}),
             "observed_dtypes": dict(self.observed_dtypes),
@@ -267,6 +282,7 @@ class Manifest:
                 else Digests.decode(record["digests"], record["text_digests"])
             ),
             not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
+            unreached_experts=decode(dict[int, tuple[int, ...]], record.get("unreached_experts", {})),
             num_calls=decode(dict[int, dict[Site, int]], record.get("num_calls", {})),
             observed_dtypes=decode(dict[str, str], record["observed_dtypes"]),
             held_weights=decode(dict[int, HeldWeights], record.get("held_weights", {})),

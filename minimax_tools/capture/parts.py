@@ -56,6 +56,7 @@ def add_part(manifest: Manifest, part: Manifest) -> Manifest:
                 num_calls=part.num_calls.get(layer, {}),
                 observed_dtypes={},
                 digests=_digests_of(part, f"layer_{layer}"),
+                unreached_experts=part.unreached_experts.get(layer),
             )
     # The dtypes that the manifest has already stay.
     return replace(merged, observed_dtypes={**part.observed_dtypes, **manifest.observed_dtypes})

@@ -155,7 +155,7 @@ class Proof:
         *,
         place: str,
         file: str,
-        golden: Entry | None,
+        shape: tuple[int, ...] | None,
         read_golden: Callable[[], tuple[torch.Tensor | None, torch.Tensor]],
     ) -> None:
         """Raise if a tensor cannot be the float32 twin of a site.
@@ -168,21 +168,21 @@ class Proof:
             twin: The tensor that is stored as its twin.
             place: The twin's name in messages.
             file: Name of its file.
-            golden: The golden's entry of the site; None if the site was not captured.
+            shape: The golden's shape of the site; None if the site was not captured.
             read_golden: Reads the golden's tensor and the mask, int64 [B,S]; called if the twin is not finite.
 
         Raises:
             CaptureError: The tensor is no float32 twin.
         """
         fault = f"is damaged: {place} in {file} is no float32 twin"
-        shape = tuple(twin.shape) if golden is None else golden.shape
+        expected = tuple(twin.shape) if shape is None else shape
         dtype = torch.int64 if site is Site.ROUTER_EXPERTS else torch.float32
 
         def check() -> None:
-            if twin.dtype != dtype or tuple(twin.shape) != shape:
+            if twin.dtype != dtype or tuple(twin.shape) != expected:
                 raise self.refuse(
                     fault,
-                    expected=f"{dtype_name(dtype)} {list(shape)}",
+                    expected=f"{dtype_name(dtype)} {list(expected)}",
                     found=f"{dtype_name(twin.dtype)} {list(twin.shape)}",
                 )
             num_wrong = 0 if _is_finite(twin) else _count_nonfinite_twins(site, twin, *read_golden())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.further import further_file
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
+from minimax_tools.capture.kept_tokens import KeptTokens
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.mirror import CaptureMirror, capture_folder
 from minimax_tools.capture.open_files import OpenFiles
@@ -79,6 +81,32 @@ class Capture(CaptureSource):
         return self.description
 
     @property
+    def description(self) -> Description:
+        made = self._manifest.description
+        return replace(made, expert_tokens=None) if self.is_natural else made
+
+    def of_whole_ports(self) -> Capture:
+        """Return the capture as whole ports are judged by it: of every token, as a model computes it from tokens alone.
+
+        Raises:
+            IncomparableError: It holds the last tokens of each row alone.
+        """
+        if self.keeps_last_tokens:
+            raise IncomparableError(
+                f"{self.directory} keeps the last {self.description.last_tokens} tokens of each row alone",
+                expected="a golden of every token, for whole ports, prompts and exports",
+                next_step="Make one without --last-tokens; on this one run layers alone, as mm2-test sweep does.",
+            )
+        return self.natural()
+
+    def natural(self) -> Capture:
+        if self.description.expert_tokens is None:
+            return self
+        view = copy.copy(self)
+        view.is_natural = True
+        return view
+
+    @property
     def layers(self) -> tuple[int, ...]:
         return self._manifest.complete_layers
 
@@ -119,6 +147,17 @@ class Capture(CaptureSource):
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         return self.manifest.not_exposed.get(layer, ())
+
+    def unreached_experts(self, layer: int) -> tuple[int, ...] | None:
+        stored = self._manifest.unreached_experts.get(layer)
+        if not self.is_natural or stored is None:
+            return stored
+        # Stored is what the expert tokens leave.
+        choice, logits = (self.entry(layer, site) for site in (Site.ROUTER_EXPERTS, Site.ROUTER_LOGITS))
+        if choice is None or logits is None:
+            return None
+        chosen = self.read_entry(choice)[self.read_kept_mask()].unique().tolist()
+        return tuple(sorted(set(range(logits.shape[-1])) - set(chosen)))
 
     def num_calls(self, layer: int) -> Mapping[Site, int]:
         return self.manifest.num_calls.get(layer, {})
@@ -189,6 +228,9 @@ class Capture(CaptureSource):
             attention_mask=self._read_input("attention_mask"),
             position_ids=self._read_input("position_ids"),
             source=self.description.input_source,
+            is_quick=self.description.is_quick,
+            expert_tokens=self._manifest.description.expert_tokens,
+            last_tokens=self.description.last_tokens,
         )
         found, expected = inputs.digest(), self.description.inputs_digest
         if found != expected:
@@ -197,13 +239,16 @@ class Capture(CaptureSource):
                 expected=f"ids, mask and positions of sha256 {expected[:16]}…",
                 found=f"sha256 {found[:16]}…",
             )
-        return inputs
+        return inputs.natural() if self.is_natural else inputs
 
     def read_input_ids(self) -> torch.Tensor:
         return self.read_inputs().input_ids
 
     def read_attention_mask(self) -> torch.Tensor:
         return self.read_inputs().attention_mask
+
+    def read_kept_mask(self) -> torch.Tensor:
+        return self.read_inputs().is_kept
 
     def read_hidden_states(self) -> torch.Tensor | None:
         return self._read_optional(INPUTS_NAME, "hidden_states", place="hidden_states")
@@ -252,10 +297,21 @@ class Capture(CaptureSource):
         if tensor is None:
             raise self._absent(entry.file, entry.site)
         self._proof.check_entry(entry, tensor)
-        return tensor
+        site = ModelSite(entry.site) if entry.layer is None else Site(entry.site)
+        return self._put_back(tensor, has_heads_dim=site.has_heads_dim)
+
+    def _put_back(self, tensor: torch.Tensor, *, has_heads_dim: bool = False) -> torch.Tensor:
+        """Put the last tokens of a capture that keeps no others into their places among all."""
+        return self._kept.put_back(tensor, has_heads_dim=has_heads_dim) if self.keeps_last_tokens else tensor
+
+    @cached_property
+    def _kept(self) -> KeptTokens:
+        """The places of the last tokens, which every tensor needs."""
+        return KeptTokens(self.read_inputs())
 
     def _read_floor(self, file: str, name: str, *, place: str) -> torch.Tensor | None:
-        return self._read_optional(file, name, place=place) if self.has_floor else None
+        statistic = self._read_optional(file, name, place=place) if self.has_floor else None
+        return None if statistic is None else self._put_back(statistic)
 
     def _read_twin(
         self, file: str, site: Site | ModelSite, entry: Entry | None, *, place: str
@@ -274,8 +330,17 @@ class Capture(CaptureSource):
         def read_golden() -> tuple[torch.Tensor | None, torch.Tensor]:
             return None if entry is None else self.read_entry(entry), self.read_attention_mask()
 
-        self._proof.check_twin(site, twin, place=place, file=file, golden=entry, read_golden=read_golden)
+        twin = self._put_back(twin, has_heads_dim=site.has_heads_dim)
+        shape = None if entry is None else self._shape(entry, site)
+        self._proof.check_twin(site, twin, place=place, file=file, shape=shape, read_golden=read_golden)
         return twin
+
+    def _shape(self, entry: Entry, site: Site | ModelSite) -> tuple[int, ...]:
+        """Return the shape of an entry's tensor as it is read."""
+        if not self.keeps_last_tokens:
+            return entry.shape
+        dim = 2 if site.has_heads_dim else 1
+        return (*entry.shape[:dim], self.read_inputs().sequence_length, *entry.shape[dim + 1 :])
 
     def _read_input(self, name: str) -> torch.Tensor:
         tensor = self._read_optional(INPUTS_NAME, name, place=name)

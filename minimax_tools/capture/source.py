@@ -20,6 +20,10 @@ from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
+_QUICK_ROWS = (
+    "the golden's rows are those of --quick, two short ones from position 0: far positions, left padding and experts "
+    "that no token chose are not tested; a golden without --quick tests them"
+)
 _NO_DIGESTS = "its layout has no digests; that its files are as they were written was not checked"
 
 
@@ -48,6 +52,7 @@ class CaptureSource(ABC):
     # Whether a layer may be held without what computes its input (the layer before), as in dumps of chosen modules. A
     # failure there may be inherited, so the judge leaves it undecided.
     may_omit_inputs: bool = False
+    is_natural: bool = False  # whether expert tokens count as padding (see `natural`)
 
     @property
     @abstractmethod
@@ -77,14 +82,44 @@ class CaptureSource(ABC):
     def read_attention_mask(self) -> torch.Tensor | None:
         """Read the mask, int64 [B,S], 1 on real tokens; None if the layout does not keep it: all are real then."""
 
+    def read_kept_mask(self) -> torch.Tensor | None:
+        """Read which tokens' values are kept, bool [B,S]; None if the layout does not tell real tokens.
+
+        These alone are judged. The values of other tokens are read as zeros where they are not stored.
+        """
+        mask = self.read_attention_mask()
+        return None if mask is None else mask.bool()
+
     def read_ahead(self, layer: int) -> None:
         """Have the system read a layer that is needed soon, if it can; returns at once."""
         return
+
+    def natural(self) -> CaptureSource:
+        """Return this capture with its expert tokens as padding (see `ExpertTokens`), or itself if it has none."""
+        return self
 
     @property
     def known_description(self) -> Description | None:
         """The run that made the capture; None if the layout does not say."""
         return None
+
+    @property
+    def keeps_last_tokens(self) -> bool:
+        """True if the values of each row's last tokens alone are stored (see `kept_tokens`)."""
+        description = self.known_description
+        return description is not None and description.last_tokens > 0
+
+    @property
+    def row_notes(self) -> tuple[str, ...]:
+        """Sentences on rows that show less than mm2's own, for every verdict on this golden."""
+        description = self.known_description
+        if description is None:
+            return ()
+        kept = f"only the last {description.last_tokens} tokens of each row were compared: --last-tokens"
+        return (
+            *((_QUICK_ROWS,) if description.is_quick else ()),
+            *((kept,) if description.last_tokens else ()),
+        )
 
     @property
     def description(self) -> Description:
@@ -148,6 +183,10 @@ class CaptureSource(ABC):
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         """Return the sites that the run wanted and the port does not expose."""
         return ()
+
+    def unreached_experts(self, layer: int) -> tuple[int, ...] | None:
+        """Return the experts of a golden's layer that no token chose; None if it does not tell."""
+        return None
 
     def num_calls(self, layer: int) -> Mapping[Site, int]:
         """Return how often the port computed those of them that it computed several times."""

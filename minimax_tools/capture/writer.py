@@ -16,6 +16,7 @@ from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
 from minimax_tools.capture.further import further_file
 from minimax_tools.capture.held_weights import HeldWeights
+from minimax_tools.capture.kept_tokens import KeptTokens
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.parts import add_part, remove_parts
 from minimax_tools.capture.passes import CachePair, cache_file
@@ -38,11 +39,20 @@ class CaptureWriter:
     """A capture directory being written, as `open_capture` opens it.
 
     Args:
+        inputs: The batch, by which the last tokens of each row are found, if these alone are kept; None to keep all.
         manifest_name: File name of the manifest. If several ranks write one capture, each has a manifest of its own,
             its part.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, *, manifest_name: str = MANIFEST_NAME) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        inputs: Inputs | None = None,
+        manifest_name: str = MANIFEST_NAME,
+    ) -> None:
+        self._kept = KeptTokens(inputs) if inputs is not None and inputs.last_tokens else None
         self.directory = directory
         self.manifest = manifest
         self._manifest_name = manifest_name
@@ -70,6 +80,7 @@ class CaptureWriter:
         num_calls: Mapping[Site, int] | None = None,
         observed_dtypes: Mapping[str, str] | None = None,
         cache: CachePair | None = None,
+        unreached_experts: tuple[int, ...] | None = None,
         held_weights: HeldWeights | None = None,
     ) -> None:
         """Store one whole layer; readers see nothing of it until all of it is written.
@@ -84,6 +95,7 @@ class CaptureWriter:
             num_calls: How often the port computed those of them that it computed several times.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
             cache: Keys and values [B,K,S,D] in the cache of a whole port.
+            unreached_experts: Experts that no token of a golden chose; None if nobody looked.
             held_weights: What the port holds of the layer's weights.
 
         Raises:
@@ -103,6 +115,7 @@ class CaptureWriter:
                 observed_dtypes=observed_dtypes or {},
                 held_weights=held_weights,
                 digests=digests,
+                unreached_experts=unreached_experts,
             )
         )
 
@@ -196,6 +209,10 @@ class CaptureWriter:
         Returns:
             The entries of the sites, and the digests of twins and floor.
         """
+        if self._kept is not None:
+            tensors = self._kept.cut_sites(tensors)
+            twin = None if twin is None else self._kept.cut_twins(twin)
+            floor = None if floor is None else self._kept.cut_floor(floor)
         digests = []
         if twin is not None:
             digests.append(self._write(f"{name}.fp32.safetensors", _by_name(twin)))
@@ -268,7 +285,7 @@ def open_capture(
         remove_temporaries(directory)
         # A capture that changes loses its certificate: `mm2-gpu certify` must check it again.
         manifest = replace(manifest, certificate=None)
-        writer = CaptureWriter(directory, manifest)
+        writer = CaptureWriter(directory, manifest, inputs=inputs)
         # A resumed capture was just read and checked.
         writer._files.note(manifest.file_names())
         # The manifest comes first: a run killed at once leaves a directory that is known as a capture.

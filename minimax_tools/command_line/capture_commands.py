@@ -14,9 +14,6 @@ from minimax_tools.command_line.options import captures_folder
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import Run
 
-# Prompts of random tokens, which need no tokenizer: their lengths in tokens.
-_USUAL_LENGTHS = "96,61"
-
 
 def make_golden(model: str) -> str:
     """Return the command that makes a golden of a checkpoint."""
@@ -25,7 +22,7 @@ def make_golden(model: str) -> str:
 
 def golden_words(model: str, *options: str) -> tuple[str, ...]:
     """Return the words of the command that makes a golden of a checkpoint, with further options."""
-    return ("mm2-gpu", "extract-all", "--model", model, "--seq-len", _USUAL_LENGTHS, *options)
+    return ("mm2-gpu", "extract-all", "--model", model, *options)
 
 
 def certify_golden(golden: Path, model: str) -> str:
@@ -71,16 +68,30 @@ def after_capture(source: CaptureSource) -> tuple[str, ...]:
     return (shlex.join(("mm2-compare", "--run", folder)),)
 
 
-def judge_port_of(model: str, *arguments: str) -> str:
+def judge_port_of(
+    model: str, *arguments: str, run: Run | None = None, batch_shape: tuple[int, int] | None = None
+) -> str:
     """Return the command that runs a port, named by `arguments`, on the newest golden of a checkpoint.
 
     It is looked for in the usual folder and in the working directory. If no golden of the checkpoint is there, return
     the command that makes one.
+
+    Args:
+        model: The checkpoint.
+        arguments: Options that name the port.
+        run: The run to make, of layers that the golden must hold; None for the golden's own layers.
+        batch_shape: The only batch [B,S] that the port takes; None if it takes any.
     """
-    golden = next(_goldens_of(model), None)
+
+    def is_fit(golden: Capture) -> bool:
+        holds_layers = run is None or set(run.span) <= set(golden.layers)
+        return holds_layers and batch_shape in (None, golden.read_inputs().batch_shape)
+
+    golden = next(filter(is_fit, _goldens_of(model)), None)
     if golden is None:
         return make_golden(model)
-    return judge_port(_shorten(golden.directory), golden.description.run, model=model, arguments=arguments)
+    run = run or golden.description.run
+    return judge_port(_shorten(golden.directory), run, model=model, arguments=arguments)
 
 
 def _goldens_of(model: str) -> Iterator[Capture]:

@@ -10,8 +10,8 @@ one value:
 | `store_options`; `search_store_options` | --captures, --output-dir, --overwrite; the first two | `store` |
 | `dtype_option`, `memory_dtype_option`; `run_options` | --dtype; it, --sites and --seed | |
 | `input_options` | --prompt, --prompts-file, --chat, --input-ids, | `inputs`: InputRequest, with --seed |
-| | --seq-len, --batch-size, --padding-side, --pad-to, | |
-| | --max-length, --start-positions | |
+| | --seq-len, --quick, --batch-size, --padding-side, --pad-to, | |
+| | --last-tokens, --max-length, --start-positions | |
 | `span_options` | --start-layer, --end-layer, --layers | `span`: Span or None |
 | `layer_option` | --layer | |
 | `memory_budget_option` | --memory-budget | |
@@ -242,9 +242,7 @@ padding_options = stack_options(
     click.option(
         "--padding-side",
         type=click.Choice(["left", "right"]),
-        default="right",
-        show_default=True,
-        help="Side on which shorter rows are padded.",
+        help="Side on which shorter rows are padded. Default: right; of mm2's own rows one is padded on the left.",
     ),
     click.option(
         "--pad-to",
@@ -274,7 +272,21 @@ input_options = stack_options(
         help="Rows of random token ids, one per length in tokens.",
     ),
     click.option(
+        "--quick",
+        is_flag=True,
+        help="Two short rows from position 0 in place of the default rows: faster, and shows less; every verdict says "
+        "so.",
+    ),
+    click.option(
         "--batch-size", type=click.IntRange(min=1), default=1, help="Random rows of each length. Default: 1."
+    ),
+    click.option(
+        "--last-tokens",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="16",
+        help="Keep and judge the last tokens of each row alone: rows of thousands of tokens take little disk. "
+        "Default: all.",
     ),
     padding_options,
     max_length_option,

@@ -87,6 +87,11 @@ class RunCommands:
         is_layer = self.port is not None and not self.is_whole_port
         return is_layer and not self._target.startswith(_COMPILED)
 
+    @property
+    def runs_all_layers(self) -> bool:
+        """True unless the port is a file that holds one compiled layer."""
+        return not self._target.startswith(_COMPILED) or "{layer}" in self._target
+
     def again(self) -> str:
         """Return the command that makes the same run again, into the same folder."""
         assert self.port is not None, "a dump names no port"

@@ -17,6 +17,7 @@ from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT, is_legacy
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.readable import refuse_unreadable
 from minimax_tools.errors import CaptureError, UsageError, list_names
+from minimax_tools.model.run import Mode
 
 _MAX_NAMED = 5
 _TENSOR_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
@@ -113,10 +114,25 @@ def open_sides(
         IncomparableError: A dump is of other prompts than the other side.
         UsageError: As for `open_source`.
     """
-    first, second = open_source(reference, reference_reading), open_source(target, target_reading)
+    first, second = without_expert_tokens(
+        open_source(reference, reference_reading), open_source(target, target_reading)
+    )
     # Of two dumps the target may hold more requests, such as a warm-up's: its batch is the reference's.
     keeps_batch = second.takes_other_layouts and first.read_attention_mask() is not None
     return first if keeps_batch else first.laid_out_as(second), second.laid_out_as(first)
+
+
+def without_expert_tokens(
+    reference: CaptureSource, target: CaptureSource
+) -> tuple[CaptureSource, CaptureSource]:
+    """Take expert tokens for padding on both sides, unless the target ran each layer on the golden's own input.
+
+    Anywhere else their states are not the golden's, and cannot be judged.
+    """
+    made = target.known_description
+    if made is not None and made.expert_tokens is not None and made.run.mode is Mode.ISOLATED:
+        return reference, target
+    return reference.natural(), target.natural()
 
 
 def _next_step(directory: Path) -> str:

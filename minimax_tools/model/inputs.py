@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from minimax_tools.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTokens:
+    """Tokens whose hidden states a golden sets at the input of each layer, so that no expert is left without a token.
+
+    They are the last of a row, so no other token attends to them. Their states are no output of the layer before: only
+    a layer that runs on a golden's own input can be judged on them.
+    """
+
+    row: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,6 +37,11 @@ class Inputs:
     # left padding its first.
     position_ids: torch.Tensor
     source: str  # origin of the rows, in a few words
+    is_quick: bool = (
+        False  # whether these are the short rows of --quick, which show less than the default rows
+    )
+    expert_tokens: ExpertTokens | None = None
+    last_tokens: int = 0  # number of tokens at each row's end whose values are kept and judged; 0 for all
 
     def __post_init__(self) -> None:
         shapes = {tuple(tensor.shape) for tensor in self.tensors().values()}
@@ -59,6 +77,55 @@ class Inputs:
     def next_positions(self) -> torch.Tensor:
         """Position of the token that follows each row, int64 [B,1]."""
         return self.position_ids.max(dim=1, keepdim=True).values + 1
+
+    @property
+    def is_expert_token(self) -> torch.Tensor:
+        """Whether each token is one of the expert tokens: bool [B,S]."""
+        found = torch.zeros_like(self.attention_mask, dtype=torch.bool)
+        if self.expert_tokens is not None:
+            row = self.expert_tokens.row
+            found[row] = tail_tokens(self.attention_mask[row : row + 1], self.expert_tokens.count)[0]
+        return found
+
+    @property
+    def is_kept(self) -> torch.Tensor:
+        """Whether each token is kept and judged, bool [B,S]: real ones, or the last ones of each row."""
+        mask = self.attention_mask
+        return tail_tokens(mask, self.last_tokens) if self.last_tokens else mask.bool()
+
+    def natural(self) -> Inputs:
+        """Return the batch as a model computes it from its tokens alone: expert tokens become padding."""
+        if self.expert_tokens is None:
+            return self
+        mask, row = self.attention_mask.masked_fill(self.is_expert_token, 0), self.expert_tokens.row
+        positions = self.position_ids.clone()
+        positions[row].clamp_(max=int(positions[row][mask[row].bool()].max()))
+        return replace(self, attention_mask=mask, position_ids=positions, expert_tokens=None)
+
+    def plan_calls(self) -> tuple[tuple[int, ...], ...]:
+        """Divide the rows among two calls of a layer, of one shape: the rows of each. One row is one call.
+
+        The second call has other positions and another mask, so that what a port keeps of the first by its shape alone
+        shows: longer rows come behind shorter ones. Each call has two rows at least, as mistakes of a batch need; so
+        few rows are there twice, and their values in the second call count.
+        """
+        lengths = self.lengths
+        rows = sorted(range(self.batch_size), key=lambda row: -lengths[row])
+        if len(rows) <= 2:
+            return (tuple(reversed(rows)), tuple(rows)) if len(rows) == 2 else ((0,),)
+        second, first = rows[0::2], rows[1::2]
+        return (*first, *second[: len(second) - len(first)]), tuple(second)
+
+    def in_rows(self, rows: Sequence[int]) -> Inputs:
+        """Return a batch of these rows, padded as they are."""
+        numbers = list(rows)
+        return replace(
+            self,
+            input_ids=self.input_ids[numbers],
+            attention_mask=self.attention_mask[numbers],
+            position_ids=self.position_ids[numbers],
+            expert_tokens=None,
+        )
 
     def row_positions(self) -> list[list[int]]:
         """List the positions of each row's tokens, without padding."""
@@ -97,17 +164,17 @@ class Inputs:
 def pad_rows(
     rows: list[list[int]],
     *,
-    padding_side: str,
+    padding_side: str | Sequence[str],
     buckets: tuple[int, ...],
     pad_token_id: int,
     source: str,
     start_positions: tuple[int, ...] = (),
 ) -> Inputs:
-    """Pad `rows` on one side to the longest row, or to the smallest bucket that holds it.
+    """Pad `rows` to the longest row, or to the smallest bucket that holds it.
 
     Args:
         rows: Token ids of each row.
-        padding_side: `left` or `right`.
+        padding_side: `left` or `right`, for all rows or for each.
         buckets: Allowed padded lengths; empty to pad to the longest row's length.
         pad_token_id: Token id that fills the padding.
         source: Origin of the rows, in a few words.
@@ -123,8 +190,9 @@ def pad_rows(
     length = _padded_length(max(len(row) for row in rows), buckets)
     input_ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros((len(rows), length), dtype=torch.int64)
-    for index, row in enumerate(rows):
-        start = length - len(row) if padding_side == "left" else 0
+    sides = (padding_side,) * len(rows) if isinstance(padding_side, str) else padding_side
+    for index, (row, side) in enumerate(zip(rows, sides, strict=True)):
+        start = length - len(row) if side == "left" else 0
         input_ids[index, start : start + len(row)] = torch.tensor(row, dtype=torch.int64)
         attention_mask[index, start : start + len(row)] = 1
     starts = torch.tensor(start_positions or (0,) * len(rows), dtype=torch.int64)
@@ -167,8 +235,8 @@ def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, s
 
 
 def format_positions(inputs: Inputs) -> str:
-    """Format the positions of the real tokens as ranges: `positions 0-99, 4096-4111`."""
-    positions = inputs.position_ids[inputs.attention_mask.bool()].unique().tolist()
+    """Format the positions of the judged tokens as ranges: `positions 0-99, 4096-4111`."""
+    positions = inputs.position_ids[inputs.is_kept].unique().tolist()
     ranges: list[tuple[int, int]] = []
     for position in positions:
         if ranges and position == ranges[-1][1] + 1:

@@ -180,6 +180,7 @@ class PromptRanking:
     # The worst prompt once more, in a batch of its own; None if it ran so before, or none differs
     alone: PromptResult | None = None
     words: Mapping[int, str] = field(default_factory=dict)  # text of tokens that reports name, by id
+    notes: tuple[str, ...] = ()  # what a reader must know beside the verdict
 
     @property
     def differing(self) -> tuple[PromptResult, ...]:

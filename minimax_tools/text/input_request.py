@@ -21,19 +21,21 @@ class InputRequest:
     chat: bool = False  # whether the checkpoint's chat template is put around each prompt
     input_ids: tuple[str, ...] = ()  # `1,2,3`, a row; or the path of a JSON file of rows
     seq_lens: tuple[int, ...] = ()  # lengths of random rows
+    quick: bool = False  # whether to take a few short rows in place of the default rows
     batch_size: int = 1  # number of random rows of each length, default rows included
-    padding_side: str = "right"
+    padding_side: str | None = None  # None: right, but one of the default rows is padded on the left
     # Rows are padded to the smallest of these that fits; empty: to the longest row.
     pad_to: tuple[int, ...] = ()
     max_length: int | None = None  # number of tokens that a row is cut to
     start_positions: tuple[int, ...] = ()  # position of each row's first token, or one for all; empty: 0
     seed: int = 0
+    last_tokens: int = 0  # number of tokens at each row's end whose values are kept; 0 for all
 
     def __post_init__(self) -> None:
-        if sum((self.has_text, bool(self.input_ids), bool(self.seq_lens))) > 1:
+        if sum((self.has_text, bool(self.input_ids), bool(self.seq_lens), self.quick)) > 1:
             raise UsageError(
                 "the inputs come from several sources",
-                expected="one of --prompt/--prompts-file, --input-ids, --seq-len",
+                expected="one of --prompt/--prompts-file, --input-ids, --seq-len, --quick",
             )
         if self.batch_size > 1 and (self.has_text or self.input_ids):
             raise UsageError(
@@ -45,8 +47,14 @@ class InputRequest:
             )
         if self.start_positions and not self.names_rows:
             raise UsageError(
-                "--start-positions has no rows to place: the default rows have positions of their own",
+                "--start-positions has no rows to place: the rows of mm2 have positions of their own",
                 next_step="Give --prompt, --input-ids or --seq-len too.",
+            )
+
+        if self.last_tokens and not self.names_rows:
+            raise UsageError(
+                "--last-tokens is for long rows, and none is named",
+                next_step="Give --seq-len 4200, --prompt or --input-ids too.",
             )
 
     @property

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import UsageError, format_count, naming, shorten
 from minimax_tools.machine.json_file import parse_json, read_own_json
-from minimax_tools.model.inputs import Inputs, pad_rows, random_rows
+from minimax_tools.model.inputs import ExpertTokens, Inputs, pad_rows, random_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.input_request import InputRequest
 from minimax_tools.text.tokenizer import encode_texts
@@ -22,6 +24,8 @@ _FAR_LENGTH = 16
 # row, and so attention. 65536 also stands for every smaller power of two, and lies past float16's largest value, 65504.
 # 4096 is for models with fewer positions.
 _CROSSED_POSITIONS = (4096, 65536)
+# Lengths of the rows of --quick.
+_QUICK_LENGTHS = (96, 61)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +34,43 @@ class DefaultRow:
 
     length: int
     start_position: int = 0
+    padding_side: str = "right"
+    num_expert_tokens: int = 0  # number of its last tokens that are expert tokens
 
 
-def default_rows(max_position_embeddings: int) -> tuple[DefaultRow, ...]:
+def default_rows(spec: ModelSpec) -> tuple[DefaultRow, ...]:
     """Return the default rows: a long row at position 0, and short rows far out, up to the last position.
 
-    Rows that do not fit a small model are left out or cut.
+    The farthest row is padded on the left: a port that ignores the mask is wrong there. One row ends in expert tokens,
+    with a place for each expert (see `ExpertTokens`). Rows that do not fit a small model are left out or cut.
     """
-    longest = min(_LONG_LENGTH, max_position_embeddings)
-    last_start = max_position_embeddings - _FAR_LENGTH
+    num_positions = spec.max_position_embeddings
+    longest = min(_LONG_LENGTH, num_positions)
+    last_start = num_positions - _FAR_LENGTH
     starts = {position - _FAR_LENGTH // 2 for position in _CROSSED_POSITIONS} | {last_start}
     rows = [DefaultRow(length=longest)]
     for start in sorted(starts):
         if longest <= start <= last_start:
-            rows.append(DefaultRow(length=_FAR_LENGTH, start_position=start))
-    return tuple(rows)
+            side = "left" if start == last_start else "right"
+            rows.append(DefaultRow(length=_FAR_LENGTH, start_position=start, padding_side=side))
+    return _with_expert_tokens(rows, spec)
+
+
+def _with_expert_tokens(rows: Sequence[DefaultRow], spec: ModelSpec) -> tuple[DefaultRow, ...]:
+    """Append expert tokens to the first short row with room for them, or else to the long row."""
+    count = math.ceil(spec.num_local_experts / spec.num_experts_per_tok)
+    num_positions = spec.max_position_embeddings
+    hosts = (
+        number
+        for number, row in enumerate(rows)
+        if number > 0
+        and row.length + count <= rows[0].length
+        and row.start_position + row.length + count <= num_positions
+    )
+    host = next(hosts, 0)
+    length = min(rows[host].length + count, num_positions)
+    with_tokens = replace(rows[host], length=length, num_expert_tokens=length - rows[host].length)
+    return (*rows[:host], with_tokens, *rows[host + 1 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +81,9 @@ class _Rows:
     starts: tuple[int, ...]
     source: str
     file: Path | None = None  # the only file that they come from; None without one
+    padding_sides: tuple[str, ...] = ()  # of each row, where no option decides it; empty: right
+    is_quick: bool = False
+    expert_tokens: ExpertTokens | None = None
 
 
 def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inputs:
@@ -69,13 +98,20 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
     ids = rows.ids if request.max_length is None else [row[: request.max_length] for row in rows.ids]
     with naming(rows.file):
         _refuse_unusable_rows(ids, rows.starts, spec)
-    return pad_rows(
+        _refuse_short_rows(ids, request.last_tokens)
+    padded = pad_rows(
         ids,
-        padding_side=request.padding_side,
+        padding_side=request.padding_side or rows.padding_sides or "right",
         buckets=request.pad_to,
         pad_token_id=pad_token_id(spec),
         source=rows.source,
         start_positions=rows.starts,
+    )
+    return replace(
+        padded,
+        is_quick=rows.is_quick,
+        expert_tokens=rows.expert_tokens,
+        last_tokens=request.last_tokens,
     )
 
 
@@ -110,8 +146,6 @@ def pad_token_id(spec: ModelSpec) -> int:
 
 
 def _build_rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> _Rows:
-    if not request.names_rows:
-        return _default_rows(request, spec=spec)
     if request.input_ids:
         ids = [row for text in request.input_ids for row in _parse_ids(text)]
         source = "--input-ids"
@@ -119,11 +153,16 @@ def _build_rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> _Row
         texts = [*request.prompts, *read_prompts(request.prompts_file)]
         ids = encode_texts(folder, texts, chat=request.chat)
         source = "chat prompts" if request.chat else "prompts"
-    else:
-        ids = _random_ids(request, request.seq_lens, spec=spec)
+    elif request.seq_lens or request.quick:
+        lengths = request.seq_lens or _QUICK_LENGTHS
+        ids = random_rows(
+            lengths, batch_size=request.batch_size, vocab_size=spec.vocab_size, seed=request.seed
+        )
         source = f"random ids of seed {request.seed}"
+    else:
+        return _default_rows(request, spec=spec)
     starts = _row_starts(request.start_positions, num_rows=len(ids))
-    return _Rows(ids=ids, starts=starts, source=source, file=_only_file(request))
+    return _Rows(ids=ids, starts=starts, source=source, file=_only_file(request), is_quick=request.quick)
 
 
 def _only_file(request: InputRequest) -> Path | None:
@@ -135,16 +174,19 @@ def _only_file(request: InputRequest) -> Path | None:
 
 
 def _default_rows(request: InputRequest, *, spec: ModelSpec) -> _Rows:
-    rows = default_rows(spec.max_position_embeddings)
+    rows = default_rows(spec) * request.batch_size
+    number, host = max(enumerate(rows), key=lambda numbered: numbered[1].num_expert_tokens)
+    num_cut = max(host.length - (request.max_length or host.length), 0)
+    num_left = host.num_expert_tokens - num_cut
     return _Rows(
-        ids=_random_ids(request, tuple(row.length for row in rows), spec=spec),
-        starts=tuple(row.start_position for row in rows) * request.batch_size,
+        ids=random_rows(
+            tuple(row.length for row in rows), batch_size=1, vocab_size=spec.vocab_size, seed=request.seed
+        ),
+        starts=tuple(row.start_position for row in rows),
         source=f"random ids of seed {request.seed}",
+        padding_sides=tuple(row.padding_side for row in rows),
+        expert_tokens=ExpertTokens(row=number, count=num_left) if num_left > 0 else None,
     )
-
-
-def _random_ids(request: InputRequest, lengths: tuple[int, ...], *, spec: ModelSpec) -> list[list[int]]:
-    return random_rows(lengths, batch_size=request.batch_size, vocab_size=spec.vocab_size, seed=request.seed)
 
 
 def _row_starts(start_positions: tuple[int, ...], *, num_rows: int) -> tuple[int, ...]:
@@ -209,3 +251,13 @@ def _refuse_unusable_rows(rows: list[list[int]], starts: tuple[int, ...], spec: 
                 found=f"position {start + len(row) - 1}",
                 next_step="Give --start-positions a smaller number, or shorten the row with --max-length.",
             )
+
+
+def _refuse_short_rows(rows: list[list[int]], last_tokens: int) -> None:
+    shortest = min(range(len(rows)), key=lambda row: len(rows[row]))
+    if len(rows[shortest]) < last_tokens:
+        raise UsageError(
+            f"--last-tokens {last_tokens} keeps more tokens than row {shortest} has",
+            expected=f"at most {len(rows[shortest])}",
+            next_step="Give fewer, or longer rows.",
+        )

@@ -21,6 +21,11 @@ from neuron.options import backend_option, golden_option, target_option
 @model_option
 @target_option
 @golden_option("Golden capture. Default: one is made, in the output folder.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Make the golden of two short rows: faster, and shows less; every verdict says so.",
+)
 @backend_option
 @click.option(
     "--tp-degree", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks that share a layer."

@@ -49,7 +49,7 @@ class PromptOptions:
     num_decoded: int | None
     max_length: int | None
     prompts_at_once: int  # prompts per batch
-    padding_side: str
+    padding_side: str | None  # None: right
     pad_to: tuple[int, ...]
     golden_logits: Path | None
     follows: bool

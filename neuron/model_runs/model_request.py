@@ -19,6 +19,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance, plain_values
 from neuron.devices.runtime import Runtime
+from neuron.model_runs.passes import Pass, plan_passes
 from neuron.ports.model_target import ModelTarget
 
 
@@ -44,6 +45,10 @@ class ModelRequest(ModelSetup):
     golden: Capture | None = None  # None for a run that is not judged
     max_new_tokens: int = 1  # most tokens to generate freely after each row
     runs_chunks: bool = True  # whether to run the rows in chunks too
+
+    def plan_passes(self, num_decoded: int) -> list[Pass]:
+        """Plan the prefill and `num_decoded` steps, each row padded as the port takes it (see `passes.plan_passes`)."""
+        return plan_passes(self.inputs, num_decoded, pads_right=self.target.pads_right)
 
     def provenance(
         self, runtime: Runtime, *, model: ModelFingerprint, options: Mapping[str, Any]

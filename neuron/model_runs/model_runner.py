@@ -44,7 +44,7 @@ from neuron.model_runs.logits_record import find_misplaced, list_choices, logits
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.pass_result import PassResult
-from neuron.model_runs.passes import Pass, next_pass, plan_chunks, plan_passes
+from neuron.model_runs.passes import Pass, next_pass, plan_chunks
 from neuron.model_runs.repetition import compare_logits, other_rows, repeat_run
 from neuron.ports.model_batch import ModelBatch
 
@@ -72,7 +72,7 @@ class ModelRun:
         self._runtime = runtime
         self._reader = reader
         self._progress = progress or NoProgress()
-        self._passes = plan_passes(request.inputs, request.run.num_decoded)
+        self._passes = request.plan_passes(request.run.num_decoded)
         self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
         self._refuse_other_golden()
         batch = ModelBatch.of(
@@ -118,7 +118,7 @@ class ModelRun:
 
     def _capture_chunks(self, directory: Path) -> None:
         """Run the prompts in chunks and write that capture; or one that says why there are none."""
-        chunks = plan_chunks(self._request.inputs)
+        chunks = plan_chunks(self._request.inputs, pads_right=self._request.target.pads_right)
         if self._request.runs_chunks:
             results, untested = run_chunks(self._executor, chunks)
         else:
@@ -141,8 +141,8 @@ class ModelRun:
         """
         request = self._request
         assert request.golden is not None, "a layer runs isolated on a golden's input"
-        (prefill,) = plan_passes(request.inputs, 0)
-        layer_input = request.golden.read(layer, Site.INPUT)
+        (prefill,) = request.plan_passes(0)
+        layer_input = prefill.cut(request.golden.read(layer, Site.INPUT))
         result = self._executor.run(PassRequest(model_pass=prefill, is_first=True, fed=(layer, layer_input)))
         sites = dict(result.layers.get(layer, {}))
         sites[Site.INPUT] = layer_input
@@ -204,7 +204,7 @@ class ModelRun:
         [B,S,·] or [B,1,·] in the order of the request.
         """
         spec, end_tokens = self._request.spec, read_end_tokens(self._request.folder)
-        (whole,) = plan_passes(self._request.inputs, 0)
+        (whole,) = self._request.plan_passes(0)
         model_pass, tokens = whole.in_rows(rows), list[torch.Tensor]()
         of_prefill: torch.Tensor | None = None
         while True:

@@ -50,6 +50,13 @@ class Pass:
         last: torch.Tensor = indices.argmax(dim=1)
         return last
 
+    def cut(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this pass's columns [B,s,…] of values of the golden's batch, [B,S,…]; padding is zero."""
+        rows = torch.arange(len(values))[:, None]
+        cut = values[rows, self.columns.clamp(min=0)]
+        is_padding = (self.columns < 0).reshape(*self.columns.shape, *(1,) * (values.ndim - 2))
+        return cut.masked_fill(is_padding, 0.0)
+
     def in_rows(self, rows: torch.Tensor) -> Pass:
         """Return this pass with its prompts in other rows: row b gets prompt `rows[b]`, int64 [B]."""
         return replace(
@@ -61,8 +68,10 @@ class Pass:
         )
 
 
-def plan_passes(inputs: Inputs, num_decoded: int) -> list[Pass]:
-    """Plan the prefill and `num_decoded` steps. The prefill's rows are padded on the side of `inputs`.
+def plan_passes(inputs: Inputs, num_decoded: int, *, pads_right: bool = False) -> list[Pass]:
+    """Plan the prefill and `num_decoded` steps. Each of the prefill's rows is padded on its side in `inputs`.
+
+    With `pads_right`, all are padded on the right, for ports that take no other rows.
 
     Raises:
         UsageError: A prompt is too short: nothing of it would be left to prefill.
@@ -75,7 +84,7 @@ def plan_passes(inputs: Inputs, num_decoded: int) -> list[Pass]:
         )
     # Column of each prompt's real tokens in the golden's batch.
     real = [mask.nonzero().flatten() for mask in inputs.attention_mask]
-    passes = [_plan_prefill(inputs, real, num_decoded)]
+    passes = [_plan_prefill(inputs, real, num_decoded, pads_right=pads_right)]
     for number in range(1, num_decoded + 1):
         columns = [row[len(row) - num_decoded + number - 1 :][:1] for row in real]
         past_mask = passes[-1].attention_mask
@@ -97,7 +106,7 @@ def next_pass(before: Pass, tokens: torch.Tensor, *, last_position: int) -> Pass
     )
 
 
-def plan_chunks(inputs: Inputs) -> list[Pass]:
+def plan_chunks(inputs: Inputs, *, pads_right: bool = False) -> list[Pass]:
     """Plan passes of several tokens, one of them of a single token, over all tokens; [] if no row has enough.
 
     A pass takes about the same share of each row, and of the longest row the most: so its columns are no more than the
@@ -113,7 +122,9 @@ def plan_chunks(inputs: Inputs) -> list[Pass]:
             row[start : start + sizes[number]] for row, start, sizes in zip(real, starts, shares, strict=True)
         ]
         past_mask = passes[-1].attention_mask if passes else None
-        passes.append(_lay_out(inputs, columns, number=number, width=width, past_mask=past_mask))
+        passes.append(
+            _lay_out(inputs, columns, number=number, width=width, past_mask=past_mask, pads_right=pads_right)
+        )
     return passes
 
 
@@ -142,10 +153,11 @@ def _share_out(length: int, widths: Sequence[int]) -> list[int]:
     return sizes
 
 
-def _plan_prefill(inputs: Inputs, real: list[torch.Tensor], num_decoded: int) -> Pass:
+def _plan_prefill(inputs: Inputs, real: list[torch.Tensor], num_decoded: int, *, pads_right: bool) -> Pass:
     """Take each prompt's tokens but the last `num_decoded`, and keep the padding of the batch."""
     columns = [row[: len(row) - num_decoded] for row in real]
-    return _lay_out(inputs, columns, number=0, width=inputs.sequence_length - num_decoded)
+    width = inputs.sequence_length - num_decoded
+    return _lay_out(inputs, columns, number=0, width=width, pads_right=pads_right)
 
 
 def _lay_out(
@@ -155,13 +167,14 @@ def _lay_out(
     number: int,
     width: int,
     past_mask: torch.Tensor | None = None,
+    pads_right: bool = False,
 ) -> Pass:
-    """Lay the tokens at some columns of each row out in a pass, padded on the side of the row."""
+    """Lay the tokens at some columns of each row out in a pass, padded on the side of the row, or on the right."""
     columns = torch.full((inputs.batch_size, width), -1)
     # Where padding gets its position: at the row's nearest token.
     source = columns.clone()
     for row, of_row in enumerate(columns_of_rows):
-        is_left = not inputs.attention_mask[row, 0]
+        is_left = not pads_right and not inputs.attention_mask[row, 0]
         start = width - len(of_row) if is_left else 0
         columns[row, start : start + len(of_row)] = of_row
         nearest = (

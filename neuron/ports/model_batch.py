@@ -15,18 +15,15 @@ class ModelBatch:
     num_tokens: int  # most columns of the port's cache, decoded and generated tokens included
     num_prefilled: int  # tokens of the shortest prompt in the prefill
     first_position: int  # smallest position of a real token
-    is_left_padded: bool
     replaces_stream: bool = False  # whether passes will replace the stream (see `REPLACE_STREAM`)
 
     @classmethod
     def of(cls, inputs: Inputs, *, num_decoded: int, max_new_tokens: int) -> ModelBatch:
         """Describe the batch of a run that decodes the last tokens of each prompt, and then generates."""
-        is_real = inputs.attention_mask.bool()
         # A repetition in another shape has a column more than there are passes.
         return cls(
             num_prompts=inputs.batch_size,
             num_tokens=inputs.sequence_length + max(max_new_tokens, 1 + num_decoded),
             num_prefilled=min(inputs.lengths) - num_decoded,
-            first_position=int(inputs.position_ids[is_real].min()),
-            is_left_padded=bool((~is_real[:, 0]).any()),
+            first_position=int(inputs.position_ids[inputs.attention_mask.bool()].min()),
         )

@@ -40,6 +40,8 @@ class ModelTarget(ABC):
 
     # Forms of a --target of this kind.
     forms: ClassVar[str]
+    # Whether it takes rows that are padded on the right alone.
+    pads_right: ClassVar[bool] = False
 
     name: str  # the value of --target
     source_digest: str  # sha256 of its source

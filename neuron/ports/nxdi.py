@@ -53,6 +53,8 @@ class NxdiTarget(Target):
     """A decoder layer on neuronx-distributed-inference."""
 
     forms = f"{PREFIX}PATH.py:NAME or {PREFIX}package.module:NAME"
+    # On a device, its attention kernels know no mask: they take all columns before a token for earlier tokens.
+    pads_right = True
     divides_weights = True
 
     layer_class: Callable[..., Any]  # called as `layer_class(config, layer_idx)`, with NxDI's config

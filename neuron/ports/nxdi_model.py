@@ -43,7 +43,6 @@ from neuron.ports.port_errors import port_errors
 from neuron.ports.sources import import_callable
 
 _LOAD_STEP = "NxDI loads it by the class's own conversion; see --debug for the traceback."
-_MADE_BY = "A golden with right padding: mm2-gpu full --padding-side right."
 # Tokens of the shortest prompt in a prefill.
 _LEAST_PREFILLED = 2
 
@@ -140,6 +139,7 @@ class NxdiModelTarget(ModelTarget):
     """An application on neuronx-distributed-inference."""
 
     forms = f"{PREFIX}PATH.py:CLASS or {PREFIX}package.module:CLASS"
+    pads_right = True
 
     application_class: Any
     module: ModuleType  # the module that defines it
@@ -244,12 +244,6 @@ def _refuse_other_class(name: str, application_class: Any) -> None:
 
 def _refuse_batch(batch: ModelBatch) -> None:
     """Refuse prompts that NxDI computes wrongly whatever the port."""
-    if batch.is_left_padded:
-        raise TargetError(
-            "NxDI takes prompts that are padded on the right",
-            found="left padding",
-            next_step=f"Give {_MADE_BY}",
-        )
     if batch.first_position:
         raise TargetError(
             "NxDI takes a pass for a prefill by its position 0",

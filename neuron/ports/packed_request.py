@@ -68,7 +68,7 @@ def pack_prompt(
             "vLLM Neuron takes prompts without padding before them",
             expected="a golden whose prompts are padded on the right",
             found=f"{int((~is_real).sum())} columns of padding before a prompt",
-            next_step="Capture the golden with --padding-side right.",
+            next_step="Leave out --padding-side left.",
         )
     tokens = input_ids[0, :num_tokens].cpu()
     positions = position_ids[0, :num_tokens].cpu()

@@ -51,6 +51,8 @@ class Target(ABC):
     forms: ClassVar[str]
     # False if the weights come with the target instead of from the checkpoint.
     reads_weights: ClassVar[bool] = True
+    # Whether it takes rows that are padded on the right alone.
+    pads_right: ClassVar[bool] = False
     # Whether each of several ranks is known to hold only its part of a layer.
     divides_weights: ClassVar[bool] = False
 

@@ -100,7 +100,7 @@ class TraceRequest:
     target: Target
     spec: ModelSpec
     layer: int
-    inputs: Inputs  # token rows; the program takes their shape
+    inputs: Inputs  # token rows of one call; the program takes their shape
     dtype: torch.dtype
     backend: Backend  # backend of the program: the CPU, or Neuron over torch_xla
     checks_capture: bool = False  # whether to compile the layer without sites too, and compare the outputs

@@ -214,6 +214,7 @@ class VllmNeuronModelTarget(ModelTarget):
     """A model for the vLLM Neuron plugin; all ranks are one tensor-parallel group."""
 
     forms = f"{PREFIX}PATH.py:NAME or {PREFIX}package.module:NAME"
+    pads_right = True
 
     factory: Callable[..., Any]  # a class with the class method `from_configs`
 

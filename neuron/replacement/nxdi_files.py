@@ -18,7 +18,7 @@ from neuron.model_runs.passes import Pass
 from neuron.ports.nxdi_points import point_module
 from neuron.ports.nxdi_replacement import file_name
 from neuron.replacement.run_folder import RunFolder
-from neuron.replacement.stream import GoldenStream, cut_stream
+from neuron.replacement.stream import GoldenStream
 
 REFERENCE, SHAPES = "reference", "shapes"
 
@@ -36,29 +36,26 @@ def write_nxdi_files(folder: RunFolder, stream: GoldenStream) -> None:
         states = stream.read(point)
         module = point_module(point, num_layers=plan.num_layers)
         for model_pass in passes:
-            _write_step(folder, module, model_pass, cut_stream(states, model_pass))
+            _write_step(folder, module, model_pass, model_pass.cut(states))
 
 
 def refuse_prompts(inputs: Inputs, *, bucket: int) -> None:
     """Refuse prompts that NxDI computes wrongly whatever the port, or that do not fit the bucket.
 
     Raises:
-        UsageError: Prompts are padded on the left, begin at another position than 0, or are too long.
+        UsageError: Prompts begin at another position than 0, or are too long.
     """
-    is_real = inputs.attention_mask.bool()
     faults = []
-    if bool((~is_real[:, 0]).any()):
-        faults.append("left padding")
-    if int(inputs.position_ids[is_real].min()):
+    if int(inputs.position_ids[inputs.attention_mask.bool()].min()):
         faults.append("positions that do not begin at 0")
     if inputs.sequence_length > bucket:
         faults.append(f"{inputs.sequence_length} columns for a bucket of {bucket}")
     if faults:
         raise UsageError(
             "NxDI cannot run the golden's prompts",
-            expected="prompts padded on the right, from position 0 on, that fit --bucket",
+            expected="prompts from position 0 on, that fit --bucket",
             found="; ".join(faults),
-            next_step="Give a larger --bucket, or capture a golden with --padding-side right.",
+            next_step="Give a larger --bucket, or capture a golden of other prompts.",
         )
 
 

@@ -18,7 +18,7 @@ from neuron.model_runs.pass_result import PassResult
 from neuron.model_runs.passes import Pass
 from neuron.ports.model_returned import REPLACE_STREAM
 from neuron.replacement.replaced_judge import RowLogits
-from neuron.replacement.stream import GoldenStream, cut_stream, ignores_stream
+from neuron.replacement.stream import GoldenStream, ignores_stream
 
 
 class ReplacedPort:
@@ -49,7 +49,7 @@ class ReplacedPort:
         for model_pass in self._passes:
             fed = None
             if point is not None and stream is not None:
-                fed = (point, cut_stream(stream, model_pass))
+                fed = (point, model_pass.cut(stream))
             request = PassRequest(
                 model_pass=model_pass, is_first=model_pass.number == 0, records=False, fed=fed
             )
@@ -62,7 +62,7 @@ class ReplacedPort:
     def _require_taken(self, point: int, stream: torch.Tensor, result: PassResult) -> None:
         """Refuse a port whose prefill gives the same logits for another stream, by one more prefill."""
         prefill = self._passes[0]
-        fed = (point, -cut_stream(stream, prefill))
+        fed = (point, -prefill.cut(stream))
         request = PassRequest(model_pass=prefill, is_first=True, records=False, fed=fed)
         if ignores_stream(result.logits, self._executor.run(request).logits):
             raise TargetError(

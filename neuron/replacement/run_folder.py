@@ -142,8 +142,14 @@ class RunFolder:
         """
         path = self.directory / INPUTS_NAME
         try:
-            return Inputs(**load_file(path), source=str(self.directory))
-        except (OSError, SafetensorError, TypeError) as error:
+            stored = load_file(path)
+            return Inputs(
+                input_ids=stored["input_ids"],
+                attention_mask=stored["attention_mask"],
+                position_ids=stored["position_ids"],
+                source=str(self.directory),
+            )
+        except (OSError, SafetensorError, KeyError) as error:
             raise CaptureError(
                 f"{path} cannot be read",
                 found=f"{type(error).__name__}: {error}",
@@ -151,8 +157,8 @@ class RunFolder:
             ) from error
 
     def passes(self) -> list[Pass]:
-        """Plan the passes of each run."""
-        return plan_passes(self.read_inputs(), self.plan.num_decoded)
+        """Plan the passes of each run, padded on the right: NxDI and vLLM Neuron take no other prompts."""
+        return plan_passes(self.read_inputs(), self.plan.num_decoded, pads_right=True)
 
     def logits_path(self, point: Point) -> Path:
         """Return the file that takes the logits of the run with the stream replaced at a point."""

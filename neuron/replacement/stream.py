@@ -20,7 +20,6 @@ from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
-from neuron.model_runs.passes import Pass
 from neuron.runs.golden_inputs import GoldenInputs, digest_sites
 
 
@@ -98,13 +97,6 @@ class GoldenStream:
             layer=point,
             states={tuple(row): states_sh[mask.bool()] for row, states_sh, mask in rows},
         )
-
-
-def cut_stream(stream: torch.Tensor, model_pass: Pass) -> torch.Tensor:
-    """Return a pass's columns [B,s,H] of a stream [B,S,H]; padding is zero."""
-    rows = torch.arange(len(stream))[:, None]
-    states = stream[rows, model_pass.columns.clamp(min=0)]
-    return states.masked_fill((model_pass.columns < 0)[..., None], 0.0)
 
 
 def ignores_stream(logits: torch.Tensor, others: torch.Tensor) -> bool:

@@ -28,7 +28,6 @@ from minimax_tools.results.replacements import (
 from neuron.devices.runtime import Runtime
 from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelRequest
-from neuron.model_runs.passes import plan_passes
 from neuron.ports.model_batch import ModelBatch
 from neuron.replacement.replaced_judge import ReplacedJudge
 from neuron.replacement.replaced_port import ReplacedPort
@@ -61,7 +60,7 @@ def bisect_whole(
     """
     assert request.golden is not None, "the stream is a golden's"
     stream = GoldenStream.open(request.golden, reader=reader, spec=request.spec, dtype=request.dtype)
-    passes = plan_passes(request.inputs, request.run.num_decoded)
+    passes = request.plan_passes(request.run.num_decoded)
     batch = ModelBatch.of(request.inputs, num_decoded=request.run.num_decoded, max_new_tokens=0)
     judge = ReplacedJudge(
         stream=stream, num_decoded=request.run.num_decoded, reader=reader, folder=logits_folder

@@ -94,6 +94,7 @@ def run_chain(
             layer=layer,
             layer_input=LayerInput.of(states, executor.setup.inputs),
             next_layer=layer + 1 if layer < span.last else next_layer,
+            calls=executor.setup.inputs.plan_calls(),
         )
         states = executor.run(request).output
         yield layer, states
@@ -227,6 +228,7 @@ def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime)
         ),
         inputs_digest=request.inputs.digest(),
         input_source=f"golden {request.golden.description.run.name}",
+        calls=request.inputs.plan_calls(),
     )
 
 

@@ -88,7 +88,7 @@ class LayerExecutor:
         self._resident.close()
 
     def run(self, request: LayerRequest) -> LayerRun:
-        """Run one layer on all ranks; its weights are loaded unless it is the layer that ran last.
+        """Run one layer on all ranks, in its calls; its weights are loaded unless it is the layer that ran last.
 
         Raises:
             MemoryBudgetError: The layer, or what it computes, would exceed the budget.
@@ -96,6 +96,18 @@ class LayerExecutor:
             TargetError: The port could not be built, loaded or run, takes or gives no past (keys and values of earlier
                 tokens), or does not expose a site of the border.
         """
+        runs = [self._run_laid_out(call) for call in request.by_call()]
+        return LayerRun.join(runs, request.calls) if len(runs) > 1 else runs[0]
+
+    def _run_laid_out(self, request: LayerRequest) -> LayerRun:
+        """Run a call, its rows padded as the port takes them, and give its values back as the rows were padded."""
+        layer_input = request.layer_input
+        num_padded = layer_input.num_padded_left
+        if layer_input.past is not None or not self.setup.target.pads_right or not bool(num_padded.any()):
+            return self._run_call(request)
+        return self._run_call(request.shifted(num_padded)).shifted(-num_padded)
+
+    def _run_call(self, request: LayerRequest) -> LayerRun:
         self._send(request)
         run = self._run_part(request)
         assert run is not None, "the lead assembles the parts of all ranks"

@@ -20,8 +20,9 @@ from neuron.runs.device_request import PortSetup
 
 _FLOAT32_BYTES = 4
 _FLOAT64_BYTES = 8
-# A site's values: on the device, on the host, and as the bytes that are written.
+# A site's values of one call on the device; of all calls on the host, and as the bytes that are written.
 _COPIES_OF_A_SITE = 3
+_COPIES_ON_HOST = 2
 # Scores, masked scores, and their softmax in two dtypes.
 _COPIES_OF_SCORES = 4
 # XLA on the CPU widens the weights of a running graph to float32 and transposes them: up to 3.5 times their bytes were
@@ -69,7 +70,8 @@ class DeviceFootprint:
     def activation_bytes(self) -> int:
         """The activations of one layer: its sites and, for mm2's own layer, the tensors between them."""
         num_values = [math.prod(site_shape(site, self.spec, self.inputs.batch_shape)) for site in Site]
-        site_bytes = sum(num_values) * _COPIES_OF_A_SITE * self.dtype.itemsize
+        num_in_call = sum(num_values) * self._rows_of_call // self.inputs.batch_size
+        site_bytes = (num_in_call + sum(num_values) * _COPIES_ON_HOST) * self.dtype.itemsize
         # Room for two copies of the largest site in float64.
         scratch_bytes = max(num_values) * 2 * _FLOAT64_BYTES
         return site_bytes + scratch_bytes + self._bytes_between_sites + _SPARE_BYTES
@@ -84,11 +86,17 @@ class DeviceFootprint:
         return num_copies * vocabulary_bytes(self.spec, self.dtype) + logits_bytes
 
     @property
+    def _rows_of_call(self) -> int:
+        """The number of rows in one call of the layer."""
+        return len(self.inputs.plan_calls()[0])
+
+    @property
     def _bytes_between_sites(self) -> int:
         """Attention scores, and what the experts that run together compute and copy; 0 where unknown or on a device."""
         if self.num_experts_at_once is None or self.backend.is_neuron:
             return 0
-        num_pairs = self.inputs.batch_size * self.inputs.sequence_length**2
+        num_tokens = self._rows_of_call * self.inputs.sequence_length
+        num_pairs = num_tokens * self.inputs.sequence_length
         score_bytes = _COPIES_OF_SCORES * num_pairs * self.spec.num_attention_heads * _FLOAT32_BYTES
         hidden, intermediate = self.spec.hidden_size, self.spec.intermediate_size
         # Per token: gate, up, SiLU of gate, and their product; the output, widened to float32, and weighted.
@@ -96,7 +104,7 @@ class DeviceFootprint:
         # Gate, up and down.
         weight_bytes = 3 * hidden * intermediate * self.dtype.itemsize
         num_copies = _XLA_COPIES_OF_EXPERTS if self.backend.is_lazy else 0
-        expert_bytes = self.inputs.input_ids.numel() * token_bytes + num_copies * weight_bytes
+        expert_bytes = num_tokens * token_bytes + num_copies * weight_bytes
         return score_bytes + self.num_experts_at_once * expert_bytes
 
 

@@ -99,8 +99,13 @@ class _CachedLayers:
             if layer == len(self._caches):
                 # The first generated token: the layer's weights are in memory now, so the prompts run before it.
                 prompts = LayerInput.of(self._capture.read(layer, Site.INPUT), self._request.inputs)
-                # With the sites of the captured run, the layer runs that run's graphs.
-                _, key_values = self._run(layer, prompts, sites=self._request.run.sites)
+                # With the sites and calls of the captured run, the layer runs that run's graphs.
+                _, key_values = self._run(
+                    layer,
+                    prompts,
+                    sites=self._request.run.sites,
+                    calls=self._request.inputs.plan_calls(),
+                )
                 self._caches.append(Cache(key_values, num_columns=self._num_columns))
             cache = self._caches[layer]
             column = cache.input_of(states, attention_mask=attention_mask, position_ids=position_ids)
@@ -109,13 +114,23 @@ class _CachedLayers:
         return states
 
     def _run(
-        self, layer: int, layer_input: LayerInput, *, sites: tuple[Site, ...] = ()
+        self,
+        layer: int,
+        layer_input: LayerInput,
+        *,
+        sites: tuple[Site, ...] = (),
+        calls: tuple[tuple[int, ...], ...] = (),
     ) -> tuple[torch.Tensor, KeyValues]:
         """Run a layer; return its output, and the keys and values of its input's tokens."""
         next_layer = layer + 1 if layer + 1 < self._request.spec.num_hidden_layers else None
         run = self._run_layer(
             LayerRequest(
-                layer=layer, layer_input=layer_input, sites=sites, keeps_past=True, next_layer=next_layer
+                layer=layer,
+                layer_input=layer_input,
+                sites=sites,
+                keeps_past=True,
+                next_layer=next_layer,
+                calls=calls,
             )
         )
         assert run.key_values is not None, "they were asked for"

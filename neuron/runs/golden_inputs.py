@@ -146,7 +146,8 @@ def read_inputs(request: InputRequest, folder: Path, spec: ModelSpec, golden: Ca
         CaptureError: The golden's inputs cannot be read.
     """
     if golden is None:
-        return build_inputs(request, folder=folder, spec=spec)
+        # Only a golden gives expert tokens their states.
+        return build_inputs(request, folder=folder, spec=spec).natural()
     # The seed alone may be given: it serves other random numbers too.
     if request != InputRequest(seed=request.seed):
         raise UsageError(

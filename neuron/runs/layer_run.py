@@ -1,13 +1,15 @@
 """A single run of a layer: its input, request and result.
 
 A column is one index along the padded length of the batch. A pass computes S columns, after P earlier ones, the past.
-B batch, H hidden, K kv heads, D head_dim.
+It is made in one or more *calls* of the layer, each of some rows of the batch.
+B batch, b rows of a call, H hidden, K kv heads, D head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -44,6 +46,31 @@ class LayerInput:
             position_ids=inputs.position_ids,
         )
 
+    def in_rows(self, rows: Sequence[int]) -> LayerInput:
+        """Return the input of these rows alone."""
+        numbers = list(rows)
+        return LayerInput(
+            hidden_states=self.hidden_states[numbers],
+            attention_mask=self.attention_mask[numbers],
+            position_ids=self.position_ids[numbers],
+            past=None if self.past is None else (self.past[0][numbers], self.past[1][numbers]),
+        )
+
+    def shifted(self, num_columns: torch.Tensor) -> LayerInput:
+        """Return the input with each row moved to the left by so many columns, int64 [B]; only without a past."""
+        assert self.past is None, "columns with a past are not moved"
+        return LayerInput(
+            hidden_states=_shift(self.hidden_states, num_columns, dim=1),
+            attention_mask=_shift(self.attention_mask, num_columns, dim=1),
+            position_ids=_shift(self.position_ids, num_columns, dim=1),
+        )
+
+    @property
+    def num_padded_left(self) -> torch.Tensor:
+        """The number of columns of padding before each row's first token: int64 [B]."""
+        first: torch.Tensor = self.attention_mask.argmax(dim=1)
+        return first
+
     @property
     def batch_size(self) -> int:
         """The batch size B."""
@@ -76,6 +103,26 @@ class LayerRequest:
     border: Mapping[Site, torch.Tensor] = field(default_factory=dict)
     keeps_past: bool = False  # whether the port must return keys and values
     next_layer: int | None = None  # the layer that runs next, to be read ahead; None after the last
+    # The rows of each call of the layer, all calls of one size. A row that several calls have counts in the last.
+    # Empty: one call of all rows.
+    calls: tuple[tuple[int, ...], ...] = ()
+
+    def shifted(self, num_columns: torch.Tensor) -> LayerRequest:
+        """Return the request with each row moved to the left by so many columns, int64 [B]."""
+        border = {site: _shift_site(site, tensor, num_columns) for site, tensor in self.border.items()}
+        return replace(self, layer_input=self.layer_input.shifted(num_columns), border=border)
+
+    def by_call(self) -> Iterator[LayerRequest]:
+        """Yield a request for each call."""
+        if not self.calls:
+            yield self
+        for rows in self.calls:
+            yield replace(
+                self,
+                layer_input=self.layer_input.in_rows(rows),
+                border={site: tensor[list(rows)] for site, tensor in self.border.items()},
+                calls=(),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,3 +142,67 @@ class LayerRun:
     # How often the port computed sites that it does not expose because their parts do not add up to the batch
     num_calls: Mapping[Site, int] = field(default_factory=dict)
     times: LayerTimes = field(default_factory=LayerTimes)  # time by phase
+
+    def shifted(self, num_columns: torch.Tensor) -> LayerRun:
+        """Return the run with each row moved to the left by so many columns, int64 [B]; further outputs stay."""
+        return replace(
+            self,
+            output=_shift(self.output, num_columns, dim=1),
+            tensors={site: _shift_site(site, tensor, num_columns) for site, tensor in self.tensors.items()},
+            key_values=self.key_values
+            and (
+                _shift(self.key_values[0], num_columns, dim=2),
+                _shift(self.key_values[1], num_columns, dim=2),
+            ),
+        )
+
+    @classmethod
+    def join(cls, runs: Sequence[LayerRun], calls: Sequence[Sequence[int]]) -> LayerRun:
+        """Join the runs of several calls into one of all rows; a site that one call lacks is left out.
+
+        A further output that begins neither with the call's rows nor with its tokens is the first call's.
+        """
+        first, num_columns = runs[0], runs[0].output.shape[1]
+        rows = [row for call in calls for row in call]
+        # Of a row that several calls have, the place in the last.
+        places = [place for _, place in sorted({row: place for place, row in enumerate(rows)}.items())]
+
+        def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            lengths = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+            if lengths == {len(calls[0]) * num_columns}:
+                by_row = [tensor.unflatten(0, (-1, num_columns)) for tensor in tensors]
+                return torch.cat(by_row)[places].flatten(0, 1)
+            return torch.cat(list(tensors))[places] if lengths == {len(calls[0])} else tensors[0]
+
+        def join_named(named: Sequence[Mapping[Any, torch.Tensor]]) -> dict[Any, torch.Tensor]:
+            shown = [name for name in named[0] if all(name in of_call for of_call in named)]
+            return {name: join([of_call[name] for of_call in named]) for name in shown}
+
+        tensors = join_named([run.tensors for run in runs])
+        left_out = [site for site in first.tensors if site not in tensors]
+        pasts = [run.key_values for run in runs if run.key_values is not None]
+        return replace(
+            first,
+            output=join([run.output for run in runs]),
+            tensors=tensors,
+            not_exposed=tuple(sorted((*first.not_exposed, *left_out), key=lambda site: site.order)),
+            key_values=(join([keys for keys, _ in pasts]), join([values for _, values in pasts]))
+            if pasts
+            else None,
+            further=join_named([run.further for run in runs]),
+            num_calls={site: number for run in runs for site, number in run.num_calls.items()},
+            times=sum((run.times for run in runs), LayerTimes()),
+        )
+
+
+def _shift_site(site: Site, tensor: torch.Tensor, num_columns: torch.Tensor) -> torch.Tensor:
+    """Move the rows of a site's tensor; one of an unlikely shape, which the comparison will refuse, stays."""
+    dim = 2 if site.has_heads_dim else 1
+    has_rows = tensor.ndim > dim and len(tensor) == len(num_columns)
+    return _shift(tensor, num_columns, dim=dim) if has_rows else tensor
+
+
+def _shift(tensor: torch.Tensor, num_columns: torch.Tensor, *, dim: int) -> torch.Tensor:
+    """Move each row of [B,…] to the left along `dim`; the columns that leave it on the left come in on the right."""
+    shifts = zip(tensor, num_columns.tolist(), strict=True)
+    return torch.stack([row.roll(-shift, dims=dim - 1) for row, shift in shifts])

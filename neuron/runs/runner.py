@@ -157,6 +157,7 @@ class DeviceRun:
             # Generation needs keys and values: a port that returns none is refused at the first layer.
             keeps_past=request.run.num_decoded > 0 or request.max_new_tokens > 1,
             next_layer=next_layer,
+            calls=request.inputs.plan_calls(),
         )
         if request.stage_feeds is not None:
             layer_request = request.stage_feeds.feed(layer_request, run=self._executor.run)
@@ -287,5 +288,9 @@ class DeviceRun:
             run=request.run,
             provenance=request.provenance(self._runtime, model=self._model, options=options),
             inputs_digest=request.inputs.digest(),
+            is_quick=request.inputs.is_quick,
+            expert_tokens=request.inputs.expert_tokens,
+            last_tokens=request.inputs.last_tokens,
+            calls=request.inputs.plan_calls(),
             input_source=self._input_source(),
         )

@@ -167,7 +167,7 @@ def _on_trained(part: str, model: TrainedModel, seed: int) -> Iterator[BaselineR
 
 def _far(name: str, *, seed: int, num_layers: int) -> BaselineRequest:
     """Request a synthetic baseline with mm2's default prompts."""
-    rows = default_rows(SyntheticModel().spec().max_position_embeddings)
+    *rows, _ = default_rows(SyntheticModel().spec())
     return BaselineRequest(
         name=name,
         seed=seed,

@@ -135,7 +135,7 @@ def _is_on_rank(layer: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
 def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torch.Tensor]:
     """Keep the tokens within their expert's capacity: `factor` times the mean number of tokens per expert.
 
-    All tokens of the batch count and take up room, judged or not; with `counted` `real`, padding does neither. With
+    All tokens of a call count and take up room, judged or not; with `counted` `real`, padding does neither. With
     `columns` it counts alone, and with `room` it takes up room alone.
     """
 
@@ -144,16 +144,29 @@ def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torc
         everywhere = layer.base.everywhere()
         experts = everywhere[Site.ROUTER_EXPERTS]
         is_real = everywhere.attention_mask.flatten().bool()
-        takes_room = is_real if counted in ("real", "columns") else torch.ones_like(is_real)
-        num_counted = int(is_real.sum()) if counted in ("real", "room") else len(is_real)
-        num_experts = layer.spec.num_local_experts
-        capacity = math.ceil(factor * num_counted * experts.shape[1] / num_experts)
-        is_chosen = functional.one_hot(experts, num_experts).sum(1) * takes_room[:, None]
-        # Of a token and its expert: how many tokens up to this one chose the expert.
-        num_until_here = is_chosen.cumsum(0).gather(-1, experts)
-        return num_until_here[layer.places] <= capacity
+        is_kept = torch.ones_like(experts, dtype=torch.bool)
+        # The last call of a row counts.
+        for tokens in everywhere.inputs.tokens_by_call:
+            is_of_call = is_real[tokens]
+            num_counted = int(is_of_call.sum()) if counted in ("real", "room") else len(is_of_call)
+            is_kept[tokens] = _find_within(
+                experts[tokens],
+                is_of_call if counted in ("real", "columns") else torch.ones_like(is_of_call),
+                capacity=math.ceil(factor * num_counted * experts.shape[1] / layer.spec.num_local_experts),
+                num_experts=layer.spec.num_local_experts,
+            )
+        return is_kept[layer.places]
 
     return keeps
+
+
+def _find_within(
+    experts: torch.Tensor, takes_room: torch.Tensor, *, capacity: int, num_experts: int
+) -> torch.Tensor:
+    """Return which of the experts [t,k] of a call's tokens have room for them, bool [t,k]; `takes_room` is bool [t]."""
+    is_chosen = functional.one_hot(experts, num_experts).sum(1) * takes_room[:, None]
+    # Of a token and its expert: how many tokens up to this one chose the expert.
+    return is_chosen.cumsum(0).gather(-1, experts) <= capacity
 
 
 def _sum_in_bfloat16(layer: Evaluation) -> torch.Tensor:

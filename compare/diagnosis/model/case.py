@@ -142,7 +142,7 @@ class ModelCases:
         `has_norm` is whether the port holds the final norm.
         """
         tokens = self._golden.read_inputs()
-        is_real = tokens.attention_mask.bool()
+        is_real = tokens.is_kept
         ids = tokens.input_ids[is_real]
         prompts = is_real.nonzero()[:, 0]
         indices = torch.arange(len(ids))
@@ -193,7 +193,7 @@ class ModelCases:
     def _is_held(self, site: ModelSite, *, has_norm: bool) -> torch.Tensor:
         """Decide for each real token whether the port holds the site and its input: bool [T]."""
         needed = (site, ModelSite.FINAL_NORM) if site is ModelSite.LOGITS and has_norm else (site,)
-        is_held = torch.ones(int(self._golden.read_inputs().attention_mask.sum()), dtype=torch.bool)
+        is_held = torch.ones(int(self._golden.read_inputs().is_kept.sum()), dtype=torch.bool)
         for needed_site in needed:
             held = self._target.held_tokens(needed_site)  # bool [B,S]; None for all tokens
             if held is not None:

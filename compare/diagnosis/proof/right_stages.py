@@ -52,7 +52,7 @@ class RightStages:
             for source, value in shown.items()
             if source is not site and source not in behind
         }
-        tokens = self.inputs.real_tokens
+        tokens = self.inputs.judged_tokens
         with torch.no_grad():
             right = Evaluation(self.inputs, with_given(given), tokens=tokens)[site].to(port.dtype)
         if has_all_tokens(site):

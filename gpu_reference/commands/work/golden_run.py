@@ -65,7 +65,9 @@ def run_golden(
     with open_golden(request) as golden:
         generation = None
         if sampling is not None:
-            generation = generate(golden.model, request.inputs, sampling, folder=request.model.folder)
+            generation = generate(
+                golden.model, request.inputs.natural(), sampling, folder=request.model.folder
+            )
         if options.no_save:
             layers = golden.run()
             record, text = statistics_record(layers), render_statistics(layers)

@@ -85,7 +85,7 @@ def bisect_port(
         raise UsageError("--decode is an option of --whole", next_step="Add --whole, or leave out --decode.")
     spec = ModelSpec.from_folder(resolve_config(model))
     span = (span or Span(0, spec.num_hidden_layers)).within(spec.num_hidden_layers)
-    capture = Capture.open(golden)
+    capture = Capture.open(golden).natural()
     request = BisectRequest(
         spec=spec,
         golden=capture,
@@ -121,10 +121,12 @@ def bisect_port(
     if as_json:
         record = bisection_record(bisection)
         record |= {"graphs": asdict(compiles), "directory": address_of(directory)}
+        record["notes"] += capture.row_notes
         print_json(record, next_commands=next_commands(bisection))
     else:
         report = RunReport(compiles=compiles)
-        text = "\n\n".join(filter(None, (render_bisection(bisection), render_report(report))))
+        parts = (render_bisection(bisection), *capture.row_notes, render_report(report))
+        text = "\n\n".join(filter(None, parts))
         print_text(text, next_commands=next_commands(bisection))
         print_warnings(report)
     end_command(bisection.verdict.exit_code)

@@ -54,7 +54,7 @@ class WholeBisection:
     def run(self) -> None:
         """Search, print the result, and end the command."""
         spec = ModelSpec.from_folder(resolve_config(self.model))
-        golden = Capture.open(self.golden)
+        golden = Capture.open(self.golden).of_whole_ports()
         inputs = golden.read_inputs()
         run = whole_bisect_run(
             spec.num_hidden_layers, num_decoded=choose_num_decoded(inputs, self.num_decoded)
@@ -89,9 +89,11 @@ class WholeBisection:
                     is_exhaustive=self.is_exhaustive,
                 )
         if self.as_json:
-            print_json({**stream_search_record(search), "directory": address_of(directory)}, next_commands=())
+            record = {**stream_search_record(search), "directory": address_of(directory)}
+            record["notes"] += golden.row_notes
+            print_json(record, next_commands=())
         else:
-            write(render_stream_search(search))
+            write("\n".join((render_stream_search(search), *golden.row_notes)))
         end_command(search.verdict.exit_code)
 
 

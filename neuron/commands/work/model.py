@@ -53,7 +53,7 @@ _ISOLATED_FOLDER = "isolated"
 def run_model(options: ModelOptions) -> None:
     """Run a whole port, judge it, print, and end with the verdict's exit code."""
     spec = ModelSpec.from_folder(resolve_config(options.model))
-    golden = Capture.open(options.golden)
+    golden = Capture.open(options.golden).of_whole_ports()
     inputs = golden.read_inputs()
     num_decoded = options.num_decoded
     if num_decoded is None:

@@ -44,6 +44,7 @@ def judge_in_stages(
     model: str,
     target: str,
     golden: Path | None,
+    quick: bool,
     backend: str,
     tp_degree: int,
     dtype: torch.dtype,
@@ -51,10 +52,14 @@ def judge_in_stages(
     as_json: bool,
 ) -> None:
     """Carry out the stages of a port, print each one's result, and end with the verdict's exit code."""
+    if quick and golden is not None:
+        raise UsageError(
+            "--quick chooses the rows of a golden to make", found="--golden", next_step="Leave one out."
+        )
     output_dir.mkdir(parents=True, exist_ok=True)
     named = name_port(target=target, backend=backend, dtype=dtype, ranks=Ranks(degree=tp_degree))
     source_digest = find_target(target).source_digest
-    plan = _Plan(model=model, named=named, golden=golden, folder=output_dir)
+    plan = _Plan(model=model, named=named, golden=golden, is_quick=quick, folder=output_dir)
     log = StageLog(output_dir)
     results: list[StageResult] = []
     while (stage := plan.next_stage(results)) is not None:
@@ -102,6 +107,7 @@ class _Plan:
     model: str
     named: tuple[str, ...]  # options that name the port, its device, dtype and ranks
     golden: Path | None  # None to make one
+    is_quick: bool  # whether the golden to make has the short rows of --quick
     folder: Path
 
     def has_golden(self) -> bool:
@@ -131,7 +137,8 @@ class _Plan:
         golden, run = address_of(self.golden or self._made_golden), str(self.folder / "run")
         on_golden = ("--model", self.model, "--golden", golden)
         if self.golden is None:
-            words = golden_words(self.model, "--certify", "--output-dir", golden)
+            rows = ("--quick",) if self.is_quick else ()
+            words = golden_words(self.model, *rows, "--certify", "--output-dir", golden)
             yield _Stage(name="golden", words=words, runs_port=False)
         if not self.named[1].startswith(COMPILED_PREFIX):
             # The trace runs on the CPU.
@@ -189,7 +196,7 @@ def _outcome(result: StageResult) -> str:
     if result.exit_code not in (0, 1):
         return f"could not be carried out (exit code {result.exit_code})"
     if result.exit_code == 0 and result.name == "golden":
-        return "made"
+        return "made of the short rows of --quick" if "--quick" in result.command else "made"
     if result.exit_code == 0:
         warning, told = _find_told(result, Verdict.WARN), _find_told(result, Verdict.PASS)
         if warning is not None:

@@ -61,13 +61,15 @@ def run_prompts(options: PromptOptions) -> None:
             store=LogitsStore.open(_logits_folder(options), reader=reader, spec=spec),
             reader=reader,
             spec=spec,
-            captured={} if options.golden is None else captured_logits(Capture.open(options.golden)),
+            captured={}
+            if options.golden is None
+            else captured_logits(Capture.open(options.golden).of_whole_ports()),
         )
         run = PromptRun(
             prompts=tuple(prompts),
             spec=spec,
             goldens=goldens,
-            padding_side=options.padding_side,
+            padding_side=options.padding_side or "right",
             buckets=options.pad_to,
             batch_size=options.prompts_at_once,
         )
@@ -81,7 +83,8 @@ def run_prompts(options: PromptOptions) -> None:
     if ranking is None:
         _print_golden(options, goldens.store, len(prompts), num_known)
         end_command(0)
-    ranking = replace(ranking, words=_words(folder, ranking))
+    notes = () if options.golden is None else Capture.open(options.golden).row_notes
+    ranking = replace(ranking, words=_words(folder, ranking), notes=notes)
     _print_and_follow(options, run, ranking, directory)
     end_command(ranking.verdict.exit_code)
 
@@ -99,7 +102,7 @@ def _run_port(
     """Run the port on the prompts that are not on record, rank all, and run the worst alone."""
     assert options.target is not None, "a run has a port"
     if options.golden is not None:
-        run = trust_golden(Capture.open(options.golden), run, model=options.model)
+        run = trust_golden(Capture.open(options.golden).of_whole_ports(), run, model=options.model)
     target = find_model_target(options.target)
     setup = ModelSetup(
         target=target,
@@ -120,7 +123,7 @@ def _run_port(
             target=target.name,
             target_digest=target.source_digest,
             options={
-                "padding_side": options.padding_side,
+                "padding_side": options.padding_side or "right",
                 "pad_to": list(options.pad_to),
                 **target.sharing(runtime),
             },
@@ -159,7 +162,7 @@ def _read_prompts(options: PromptOptions, folder: Path, spec: ModelSpec) -> list
             next_step="Give a samples file for many prompts with answers.",
         )
     if options.golden is not None:
-        inputs = Capture.open(options.golden).read_inputs()
+        inputs = Capture.open(options.golden).of_whole_ports().read_inputs()
         num_decoded = min(_GOLDEN_DECODED, *(length - 1 for length in inputs.lengths))
         if options.num_decoded is not None:
             num_decoded = options.num_decoded
@@ -235,7 +238,7 @@ def _print_and_follow(
             directory=directory / run.prompts[worst].name.replace(" ", "_").replace(",", ""),
             model=options.model,
             port_options=_port_options(options),
-            padding_side=options.padding_side,
+            padding_side=options.padding_side or "right",
             buckets=options.pad_to,
             golden=options.golden,
         )

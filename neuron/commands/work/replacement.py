@@ -38,7 +38,7 @@ def replace_stream(options: ReplacementOptions) -> None:
             f"--layer {options.layer} is no layer of the model",
             expected=f"0 to {spec.num_hidden_layers}, the last for the final norm",
         )
-    golden = Capture.open(options.golden)
+    golden = Capture.open(options.golden).of_whole_ports()
     with CheckpointReader(resolve_model(options.model)) as reader:
         stream = GoldenStream.open(golden, reader=reader, spec=spec, dtype=torch.bfloat16)
         folder = _open_folder(options, stream)
@@ -69,9 +69,10 @@ def replace_stream(options: ReplacementOptions) -> None:
     again = (_again(options, folder.plan, is_mended=is_mended),) if needs_run or is_mended else ()
     if options.as_json:
         record = {**stream_search_record(search), "directory": str(folder.directory)}
+        record["notes"] += golden.row_notes
         print_json({**record, "lines": lines.splitlines()}, next_commands=again)
     else:
-        write(render_stream_search(search))
+        write("\n".join((render_stream_search(search), *golden.row_notes)))
         if lines:
             write(f"\n{lines}")
         print_text("", next_commands=again)

@@ -45,11 +45,13 @@ def trace_to_file(
     Span.single(layer).within(spec.num_hidden_layers)
     layers = range(layer, layer + 1)
     folder = resolve_model(model, layers=layers)
+    # A run calls the layer with some of the rows at a time: a program has the shape of one call.
+    rows = read_inputs(inputs, folder, spec, Capture.open(golden) if golden else None)
     request = TraceRequest(
         target=find_target(target),
         spec=spec,
         layer=layer,
-        inputs=read_inputs(inputs, folder, spec, Capture.open(golden) if golden else None),
+        inputs=rows.in_rows(rows.plan_calls()[0]),
         dtype=dtype,
         backend=choose_backend(backend),
         checks_capture=check_capture,
@@ -63,10 +65,10 @@ def trace_to_file(
         # Compilers write it themselves, and run the port's code, which may change the working folder.
         trace = trace_layer(request, reader, output.absolute())
     arguments = ("--target", f"{PREFIX}{output}")
+    run = single_layer_run(layer, sites_level="all")
     if golden is None:
-        following = judge_port_of(model, *arguments)
+        following = judge_port_of(model, *arguments, run=run, batch_shape=rows.batch_shape)
     else:
-        run = single_layer_run(layer, sites_level="all")
         following = judge_port(golden, run, model=model, arguments=arguments)
     _print_trace(trace, output, as_json=as_json, next_commands=(following,))
 

@@ -46,7 +46,7 @@ class Side:
     @property
     def known_description(self) -> Any:
         run = SimpleNamespace(num_decoded=self.num_decoded, decodes_by_row=self.by_row)
-        return SimpleNamespace(run=run) if self.is_own else None
+        return SimpleNamespace(run=run, calls=()) if self.is_own else None
 
     def sites(self, layer: int) -> tuple[Site, ...]:
         return tuple(self.values) if layer == LAYER else ()

@@ -149,7 +149,7 @@ def test_tokens_of_some_rows_need_no_other_rows() -> None:
 
 @pytest.mark.parametrize(
     ("calls", "sources"),
-    [((), [2, 1, 0, -1]), (((0, 1), (2, 3)), [1, 0, 3, 2]), (((0, 1), (2, 0)), [1, 0, 0, -1])],
+    [((), [2, 1, 0, -1]), (((0, 1), (2, 3)), [1, 0, 3, 2]), (((0, 1), (2, 0)), [2, 0, 0, -1])],
 )
 def test_tokens_are_exchanged_within_a_call(calls: tuple[tuple[int, ...], ...], sources: list[int]) -> None:
     ones = torch.ones(len(sources), 1, dtype=torch.int64)

@@ -69,7 +69,9 @@ class Port:
     @property
     def base(self) -> Any:
         mask = torch.ones(1, self.num_tokens, dtype=torch.int64)
-        return SimpleNamespace(tokens=torch.arange(self.num_tokens), attention_mask=mask, inputs=None)
+        return SimpleNamespace(
+            tokens=torch.arange(self.num_tokens), attention_mask=mask, inputs=SimpleNamespace(is_judged=mask)
+        )
 
     @property
     def is_usable(self) -> torch.Tensor:

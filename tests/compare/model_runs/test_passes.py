@@ -54,6 +54,9 @@ class Side:
     def read_attention_mask(self) -> torch.Tensor | None:
         return self.mask
 
+    def read_kept_mask(self) -> torch.Tensor | None:
+        return None if self.mask is None else self.mask.bool()
+
     def model_sites(self) -> tuple[ModelSite, ...]:
         return tuple(self.model_values)
 

@@ -62,11 +62,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "single": {"run": single_layer_run(2, sites_level="component"), "noise_floor": "full"},
     "multi": {"run": multi_layer_run(Span(1, 3), sites_level="layer")},
     "few": {"inputs": FEW, "noise_floor": "full"},
+    "default": {"inputs": InputRequest(max_length=24), "noise_floor": "full"},
 }
 # Each of them once, as one of both ways reads.
 FAST = {
     *(("floor", "alone"), ("eager", "prefetching"), ("float32", "prefetching")),
     *(("single", "alone"), ("multi", "prefetching"), ("few", "prefetching")),
+    ("default", "alone"),
 }
 
 

@@ -106,7 +106,7 @@ def test_certified_golden_goes_on_to_a_port(golden: Path) -> None:
 
 def test_model_without_a_golden_gets_one_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MM2_CAPTURES", str(tmp_path))
-    assert judge_port_of("model", "--target", PORT) == "mm2-gpu extract-all --model model --seq-len 96,61"
+    assert judge_port_of("model", "--target", PORT) == "mm2-gpu extract-all --model model"
 
 
 def test_golden_in_the_working_directory_is_found_by_its_checkpoint(

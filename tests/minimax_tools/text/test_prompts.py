@@ -122,10 +122,36 @@ def test_random_rows_have_the_lengths_asked_for(toy: Path) -> None:
 
 def test_rows_that_nobody_names_pass_a_window_and_lie_far_out(toy: Path) -> None:
     inputs = build(toy)
-    assert inputs.lengths == (144, 16, 16, 16)
-    assert format_positions(inputs) == "positions 0-143, 4088-4103, 65528-65543, 196592-196607"
+    assert inputs.natural().lengths == (144, 16, 16, 16)
+    assert format_positions(inputs.natural()) == "positions 0-143, 4088-4103, 65528-65543, 196592-196607"
     assert build(toy, batch_size=2).row_positions() == inputs.row_positions() * 2
     assert build(toy, max_length=4).lengths == (4, 4, 4, 4)
+
+
+def test_one_row_that_nobody_names_is_padded_on_the_left(toy: Path) -> None:
+    assert build(toy).attention_mask[:, 0].tolist() == [1, 1, 1, 0]
+    assert build(toy, padding_side="right").attention_mask[:, 0].tolist() == [1, 1, 1, 1]
+
+
+def test_a_row_that_nobody_names_has_a_place_for_every_expert(toy: Path) -> None:
+    inputs, spec = build(toy), ModelSpec.from_folder(toy)
+    tokens = inputs.expert_tokens
+    assert tokens is not None
+    assert tokens.count * spec.num_experts_per_tok >= spec.num_local_experts
+    assert inputs.is_expert_token.sum() == tokens.count
+    # Behind all other tokens of the row, so that none of them attends to it.
+    assert inputs.is_expert_token[tokens.row].nonzero()[0] == inputs.natural().lengths[tokens.row]
+    assert build(toy, max_length=16).expert_tokens is None
+    assert build(toy, seq_lens=(144, 16)).expert_tokens is None
+
+
+def test_quick_rows_are_short_and_say_so(toy: Path) -> None:
+    inputs = build(toy, quick=True)
+    assert inputs.lengths == (96, 61)
+    assert inputs.is_quick
+    assert not build(toy).is_quick
+    with pytest.raises(UsageError, match="one of .*--quick"):
+        build(toy, quick=True, seq_lens=(3,))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +166,9 @@ def test_rows_that_nobody_names_pass_a_window_and_lie_far_out(toy: Path) -> None
 )
 def test_default_rows_fit_a_small_model(toy: Path, num_positions: int, positions: str) -> None:
     spec = replace(ModelSpec.from_folder(toy), max_position_embeddings=num_positions)
-    assert format_positions(build_inputs(InputRequest(), folder=toy, spec=spec)) == positions
+    inputs = build_inputs(InputRequest(), folder=toy, spec=spec)
+    assert format_positions(inputs.natural()) == positions
+    assert (inputs.expert_tokens is None) == (num_positions < 144)
 
 
 def test_named_rows_begin_at_0(toy: Path) -> None:

@@ -274,18 +274,17 @@ class TestRefusals:
         assert "Add --dtype float32, or leave out --tp-degree" in done.stderr
 
     @pytest.mark.parametrize(
-        ("side", "rows", "num_decoded", "first", "message"),
+        ("num_decoded", "first", "message"),
         [
-            ("left", ((5, 6, 7), (1, 2)), 0, 0, "found left padding. .*--padding-side right"),
-            ("right", ((5, 6, 7), (1, 2)), 1, 0, "at least 2 tokens of each prompt in the prefill, found 1"),
-            ("right", ((5, 6, 7), (1, 2)), 0, 90, "found positions from 90 on"),
+            (1, 0, "at least 2 tokens of each prompt in the prefill, found 1"),
+            (0, 90, "found positions from 90 on"),
         ],
     )
     def test_prompts_that_nxdi_computes_wrongly(
-        self, toy: Path, side: str, rows: Any, num_decoded: int, first: int, message: str
+        self, toy: Path, num_decoded: int, first: int, message: str
     ) -> None:
         inputs = pad_rows(
-            [list(row) for row in rows], padding_side=side, buckets=(3,), pad_token_id=0, source="a test"
+            [[5, 6, 7], [1, 2]], padding_side="right", buckets=(3,), pad_token_id=0, source="a test"
         )
         inputs.position_ids.add_(first)
         target = NxdiModelTarget(

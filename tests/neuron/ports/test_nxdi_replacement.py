@@ -92,7 +92,6 @@ from neuron.devices.weights import WeightLoader
 from neuron.model_runs.passes import plan_passes
 from neuron.ports.model_batch import ModelBatch
 from neuron.ports.targets import find_model_target
-from neuron.replacement.stream import cut_stream
 
 capture = Capture.open(Path(golden))
 inputs, spec = capture.read_inputs(), ModelSpec.from_folder(Path(model))
@@ -109,7 +108,7 @@ def run(device, point):
     logits = []
     for one in passes:
         if point is not None:
-            module.replace_stream(point, cut_stream(stream, one))
+            module.replace_stream(point, one.cut(stream))
         with torch.no_grad():
             logits.append(module(one.input_ids, one.attention_mask, one.position_ids).logits)
         module.replace_stream(None, None)

@@ -51,4 +51,4 @@ def test_a_step_takes_one_token_of_each_request(cache: BlockCache) -> None:
 def test_a_prompt_padded_before_its_tokens_is_refused(cache: BlockCache) -> None:
     with pytest.raises(TargetError, match="found 1 columns of padding before a prompt") as raised:
         pack_prompt(cache, torch.tensor([[5, 7]]), torch.tensor([[0, 1]]), torch.tensor([[0, 0]]))
-    assert "--padding-side right" in str(raised.value)
+    assert "Leave out --padding-side left" in str(raised.value)

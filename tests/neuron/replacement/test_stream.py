@@ -14,7 +14,7 @@ from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from neuron.model_runs.passes import plan_passes
-from neuron.replacement.stream import GoldenStream, cut_stream
+from neuron.replacement.stream import GoldenStream
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -26,9 +26,9 @@ def test_each_pass_gets_its_own_tokens(side: str) -> None:
         inputs.input_ids[..., None].expand(2, 5, 3).float() + 100 * (1 - inputs.attention_mask)[..., None]
     )
     prefill, step = plan_passes(inputs, 1)
-    found = cut_stream(stream, prefill)[..., 0].tolist()
+    found = prefill.cut(stream)[..., 0].tolist()
     assert found == [[5, 6, 7, 8], [0, 0, 1, 2] if side == "left" else [1, 2, 0, 0]]
-    assert cut_stream(stream, step)[..., 0].tolist() == [[9], [3]]
+    assert step.cut(stream)[..., 0].tolist() == [[9], [3]]
 
 
 def open_stream(golden: Path, model: Path, *, dtype: torch.dtype = torch.bfloat16) -> GoldenStream:

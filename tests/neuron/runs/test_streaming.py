@@ -503,7 +503,7 @@ def measured(
         "eight": (layers("0:8"), None),
         "import random": (budgeted(toy), None),
         "let through": (budgeted(large), allowed),
-        "stopped": (budgeted(large), needed.activation_bytes),
+        "stopped": (budgeted(large), needed.loaded_layer_bytes + needed.activation_bytes // 2),
     }
     words = [
         ([*command, "--quiet", "--output-dir", str(folder / name)], budget)

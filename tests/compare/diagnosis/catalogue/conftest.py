@@ -87,7 +87,7 @@ def layer() -> Evaluation:
         decode_start=6,
     )
     generator = torch.Generator().manual_seed(0)
-    tokens = inputs.real_tokens
+    tokens = inputs.judged_tokens
     values: dict[Any, torch.Tensor] = {}
     for site in Site:
         shape: tuple[int, ...] = (len(tokens), WIDTHS.get(site, 12))

@@ -58,7 +58,7 @@ def evaluate(tensors: LayerTensors) -> Evaluation:
         position_ids=torch.arange(LENGTH)[None],
         decode_start=LENGTH,
     )
-    return Evaluation(inputs, STAGES, tokens=inputs.real_tokens, values={Site.INPUT: states})
+    return Evaluation(inputs, STAGES, tokens=inputs.judged_tokens, values={Site.INPUT: states})
 
 
 def config_of(tensors: LayerTensors) -> SimpleNamespace:
