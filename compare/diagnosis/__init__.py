@@ -10,7 +10,8 @@
 - `layer_group`: layers with one finding, told together
 - `catalogue/`: the mistakes of a layer
 - `mistake`: an entry of the catalogue, and a hypothesis: an entry with parameters
-- `wrong_tokens`: wrong tokens, by which some mistakes find their parameters
+- `clues`: what the port's values say by themselves, by which some mistakes find their parameters
+- `expert_clues`: what each expert added to them
 - `evaluation`: the float32 layer, of which a hypothesis replaces stages
 - `expert_pass`: the experts of many hypotheses at once
 - `layer_weights`: a layer's weights, FP8 codes too
@@ -20,7 +21,9 @@
 - `trial`: the layer computed and scored under each hypothesis
 - `fitting`: parameters of mistakes
 - `naming`: scores that count as an explanation
-- `search`: from all hypotheses to the best
+- `search`: from all hypotheses of one cause to the best
+- `screening`: hypotheses on few tokens first, and the best of them on more
+- `layer_search`: the causes of one layer, each explained
 - `repair`: a change of a layer's tensors that undoes a mistake
 - `proof/`: a named mistake undone in the port, and judged again
 - `model/`: the same outside the layers

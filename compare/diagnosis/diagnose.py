@@ -6,24 +6,25 @@ the layers: embedding, final norm and logits.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
+from compare.blame.blame import join_causes
 from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.catalogue.catalogue import find_mistakes
-from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver, SiteDiagnosis
-from compare.diagnosis.layer_case import LayerCase
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, PassedOver, SiteDiagnosis
+from compare.diagnosis.layer_group import withdraw_unequal
+from compare.diagnosis.layer_search import LayerSearch
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.model.case import ModelCases, SiteCase
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE, find_model_mistakes
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.search import search_site
 from compare.diagnosis.naming import RIGHT_RHO
-from compare.diagnosis.search import search_layer
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
@@ -41,6 +42,8 @@ from minimax_tools.results.results import WEIGHTS, Blame, Comparison, SiteResult
 # search, and the first alone may be an exception.
 _MOST_IN_VAIN = 2
 
+# The sites of each blame of a cause.
+_Place = tuple[tuple[str, ...], ...]
 _SITES = frozenset(map(str, Site))
 
 # From the number of layers that are diagnosed to the context of their progress.
@@ -134,7 +137,7 @@ def diagnose_run(
     if chosen and not judgeable and all(site.is_right for site in sites):
         raise _lacks_input(run, chosen[0])
     with open_progress(len(judgeable)) as progress:
-        diagnoses = tuple(
+        found = list(
             _diagnose_layers(
                 run,
                 reference,
@@ -146,6 +149,7 @@ def diagnose_run(
                 progress=progress,
             )
         )
+    diagnoses = withdraw_unequal(found)
     unproved = _word_unproved(comparison, layers, diagnoses)
     # The blame of the chosen layers, and of sites outside the layers if these are diagnosed.
     wrong = [
@@ -257,11 +261,12 @@ def _diagnose_layers(
 ) -> Iterator[LayerDiagnosis]:
     """Diagnose one layer after the other; mistakes that explain a layer are tried first on the next ones.
 
-    With `passes_over`, a layer is passed over if its blame names the same sites as that of two layers which nothing
-    explains. Nothing is tried on a layer that fails by shapes alone, unless `tries_shapes`.
+    With `passes_over`, a cause is passed over if it names the same sites as that of two layers which nothing explains.
+    Nothing is tried on a layer that fails by shapes alone, unless `tries_shapes`.
     """
     expected: dict[str, Hypothesis] = {}
-    num_in_vain: Counter[tuple[tuple[str, ...], ...]] = Counter()
+    # By the sites of a cause that nothing explained: the mistakes that led nowhere, for each time.
+    in_vain: defaultdict[_Place, list[frozenset[str]]] = defaultdict(list)
     for layer in layers:
         blame = _blame_of(run, layer)
         wrong_shapes = _find_wrong_shapes(run.comparison, layer)
@@ -269,44 +274,30 @@ def _diagnose_layers(
             progress.advance(layer, num_bytes=0)
             yield _diagnose_shapes(run.comparison, layer, wrong_shapes, blame=blame)
             continue
-        place = tuple(blamed.sites for blamed in blame if _is_of_sites(blamed))
-        if passes_over and num_in_vain[place] >= _MOST_IN_VAIN:
+        causes = {
+            cause: _worth_trying(mistakes, in_vain[_place(cause)] if passes_over else ())
+            for cause in join_causes(blame) or ((),)
+            if not passes_over or len(in_vain[_place(cause)]) < _MOST_IN_VAIN
+        }
+        if not causes:
             continue
-        suspects = frozenset(Site(site) for sites in place for site in sites)
         with source.open_layer(layer, golden) as weights, torch.no_grad():
-            case = LayerCase(
-                golden,
-                run.sides.target,
-                weights=weights,
-                layer=layer,
-                suspects=suspects,
-                is_inherited=run.inputs[layer].is_inherited,  # its input carries errors of other layers
-            )
-            outcome = search_layer(
-                case.open_trial(), mistakes, suspects=suspects, expected=tuple(expected.values())
-            )
+            search = LayerSearch(run=run, golden=golden, layer=layer, weights=weights, blame=blame)
+            found = search.explain(causes, expected=expected)
             progress.advance(layer, num_bytes=weights.tensors.reader.num_bytes_read)
-        num_in_vain[place] += not outcome.named
-        # The parameters that were fitted last are the likeliest in the next layer.
-        expected |= {score.hypothesis.name: score.hypothesis for score in outcome.named}
-        # A named mistake says where to look; without a name, the place of the error is all that is known.
-        notes = case.notes if outcome.named else (*case.notes, *_word_regions(run.comparison, layer))
-        yield LayerDiagnosis(
-            layer=layer,
-            sites=case.sites,
-            blame=blame,
-            unexplained=outcome.null.leaves,  # ρ on the layer without a mistake
-            is_blamed=bool(suspects),
-            named=tuple(
-                MistakeFinding.of(layer, score, spec=case.inputs.spec, alike=outcome.named)
-                for score in outcome.named
-            ),
-            nearest=tuple(
-                MistakeFinding.of(layer, score, spec=case.inputs.spec) for score in outcome.nearest
-            ),
-            num_hypotheses=outcome.num_tried,
-            notes=notes,
-        )
+        for part in found:
+            if not part.diagnosis.named:
+                in_vain[part.diagnosis.place].append(part.hopeless)
+            yield part.diagnosis
+
+
+def _worth_trying(mistakes: Sequence[Mistake], in_vain: Sequence[frozenset[str]]) -> Sequence[Mistake]:
+    """Return the mistakes to try on a cause like others that nothing explained: without those that led nowhere."""
+    return [mistake for mistake in mistakes if not any(mistake.name in hopeless for hopeless in in_vain)]
+
+
+def _place(cause: Sequence[Blame]) -> _Place:
+    return tuple(blame.sites for blame in cause)
 
 
 def _find_wrong_shapes(comparison: Comparison, layer: int) -> tuple[SiteResult, ...]:
@@ -333,30 +324,23 @@ def _diagnose_shapes(
 
 
 def _blame_of(run: JudgedRun, layer: int) -> tuple[Blame, ...]:
-    return tuple(
-        blame for blame in run.comparison.blame if blame.layer == layer and blame.sites != (WEIGHTS,)
-    )
+    return tuple(blame for blame in run.comparison.blame if blame.layer == layer and _is_of_sites(blame))
 
 
 def _passed_over(
     run: JudgedRun, layers: Sequence[int], diagnoses: Sequence[LayerDiagnosis]
 ) -> tuple[PassedOver, ...]:
-    """Return the layers that were to be diagnosed and are not among the diagnoses, by the layers that they are like."""
-    diagnosed = {diagnosis.layer for diagnosis in diagnoses}
+    """Return the layers with causes that no diagnosis is of, by the layers that they are like."""
+    diagnosed = {blame for diagnosis in diagnoses for blame in diagnosis.blame}
     alike: dict[tuple[int, ...], list[int]] = {}
     for layer in layers:
-        if layer not in diagnosed:
-            place = tuple(blame.sites for blame in _blame_of(run, layer))
-            like = tuple(other.layer for other in diagnoses if other.place == place and not other.named)
-            alike.setdefault(like, []).append(layer)
-    return tuple(PassedOver(layers=tuple(passed), like=like) for like, passed in alike.items())
-
-
-def _word_regions(comparison: Comparison, layer: int) -> Iterator[str]:
-    """Say where the wrong tokens and channels of a layer's sites lie."""
-    for result in comparison.of_layer(layer):
-        for sentence in result.where:
-            yield f"{result.site}: {sentence}"
+        for cause in join_causes(_blame_of(run, layer)):
+            if not diagnosed.issuperset(cause):
+                place = _place(cause)
+                like = tuple(other.layer for other in diagnoses if other.place == place and not other.named)
+                alike.setdefault(like, []).append(layer)
+    # A layer with several causes is passed over once.
+    return tuple(PassedOver(layers=tuple(dict.fromkeys(passed)), like=like) for like, passed in alike.items())
 
 
 def _has_failing_site(run: JudgedRun, layers: tuple[int, ...] | None) -> bool:
@@ -376,7 +360,7 @@ def _is_any_wrong_on_port_input(run: JudgedRun, diagnoses: Sequence[LayerDiagnos
 def _is_explained(blame: Blame, layers: Sequence[LayerDiagnosis], sites: Sequence[SiteDiagnosis]) -> bool:
     """Decide whether a named mistake explains a blame."""
     if blame.layer is not None:
-        return any(diagnosis.named for diagnosis in layers if diagnosis.layer == blame.layer)
+        return any(diagnosis.named for diagnosis in layers if blame in diagnosis.blame)
     return any(diagnosis.named for diagnosis in sites if diagnosis.site in blame.sites)
 
 

@@ -7,7 +7,8 @@ asked for. B batch, S sequence, H hidden, D head_dim, k experts per token, T tok
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -31,6 +32,8 @@ class ExpertValue(TextEnum):
 
 
 GraphNode = Site | ExpertValue
+# Sites of the router's choice: numbers of experts without a distance, and their weights, in any order.
+CHOICES = (Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
 Stage = Callable[["Evaluation"], torch.Tensor]
 
 _NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
@@ -49,6 +52,8 @@ class LayerInputs:
     """Inputs and weights of one layer.
 
     Positions from `decode_start` on are decoded one at a time, from the golden's keys and values; it is S if none are.
+    Rows of one of the `calls` were given together: what mixes tokens of several rows mixes these. `rows` are those of a
+    whole batch that are held here.
     """
 
     spec: ModelSpec
@@ -56,11 +61,38 @@ class LayerInputs:
     attention_mask: torch.Tensor  # 1 on real tokens, int64 [B,S]
     position_ids: torch.Tensor  # int64 [B,S]
     decode_start: int
-    calls: tuple[
-        tuple[int, ...], ...
-    ] = ()  # rows of each call of the port's layer; empty: one call of all rows
+    calls: tuple[tuple[int, ...], ...] = ()  # rows of each call of the port's layer; () for all rows in one
     # Tokens whose values are kept, bool [B,S]; None for all real tokens. Only these are judged.
     is_kept: torch.Tensor | None = None
+    rows: torch.Tensor | None = None  # numbers of the rows that are held, ascending; None for a whole batch
+
+    def of_rows(self, rows: torch.Tensor) -> LayerInputs:
+        """Return the inputs with some of the rows of a whole batch alone."""
+        return replace(
+            self,
+            attention_mask=self.attention_mask[rows],
+            position_ids=self.position_ids[rows],
+            is_kept=None if self.is_kept is None else self.is_kept[rows],
+            rows=rows,
+        )
+
+    def held(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the held rows of the values of a whole batch, [B,…]."""
+        return values if self.rows is None else values[self.rows]
+
+    def sources(self, within: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        """Return a token among all B·S for each of them, int64 [B·S]; -1 for none.
+
+        `within` maps a call's numbers of rows and of tokens in each to a token of the call for each of its tokens.
+        """
+        num_rows, length = self.attention_mask.shape
+        sources = torch.full((num_rows, length), -1)
+        # The last call of a row counts.
+        for call in self.calls or (tuple(range(num_rows)),):
+            rows, local = torch.tensor(call), within(len(call), length)
+            found = rows[local.div(length, rounding_mode="floor")] * length + local % length
+            sources[rows] = torch.where(local < 0, -1, found).view(len(call), length)
+        return sources.flatten()
 
     @property
     def tokens_by_call(self) -> tuple[torch.Tensor, ...]:
@@ -113,10 +145,11 @@ class Evaluation:
     Args:
         inputs: Inputs and weights of the layer.
         stages: Stage of every node.
-        tokens: Indices of the chosen tokens among all B·S, int64 [T].
+        tokens: Indices of the chosen tokens among all B·S of the held rows, int64 [T].
         base: Evaluation that gives the nodes that the change does not affect; None for a base itself.
         change: Change of the base; None for a base itself.
         values: Values of nodes that are known already.
+        whole: Base with all rows of the batch, if this one holds some; None if it holds all.
     """
 
     def __init__(
@@ -128,6 +161,7 @@ class Evaluation:
         base: Evaluation | None = None,
         change: Change | None = None,
         values: Mapping[GraphNode, torch.Tensor] | None = None,
+        whole: Evaluation | None = None,
     ) -> None:
         self.inputs = inputs
         # The stages of `float32_stages` read these attributes (see `LayerValues` there).
@@ -143,6 +177,7 @@ class Evaluation:
         self._stages = {**stages, **(change.stages if change else {})}
         self._affected = _downstream(change.nodes) if change else frozenset()
         self._values = dict(values or {})
+        self._whole = whole
         self._everywhere: Evaluation | None = None
 
     @property
@@ -178,15 +213,32 @@ class Evaluation:
         """Return this layer, its change included, with another value at a node."""
         return self.changed(Change(stages={node: _constant(value)}))
 
+    @property
+    def places(self) -> torch.Tensor:
+        """Indices of the chosen tokens among all B·S of the whole batch, int64 [T]."""
+        length, rows = self.attention_mask.shape[1], self.inputs.rows
+        return self.tokens if rows is None else rows[self.tokens // length] * length + self.tokens % length
+
     def select_tokens(self, indices: torch.Tensor) -> Evaluation:
-        """Return this base with the tokens `tokens[indices]` alone; known values are not computed again."""
+        """Return this base, which holds all rows, with the tokens `tokens[indices]`, and their rows, alone.
+
+        Known values are not computed again.
+        """
+        assert self.inputs.rows is None, "tokens are selected of a whole batch"
+        tokens, length = self.tokens[indices], self.attention_mask.shape[1]
+        rows, places = (tokens // length).unique(return_inverse=True)
+        inputs = self.inputs if len(rows) == len(self.attention_mask) else self.inputs.of_rows(rows)
         values = {
-            node: value if has_all_tokens(node) else value[indices] for node, value in self._values.items()
+            node: inputs.held(value) if has_all_tokens(node) else value[indices]
+            for node, value in self._values.items()
         }
-        return Evaluation(self.inputs, self._stages, tokens=self.tokens[indices], values=values)
+        local = tokens if inputs is self.inputs else places * length + tokens % length
+        return Evaluation(inputs, self._stages, tokens=local, values=values, whole=self)
 
     def everywhere(self) -> Evaluation:
-        """Return this base with all B·S tokens, padding too."""
+        """Return the base of the whole batch with all B·S tokens, padding too."""
+        if self._whole is not None:
+            return self._whole.everywhere()
         if self._everywhere is None:
             all_tokens = torch.arange(self.attention_mask.numel())
             values = {node: value for node, value in self._values.items() if has_all_tokens(node)}
@@ -198,7 +250,10 @@ class Evaluation:
         return choose_tokens(self, rows)
 
     def rows(self, site: Site) -> torch.Tensor:
-        """Return the chosen tokens of any site: [T,F]."""
+        """Return the chosen tokens of any site, [T,F]; those of the router's choice as `choice_rows` does."""
+        if site in CHOICES:
+            weights = self[site] if site is Site.ROUTER_WEIGHTS else None
+            return choice_rows(self[Site.ROUTER_EXPERTS], weights, self.spec.num_local_experts)
         value = self[site]
         return self.chosen(token_rows(value, site)) if has_all_tokens(site) else value
 
@@ -244,9 +299,18 @@ def scaled(site: Site, factor: float) -> Change:
 def with_given(given: Mapping[Site, torch.Tensor]) -> dict[GraphNode, Stage]:
     """Return `STAGES`, but with the values [B,S,…] of `given` sites in place of their stages."""
     replaced: dict[GraphNode, Stage] = {
-        site: _constant(value) if has_all_tokens(site) else _chosen(value) for site, value in given.items()
+        site: _held(value) if has_all_tokens(site) else _chosen(value) for site, value in given.items()
     }
     return {**STAGES, **replaced}
+
+
+def choice_rows(experts: torch.Tensor, weights: torch.Tensor | None, num_experts: int) -> torch.Tensor:
+    """Return the weight of every expert, float32 [T,E], of the chosen ones, int64 [T,k], and their weights [T,k].
+
+    Without weights, a chosen expert counts 1.
+    """
+    counted = torch.ones(experts.shape) if weights is None else weights.float()
+    return torch.zeros(len(experts), num_experts).scatter_add_(1, experts.long(), counted)
 
 
 def finite_padding(value: torch.Tensor, site: Site, mask: torch.Tensor) -> torch.Tensor:
@@ -266,14 +330,19 @@ def spread_mask(mask: torch.Tensor, site: Site) -> torch.Tensor:
     return mask[:, None, :, None] if site.has_heads_dim else mask[..., None]
 
 
+def _held(value: torch.Tensor) -> Stage:
+    return lambda layer: layer.inputs.held(value)
+
+
 def _chosen(value: torch.Tensor) -> Stage:
-    return lambda layer: layer.chosen(value)
+    return lambda layer: layer.chosen(layer.inputs.held(value))
 
 
 def _constant(value: torch.Tensor) -> Stage:
     return lambda _: value
 
 
+@cache
 def _downstream(nodes: frozenset[GraphNode]) -> frozenset[GraphNode]:
     """Return the nodes, and all that are computed from them."""
     reached, num_before = set(nodes), 0

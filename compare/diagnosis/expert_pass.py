@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,6 +43,10 @@ class Recipe:
     mix: Mix | None = None  # function that activates the gate and combines it with up; None for the right one
     read: ReadMatrix = read_matrix  # function that reads the matrices named in `changed`
     changed: tuple[str, ...] = ()  # matrices that a mistake reads wrongly, of w1, w2 and w3
+    experts: frozenset[int] | None = None  # experts that it is of, others being right; None for all
+
+
+_RIGHT = Recipe()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +56,12 @@ class ExpertJob:
     states: torch.Tensor  # input of the experts, float32 [T,H]
     experts: torch.Tensor  # experts whose weights are used, int64 [T,k]; a negative number gives zeros
     shares: torch.Tensor  # routing weights, float32 [T,k]
-    recipe: Recipe = field(default_factory=Recipe)  # arithmetic of the experts
+    recipe: Recipe = _RIGHT  # arithmetic of the experts
+
+    def of(self, expert: int) -> ExpertJob:
+        """Return the job with the arithmetic of one expert."""
+        experts = self.recipe.experts
+        return self if experts is None or expert in experts else replace(self, recipe=_RIGHT)
 
 
 def run_experts(weights: LayerWeights, jobs: Sequence[ExpertJob]) -> list[torch.Tensor]:
@@ -66,10 +75,11 @@ def run_experts(weights: LayerWeights, jobs: Sequence[ExpertJob]) -> list[torch.
         asking = [index for index in range(len(jobs)) if expert in slots[index]]
         # Threads of the pool do not inherit the caller's `no_grad`.
         with torch.no_grad():
-            for indices in _group_by_weights(jobs, asking):
+            own = {index: jobs[index].of(expert) for index in asking}
+            for indices in _group_by_weights(own):
                 _run_together(
                     matrices,
-                    [jobs[index] for index in indices],
+                    [own[index] for index in indices],
                     slots=[slots[index][expert] for index in indices],
                     outputs=[outputs[index] for index in indices],
                 )
@@ -94,12 +104,11 @@ def _slots_by_expert(experts: torch.Tensor) -> dict[int, _Slots]:
     }
 
 
-def _group_by_weights(jobs: Sequence[ExpertJob], indices: list[int]) -> list[list[int]]:
+def _group_by_weights(jobs: Mapping[int, ExpertJob]) -> list[list[int]]:
     """Group the indices of jobs that compute with the same weights; recipes that change no matrix share them."""
     groups: dict[object, list[int]] = {}
-    for index in indices:
-        recipe = jobs[index].recipe
-        key = id(recipe) if recipe.changed else None
+    for index, job in jobs.items():
+        key = id(job.recipe) if job.recipe.changed else None
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 
@@ -150,28 +159,27 @@ def _run_together(
     groups: dict[int, list[int]] = {}
     for index, job in enumerate(jobs):
         groups.setdefault(id(job.states), []).append(index)
-    tokens = [torch.cat([slots[index][0] for index in group]).unique() for group in groups.values()]
-    states = torch.cat(
-        [jobs[group[0]].states[chosen] for group, chosen in zip(groups.values(), tokens, strict=True)]
-    )
-    sizes = [len(chosen) for chosen in tokens]
-    gates = (states @ matrices.read(recipe, EXPERT_GATE).T).split(sizes)
-    ups = (states @ matrices.read(recipe, EXPERT_UP).T).split(sizes)
-    # Inputs of the down projection [n,I], and who takes its rows: a job, and their places among these n.
-    mixed: list[torch.Tensor] = []
-    takers: list[list[tuple[int, torch.Tensor]]] = []
-    for group, chosen, gate, up in zip(groups.values(), tokens, gates, ups, strict=True):
-        places = {index: torch.searchsorted(chosen, slots[index][0]) for index in group}
-        right = [(index, place) for index, place in places.items() if jobs[index].recipe.mix is None]
-        if right:
-            mixed.append(swiglu(gate, up))
-            takers.append(right)
-        for index, place in places.items():
-            mix = jobs[index].recipe.mix
-            if mix is not None:
-                mixed.append(mix(gate[place], up[place], jobs[index].shares[slots[index]]))
-                takers.append([(index, torch.arange(len(place)))])
-    downs = (torch.cat(mixed) @ matrices.read(recipe, EXPERT_DOWN).T).split([len(rows) for rows in mixed])
-    for down, taking in zip(downs, takers, strict=True):
-        for index, place in taking:
-            outputs[index][slots[index]] = down[place]
+    inputs: list[torch.Tensor] = []
+    # By job: the places of its rows among the inputs, then among those of the down projection.
+    places: dict[int, torch.Tensor] = {}
+    num_rows = 0
+    for group in groups.values():
+        tokens = slots[group[0]][0]
+        if len(group) > 1:
+            tokens = torch.cat([slots[index][0] for index in group]).unique()
+        for index in group:
+            places[index] = num_rows + torch.searchsorted(tokens, slots[index][0])
+        inputs.append(jobs[group[0]].states[tokens])
+        num_rows += len(tokens)
+    states = torch.cat(inputs)
+    gate, up = states @ matrices.read(recipe, EXPERT_GATE).T, states @ matrices.read(recipe, EXPERT_UP).T
+    mixed = [swiglu(gate, up)]
+    for index, job in enumerate(jobs):
+        if job.recipe.mix is not None:
+            place = places[index]
+            mixed.append(job.recipe.mix(gate[place], up[place], job.shares[slots[index]]))
+            places[index] = num_rows + torch.arange(len(place))
+            num_rows += len(place)
+    down = torch.cat(mixed) @ matrices.read(recipe, EXPERT_DOWN).T
+    for index, place in places.items():
+        outputs[index][slots[index]] = down[place]

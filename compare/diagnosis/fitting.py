@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from compare.diagnosis.mistake import Hypothesis
+from compare.diagnosis.naming import PROOF_RHO
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial
 
@@ -15,9 +16,13 @@ from compare.diagnosis.trial import Trial
 # faint factor such as 0.97 lies far from the candidates 0.5 and 2, and takes up to 7 (DECISIONS.md).
 _POINTS = 5
 _ROUNDS, _MOST_ROUNDS = 4, 7
+# Rounds after which a value must have taken away a part of the error, else it is not the cause.
+_FIRST_ROUNDS, _LEAST_TAKEN = 2, 0.3
 # A score's amplitude is the factor on the predicted error that fits the port's best: off 1 by more, the value is not
 # found yet.
 _AMPLITUDE_OFF = 0.1
+# The same of a factor, which steps towards an amplitude of 1, so many times at most.
+_AMPLITUDE_OFF_FACTOR, _MOST_STEPS = 0.003, 3
 # Relative difference of a value and the same value computed again, which may differ in its last bits.
 _SAME_VALUE = 1e-9
 # Factor by which the search may go beyond the smallest and the largest candidate.
@@ -53,10 +58,39 @@ class _Bracket:
 
 def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
     """Return each score, or a better one with a parameter between the catalogue's candidates."""
-    best = list(scores)
+    best = step_factors(trial, scores)
     for number in range(max((len(score.hypothesis.mistakes) for score in scores), default=0)):
         best = _fit_mistake(trial, best, number)
     return best
+
+
+def step_factors(trial: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Return each score of a factor on one site with the factor that its amplitude asks for, or as it is."""
+    best = list(scores)
+    for _ in range(_MOST_STEPS):
+        steps = {
+            index: _with_value(
+                score.hypothesis, 0, 1.0 + score.amplitude * (_fitted_value(score.hypothesis, 0) - 1.0)
+            )
+            for index, score in enumerate(best)
+            if is_single_factor(score) and abs(score.amplitude - 1.0) > _AMPLITUDE_OFF_FACTOR
+        }
+        if not steps:
+            break
+        judged = trial.judge(list(steps.values()))
+        for index, hypothesis in steps.items():
+            rivals = [
+                score
+                for score in judged
+                if score.hypothesis is hypothesis and score.is_decode_only == best[index].is_decode_only
+            ]
+            best[index] = min([best[index], *rivals], key=lambda score: score.misfit)
+    return best
+
+
+def is_single_factor(score: Score) -> bool:
+    """Decide whether a hypothesis is a factor on one site: its predicted error grows with its distance from 1."""
+    return len(score.hypothesis.mistakes) == 1 and score.hypothesis.is_factor
 
 
 def _fit_mistake(trial: Trial, scores: list[Score], number: int) -> list[Score]:
@@ -66,8 +100,12 @@ def _fit_mistake(trial: Trial, scores: list[Score], number: int) -> list[Score]:
         index: _first_bracket(trial, score.hypothesis, number)
         for index, score in enumerate(scores)
         if number < len(score.hypothesis.mistakes) and score.hypothesis.mistakes[number].fitted
+        # Of a factor, the amplitude tells whether its steps have found it.
+        if not is_single_factor(score) or abs(score.amplitude - 1.0) > _AMPLITUDE_OFF
     }
     for round_number in range(_MOST_ROUNDS):
+        if round_number == _FIRST_ROUNDS:
+            brackets = {index: bracket for index, bracket in brackets.items() if _leads(best[index])}
         if round_number >= _ROUNDS:
             brackets = {
                 index: bracket
@@ -82,6 +120,11 @@ def _fit_mistake(trial: Trial, scores: list[Score], number: int) -> list[Score]:
         score if score.misfit <= _SAME_MISFIT * fitted.misfit else fitted
         for score, fitted in zip(scores, best, strict=True)
     ]
+
+
+def _leads(score: Score) -> bool:
+    """Decide whether a hypothesis takes away a part of a clear error; a faint one may still grow."""
+    return score.unexplained < PROOF_RHO or score.explains >= _LEAST_TAKEN
 
 
 def _narrow(
@@ -119,7 +162,7 @@ def _with_value(hypothesis: Hypothesis, number: int, value: float) -> Hypothesis
         {**parameters[number], str(hypothesis.mistakes[number].fitted): value}
     )
     changed, *others = (
-        mistake.with_parameters(values)
+        mistake.with_parameters(values, is_fitted=True)
         for mistake, values in zip(hypothesis.mistakes, parameters, strict=True)
     )
     for other in others:

@@ -7,11 +7,20 @@ B batch, S sequence, T real tokens, F channels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 
 from compare.diagnosis.catalogue.fp8 import has_fp8_weights
-from compare.diagnosis.evaluation import Evaluation, GraphNode, LayerInputs, finite_padding, with_given
+from compare.diagnosis.evaluation import (
+    CHOICES,
+    Evaluation,
+    GraphNode,
+    LayerInputs,
+    choice_rows,
+    finite_padding,
+    with_given,
+)
 from compare.diagnosis.layer_weights import LayerWeights
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
@@ -26,9 +35,13 @@ from minimax_tools.model.inputs import decoded_columns, decoded_tokens
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 
-# The input is no result of the layer. Chosen experts are numbers without a distance, and experts and their weights may
-# stand in any order.
-_NOT_JUDGED = (Site.INPUT, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
+# Sites at which some mistakes begin beside others: where they are shown, and right, such a mistake is none.
+_CONTROLS = frozenset(
+    {
+        *(Site.INPUT_NORM, Site.POST_NORM, Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ),
+        *(Site.Q_NORM, Site.K_NORM, Site.Q_ROPE, Site.K_ROPE, *CHOICES),
+    }
+)
 # Noise of the router's logits over their RMS, for a golden that does not keep them.
 _RELATIVE_LOGIT_NOISE = 5e-3
 
@@ -66,8 +79,13 @@ class LayerCase:
         self._layer = layer
         self.sites = _judging_sites(reference, target, layer, suspects) if judging is None else judging
         self.inputs = _read_inputs(reference, target, LayerWeights(weights.tensors), weights.spec)
-        self._port = {site: self._batch.rows(target.read(layer, site), site).float() for site in self.sites}
-        self._is_usable = torch.stack([rows.isfinite().all(-1) for rows in self._port.values()]).all(0)
+        shown = comparable_sites(reference, target, layer) - set(self.sites)
+        self._controls = (
+            _CONTROLS & shown if Site.ROUTER_EXPERTS in shown else _CONTROLS & shown - set(CHOICES)
+        )
+        self._is_usable = torch.stack(
+            [self._read_rows(target, site).isfinite().all(-1) for site in self.sites]
+        ).all(0)
         self._is_usable &= ~self._find_decoded_by_row()
 
     @property
@@ -109,20 +127,22 @@ class LayerCase:
             on_golden_values = Evaluation(
                 self.inputs, with_given(given), tokens=tokens, values=self._read_golden_values()
             )
-        yardsticks = {
-            site: Yardstick.of(
-                port=rows,
+
+        def measure(site: Site) -> Yardstick:
+            of = partial(Yardstick.of_choice, site) if site in CHOICES else partial(Yardstick.of, dtype=dtype)
+            return of(
+                port=self._read_rows(self._target, site),
                 golden=self._read_golden_rows(site, on_golden_input=on_golden_input, base=base),
                 exact=base.rows(site),
                 settled=settled,
-                dtype=self.inputs.weights.dtype,
             )
-            for site, rows in self._port.items()
-        }
+
+        dtype = self.inputs.weights.dtype
         return Trial(
             base=base,
             on_golden_values=on_golden_values,
-            yardsticks=yardsticks,
+            yardsticks={site: measure(site) for site in self.sites},
+            controls={site: measure(site) for site in self._controls},
             logit_noise=logit_noise,
             is_decoded=tokens % self.inputs.attention_mask.shape[1] >= self.inputs.decode_start,
             is_usable=self._is_usable,
@@ -139,8 +159,17 @@ class LayerCase:
 
         Moved rows are the base plus the golden's rounding errors, so the measured noise is that of the golden.
         """
-        golden = self._batch.rows(self._reference.read(self._layer, site), site).float()
+        golden = self._read_rows(self._reference, site)
         return golden if base is on_golden_input else golden - on_golden_input.rows(site) + base.rows(site)
+
+    def _read_rows(self, side: CaptureSource, site: Site) -> torch.Tensor:
+        """Read a side's values at a judging site, float32 [T,F]; of the router's choice as `choice_rows` gives them."""
+        rows = self._batch.rows(side.read(self._layer, site), site)
+        if site not in CHOICES:
+            return rows.float()
+        is_weights = site is Site.ROUTER_WEIGHTS
+        experts = self._batch.rows(side.read(self._layer, Site.ROUTER_EXPERTS), Site.ROUTER_EXPERTS)
+        return choice_rows(experts, rows if is_weights else None, self.inputs.spec.num_local_experts)
 
     def _find_decoded_by_row(self) -> torch.Tensor:
         """Find tokens that a whole port decoded from its own cache, bool [T]: no hypothesis here knows that cache."""
@@ -170,28 +199,37 @@ class LayerCase:
 def _judging_sites(
     reference: CaptureSource, target: CaptureSource, layer: int, suspects: frozenset[Site]
 ) -> tuple[Site, ...]:
-    """Return the sites that judge a layer: the suspects that both sides hold, and the last common site.
+    """Return the sites that judge a layer: the suspects that both sides hold, else the nearest site behind them.
 
-    A suspected router is judged by the experts' output, a layer without suspects by `attn_delta` and `moe_delta` too.
+    A layer without suspects is judged by `attn_delta`, `moe_delta` and the last common site.
     """
     given = fed_sites(target)  # sites whose golden values the run was given
-    common = [
-        site
-        for site in reference.sites(layer)
-        if site in target.sites(layer)
-        and site not in _NOT_JUDGED
-        and site not in given
-        and find_mismatch(reference.read(layer, site), target.read(layer, site)) is None
-    ]
+    common = sorted(
+        comparable_sites(reference, target, layer) - {Site.INPUT, *given}, key=lambda site: site.order
+    )
+    if Site.ROUTER_EXPERTS not in common:
+        # Weights in any order say nothing without the experts that they are of.
+        common = [site for site in common if site is not Site.ROUTER_WEIGHTS]
     if not common:
         raise IncomparableError(
             f"nothing of layer {layer} can be judged: the captures have no site in common, or of another shape",
             next_step="Capture the layer's output on both sides.",
         )
-    wanted = set(suspects) or {Site.ATTN_DELTA, Site.MOE_DELTA}
-    if wanted & {Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS}:
-        wanted.add(Site.MOE_DELTA)
-    return tuple(site for site in common if site in wanted or site is common[-1])
+    if not suspects:
+        return tuple(site for site in common if site in (Site.ATTN_DELTA, Site.MOE_DELTA, common[-1]))
+    judging = [site for site in common if site in suspects]
+    behind = [site for site in common if site.order > max(suspect.order for suspect in suspects)]
+    return tuple(judging or behind[:1] or common[-1:])
+
+
+def comparable_sites(reference: CaptureSource, target: CaptureSource, layer: int) -> frozenset[Site]:
+    """Return the sites of a layer that both sides hold, in one shape."""
+    return frozenset(
+        site
+        for site in reference.sites(layer)
+        if site in target.sites(layer)
+        and find_mismatch(reference.read(layer, site), target.read(layer, site)) is None
+    )
 
 
 def _read_inputs(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from compare.blame.blame import join_causes
+from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
+from compare.diagnosis.mistake import is_list
 from minimax_tools.results.results import Blame
 
+# Standard errors by which the values of one number of the model may differ between two layers.
+_MOST_ERRORS = 4.0
 # Relative difference up to which fitted parameters are the same: they differ a little from layer to layer.
 _SAME_VALUE = 0.05
 
@@ -76,6 +80,43 @@ def group_layers(diagnoses: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
     return tuple(_summarise(group) for group in groups)
 
 
+def withdraw_unequal(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosis, ...]:
+    """Take back the mistakes of one number of the model that would need another in each layer: they are none."""
+    values: dict[str, list[MistakeFinding]] = {}
+    for diagnosis in diagnoses:
+        for finding in diagnosis.named:
+            if finding.mistake in CATALOGUE and CATALOGUE[finding.mistake].is_constant:
+                values.setdefault(finding.mistake, []).append(finding)
+    unequal = {name for name, findings in values.items() if _is_unequal(findings)}
+    return tuple(_without(diagnosis, unequal, values) for diagnosis in diagnoses)
+
+
+def _is_unequal(findings: Sequence[MistakeFinding]) -> bool:
+    """Decide whether the fitted parameter of a mistake differs between layers by more than its uncertainty."""
+    name = str(CATALOGUE[findings[0].mistake].fitted)
+    numbers = [(math.log(float(finding.parameters[name])), 1.0 / max(finding.z, 1.0)) for finding in findings]
+    (least, first), (most, second) = min(numbers), max(numbers)
+    return most - least > max(_SAME_VALUE, _MOST_ERRORS * (first + second))
+
+
+def _without(
+    diagnosis: LayerDiagnosis, names: set[str], values: Mapping[str, Sequence[MistakeFinding]]
+) -> LayerDiagnosis:
+    taken = [finding for finding in diagnosis.named if finding.mistake in names]
+    if not taken:
+        return diagnosis
+    name = taken[0].mistake
+    parameter = str(CATALOGUE[name].fitted)
+    numbers = sorted(float(finding.parameters[parameter]) for finding in values[name])
+    note = f"{name} comes near, but would need another {parameter} in each layer: {numbers[0]:.4g} to {numbers[-1]:.4g}"
+    return replace(
+        diagnosis,
+        named=tuple(finding for finding in diagnosis.named if finding.mistake not in names),
+        nearest=(*taken, *diagnosis.nearest),
+        notes=(*diagnosis.notes, note),
+    )
+
+
 def _belong_together(first: LayerDiagnosis, second: LayerDiagnosis) -> bool:
     """Decide whether `second` belongs to the group whose first layer is `first`."""
     if first.is_right or second.is_right:
@@ -120,6 +161,8 @@ def _are_alike(first: MistakeFinding, second: MistakeFinding) -> bool:
         return False
     for name, value in first.parameters.items():
         other = second.parameters[name]
+        if is_list(value) and is_list(other):
+            continue
         if isinstance(value, float) and isinstance(other, float):
             if not math.isclose(value, other, rel_tol=_SAME_VALUE):
                 return False

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
+from compare.diagnosis.clues import Clues
 from compare.diagnosis.evaluation import Change, LayerInputs
 from compare.diagnosis.repair import WeightRepair
-from compare.diagnosis.wrong_tokens import WrongTokens
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 
@@ -19,10 +19,17 @@ Value = int | float | str
 Parameters = Mapping[str, Value]
 # From the inputs to the parameter sets worth a try on them; an empty tuple if the mistake cannot show on them.
 Candidates = Callable[[LayerInputs], tuple[Parameters, ...]]
-# From the wrong tokens of a port to the parameter sets that they speak for.
-Finder = Callable[[WrongTokens], tuple[Parameters, ...]]
+# From what a port's values say to the parameter sets that they speak for.
+Finder = Callable[[Clues], tuple[Parameters, ...]]
 
 _NO_PARAMETERS: Parameters = MappingProxyType({})
+# Length of a parameter's text, beyond which it lists a number for each expert or token.
+_LONGEST_TEXT = 40
+
+
+def is_list(value: Value) -> bool:
+    """Decide whether a parameter lists numbers of each expert or token: they differ from layer to layer."""
+    return isinstance(value, str) and len(value) > _LONGEST_TEXT
 
 
 def once(_: object) -> tuple[Parameters, ...]:
@@ -42,7 +49,12 @@ def each(
     return lambda inputs: tuple(MappingProxyType({name: value}) for value in values(inputs))
 
 
-def find_nothing(_: WrongTokens) -> tuple[Parameters, ...]:
+def nothing_listed(_: object) -> tuple[Parameters, ...]:
+    """Return no candidates: the port's values alone give the parameters."""
+    return ()
+
+
+def find_nothing(_: Clues) -> tuple[Parameters, ...]:
     """Return no parameters: the candidates are all that is tried."""
     return ()
 
@@ -71,14 +83,26 @@ class Mistake:
     detail: Callable[[ModelSpec, Parameters], str] = _no_detail
     build: Callable[..., Change]
     candidates: Candidates = once
-    find: Finder = find_nothing  # further candidates, of too many to list, by the port's wrong tokens
+    find: Finder = find_nothing  # further candidates, of too many to list, by the port's values
+    find_at_last: Finder = (
+        find_nothing  # the same, if it takes long: asked where nothing else explains the port
+    )
     sources: tuple[str, ...] = ()  # public threads that report the mistake, as `repository#thread`
     fitted: str | None = None  # parameter that is searched between the candidates, on a logarithmic scale
     is_whole: bool = False  # whether the fitted parameter is a whole number
+    is_constant: bool = False  # whether the fitted parameter is one number of a model, the same in all layers
     is_rounding: bool = False
+    # Whether it says no more than that a value is off by a factor: that is true where a factor explains the port.
+    is_factor: bool = False
+    is_named: bool = True  # False for a description of the port's values that is no known mistake
     # Whether the change takes values of all tokens from the right layer, where no other mistake has changed them.
     reads_right_layer: bool = False
     repair: WeightRepair | None = None  # change of the layer's tensors that undoes it; None if none does
+
+    @property
+    def finds_more(self) -> bool:
+        """True if the port's values may give parameters that are not listed."""
+        return self.find is not find_nothing or self.find_at_last is not find_nothing
 
     def describe(self, spec: ModelSpec, parameters: Parameters) -> str:
         """Return what a port of a model does that makes this mistake with these parameters."""
@@ -88,13 +112,19 @@ class Mistake:
         """Return a hypothesis for each of the mistake's candidates."""
         return tuple(self.with_parameters(parameters) for parameters in self.candidates(inputs))
 
-    def found_hypotheses(self, wrong_tokens: WrongTokens) -> tuple[Hypothesis, ...]:
-        """Return a hypothesis for each parameter set that the wrong tokens speak for."""
-        return tuple(self.with_parameters(parameters) for parameters in self.find(wrong_tokens))
+    def found_hypotheses(self, clues: Clues, *, at_last: bool = False) -> tuple[Hypothesis, ...]:
+        """Return a hypothesis for each parameter set that the port's values speak for."""
+        find = self.find_at_last if at_last else self.find
+        return tuple(self.with_parameters(parameters) for parameters in find(clues))
 
-    def with_parameters(self, parameters: Parameters) -> Hypothesis:
+    def with_parameters(self, parameters: Parameters, *, is_fitted: bool = False) -> Hypothesis:
         """Return the hypothesis that a port made this mistake with these parameters."""
-        return Hypothesis(mistakes=(self,), parameters=(parameters,), change=self.build(**parameters))
+        return Hypothesis(
+            mistakes=(self,),
+            parameters=(parameters,),
+            change=self.build(**parameters),
+            is_fitted=is_fitted or any(is_list(value) for value in parameters.values()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,6 +134,22 @@ class Hypothesis:
     mistakes: tuple[Mistake, ...]  # the mistakes; none for the right layer
     parameters: tuple[Parameters, ...]  # parameters of each mistake, in the same order
     change: Change  # change of the layer by all mistakes together
+    is_fitted: bool = False  # whether a parameter was fitted to the port, and is none of the catalogue's
+
+    @property
+    def has_number(self) -> bool:
+        """True if one of its parameters is a number that can be fitted, or lists of the port."""
+        return self.is_fitted or any(mistake.fitted for mistake in self.mistakes)
+
+    @property
+    def is_factor(self) -> bool:
+        """True if it says no more than that a value is off by a factor."""
+        return all(mistake.is_factor for mistake in self.mistakes)
+
+    @property
+    def is_named(self) -> bool:
+        """True if it is made of known mistakes."""
+        return all(mistake.is_named for mistake in self.mistakes)
 
     @property
     def name(self) -> str:
@@ -131,4 +177,5 @@ class Hypothesis:
             mistakes=(*self.mistakes, *other.mistakes),
             parameters=(*self.parameters, *other.parameters),
             change=self.change.and_also(other.change),
+            is_fitted=self.is_fitted or other.is_fitted,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from compare.diagnosis.mistake import is_list
 from compare.diagnosis.score import Score
 from compare.diagnosis.yardstick import MOST_LEFT
 
@@ -24,7 +25,7 @@ _LEFT_OF_LARGE_RHO = 0.01
 _PROOF_LEFT, PROOF_RHO = 1.3, 10.0
 # ρ from which an error is clear, above the noise, and the least share of its ρ² - 1 that a mistake must take away.
 CLEAR_RHO = 1.5
-_CLEAR_SHARE = 0.8
+_CLEAR_SHARE = 0.9
 # ρ up to which the noise may cover a mistake. Such a mistake needs a high z, since some 300 hypotheses are tried on a
 # layer; its amplitude must be close to 1, and it must take away some of the error's energy.
 FAINT_RHO = 6.0
@@ -85,7 +86,31 @@ def best_first(scores: Sequence[Score]) -> list[Score]:
 
 
 def name_mistakes(scores: Sequence[Score]) -> tuple[Score, ...]:
-    """Return the scores that explain the port: the best, and those that resemble it; none if nothing explains it."""
+    """Return the scores that explain the port: the best, and those that resemble it; none if nothing explains it.
+
+    A factor on a site, which is no known mistake, is no name; nor is a mistake with a number of its own where such a
+    factor explains the port as well.
+    """
+    resembling = _resembling(scores)
+    if any(not score.hypothesis.is_named for score in resembling):
+        resembling = [
+            score for score in resembling if score.hypothesis.is_factor or not score.hypothesis.has_number
+        ]
+    named = [score for score in resembling if score.hypothesis.is_named]
+    # A number for each expert or token is no better than one for all.
+    simple = [score for score in named if not _has_list(score)]
+    return tuple(simple or named)
+
+
+def describe_port(scores: Sequence[Score]) -> Score | None:
+    """Return the factor on a site that explains the port where no known mistake does; None without one."""
+    if name_mistakes(scores):
+        return None
+    return next((score for score in _resembling(scores) if not score.hypothesis.is_named), None)
+
+
+def _resembling(scores: Sequence[Score]) -> list[Score]:
+    """Return the scores that explain the port best, and which the tokens cannot tell apart; the best comes first."""
     largest = max((score.likeness for score in scores), default=0.0)
     # A rounding is held only against likenesses that z proves: a token that goes to other experts may by chance give a
     # hypothesis a large likeness.
@@ -95,4 +120,13 @@ def name_mistakes(scores: Sequence[Score]) -> tuple[Score, ...]:
         least = _LIKENESS_SHARE * (beyond_chance if score.hypothesis.is_rounding else largest)
         if score.likeness >= least and is_explanation(score):
             explaining.append(score)
-    return tuple(score for score in explaining if score.misfit <= RESEMBLING * explaining[0].misfit)
+    return [
+        score
+        for score in explaining
+        if score.misfit <= RESEMBLING * explaining[0].misfit
+        and not score.is_worse_than(explaining[0].misfits)
+    ]
+
+
+def _has_list(score: Score) -> bool:
+    return any(is_list(value) for parameters in score.hypothesis.parameters for value in parameters.values())

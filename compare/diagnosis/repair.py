@@ -32,6 +32,10 @@ class WeightRepair:
     edit: Callable[..., None]
     reorders: tuple[Site, ...] = ()
 
+    def takes(self, parameters: Mapping[str, object]) -> bool:
+        """Decide whether it undoes the mistake with these parameters: one of some experts alone has more."""
+        return parameters.keys() <= inspect.signature(self.edit).parameters.keys()
+
     def lines(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
         """Return the lines for the beginning of `convert_state_dict`: the parameters, and the body of `edit`."""
         source = textwrap.dedent(inspect.getsource(self.edit)).splitlines()

@@ -32,6 +32,7 @@ from compare.diagnosis.wording import (
     word_right_sites,
     word_shape_outcome,
     word_suspects,
+    word_what,
     word_where,
 )
 from minimax_tools.model.formulas import FORMULAS
@@ -266,7 +267,7 @@ def _draw_place(canvas: Canvas, cause: Sequence[Blame]) -> None:
 def _draw_mistake(canvas: Canvas, named: Sequence[MistakeFinding]) -> None:
     """Draw a mistake from its findings, one for each layer: what the port does, where to look, how well it explains."""
     first = named[0]
-    canvas.paragraph(first.what)
+    canvas.paragraph(word_what(named))
     canvas.paragraph(f"Look at {first.look_at}.")
     canvas.paragraph(word_explanation(named))
     if first.sources:

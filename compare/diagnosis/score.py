@@ -17,6 +17,9 @@ _FEWEST_TOKENS = 6
 # Effective number of tokens, (Σx)² / Σx² of their weights: with fewer, one token decides, and the spread over tokens
 # says nothing of the uncertainty.
 _FEWEST_EFFECTIVE = 4.0
+# Standard errors from which a mean over tokens is beyond chance.
+_LEAST_ERRORS = 4.0
+_NONE = torch.zeros(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +38,35 @@ class Score:
     amplitude: float  # factor on the predicted error that fits the port's best; about 1 if it is the cause
     z: float  # the amplitude in units of its own uncertainty over tokens
     likeness: float  # squared correlation of the port's error with the predicted one
+    # Mean ρ² against the hypothesis over the sites, by token: float64 [T]; NaN for tokens that do not count.
+    misfits: torch.Tensor = _NONE
+    energies: torch.Tensor = (
+        _NONE  # squared norm of the predicted error in units of noise, by token: float64 [T]
+    )
+    # The predicted error itself on the tokens that count, all sites in one: bfloat16 [n].
+    predicted: torch.Tensor = _NONE
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the hypothesis predicts no error on these tokens: they say nothing of it."""
+        return self.amplitude == 0.0 and self.likeness == 0.0
+
+    def is_worse_than(self, misfits: torch.Tensor) -> bool:
+        """Decide whether the hypothesis leaves more of the error than other misfits [T] do, beyond chance."""
+        return _is_beyond_chance(self.misfits - misfits)
+
+    def is_better_than(self, misfits: torch.Tensor) -> bool:
+        """Decide whether the hypothesis leaves less of the error than other misfits [T] do, beyond chance."""
+        return _is_beyond_chance(misfits - self.misfits)
+
+
+def _is_beyond_chance(differences: torch.Tensor) -> bool:
+    """Decide whether the mean of differences by token [T] is positive beyond chance; NaN do not count."""
+    counted = differences[differences.isfinite()]
+    if len(counted) < _FEWEST_TOKENS:
+        return False
+    error = float(counted.std()) / math.sqrt(len(counted))
+    return float(counted.mean()) > _LEAST_ERRORS * error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,14 +96,17 @@ def score_predictions(
     # Mean squares of the port's error in units of noise, at each site: against the hypothesis, and against the right
     # layer with its own noise and with the hypothesis's.
     left, without, without_widened = [], [], []
+    misfits, predicted = [], []
     product = predicted_energy = error_energy = torch.zeros(len(judged), dtype=torch.float64)
     for site, yardstick in yardsticks.items():
         prediction = predictions[site].rows
         variance = yardstick.widened(predictions[site].growth)
-        left.append(trimmed_mean(yardstick.misfit(prediction, variance)[judged]))
+        misfits.append(yardstick.misfit(prediction, variance))
+        left.append(trimmed_mean(misfits[-1][judged]))
         without.append(trimmed_mean(yardstick.misfit(yardstick.exact, yardstick.variance)[judged]))
         without_widened.append(trimmed_mean(yardstick.misfit(yardstick.exact, variance)[judged]))
         projection = yardstick.project(prediction, variance)
+        predicted.append(((prediction - yardstick.exact) / variance.sqrt() * judged[:, None]).bfloat16())
         product = product + projection.product
         predicted_energy = predicted_energy + projection.predicted_energy
         error_energy = error_energy + projection.error_energy
@@ -88,6 +123,9 @@ def score_predictions(
         amplitude=amplitude,
         z=z,
         likeness=_likeness(product[judged], predicted_energy[judged], error_energy[judged]),
+        misfits=torch.where(judged, torch.stack(misfits).mean(0), torch.nan),
+        energies=torch.where(judged, predicted_energy, 0.0),
+        predicted=torch.cat([rows.flatten() for rows in predicted]),
     )
 
 

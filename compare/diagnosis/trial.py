@@ -6,17 +6,20 @@ A trial holds all tokens of the layer, or a few of them. T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
+from compare.diagnosis.clues import Clues
 from compare.diagnosis.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
 from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.score import Score, SitePrediction, score_predictions
-from compare.diagnosis.wrong_tokens import WrongTokens
 from compare.diagnosis.yardstick import MOST_LEFT, Yardstick, trimmed_mean
+from compare.noise.squared_errors import TINY_FLOAT32
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import has_all_tokens
 
 # Experts' outputs held at a time, float32: a layer of true size was diagnosed within 8 GB (BENCHMARKS.md).
 _MOST_BYTES = 1_500_000_000
@@ -24,16 +27,14 @@ _MOST_BYTES = 1_500_000_000
 # token whose experts stay the same in 6 draws changes them with a chance of less than about a third.
 _NUM_DRAWS = 6
 _NOISE_FACTOR = 2.0
-# Changed sites from which a hypothesis counts as one that replaces the whole layer.
-_FEWEST_OF_WHOLE_LAYER = 6
-# ρ of a token from which it counts as wrong: right tokens whose experts stay the same are below 2.
-_WRONG_RHO = 3.0
+# Factor on the mean square of a right site's error, at least that of noise, beyond which a hypothesis makes it wrong.
+_MOST_WORSE = 2.0
 _STREAM_DELTAS = (Site.ATTN_DELTA, Site.MOE_DELTA)
 _ROUTER_CHOICE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
 _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Trial:
     """A layer's noise and both sides' values, by which hypotheses are judged.
 
@@ -47,6 +48,8 @@ class Trial:
     logit_noise: float  # standard deviation of the error that BF16 causes in the router's logits
     is_decoded: torch.Tensor  # whether a token was decoded, bool [T]
     is_usable: torch.Tensor  # whether the port gave finite values for a token, bool [T]
+    # Shown sites that do not judge: a hypothesis that begins there too must leave them right.
+    controls: Mapping[Site, Yardstick] = field(default_factory=dict)
 
     def select_tokens(self, indices: torch.Tensor) -> Trial:
         """Return the trial of some of the tokens, by their indices among the T."""
@@ -55,9 +58,8 @@ class Trial:
             self,
             base=self.base.select_tokens(indices),
             on_golden_values=None if on_golden_values is None else on_golden_values.select_tokens(indices),
-            yardsticks={
-                site: yardstick.select_tokens(indices) for site, yardstick in self.yardsticks.items()
-            },
+            yardsticks=_select(self.yardsticks, indices),
+            controls=_select(self.controls, indices),
             is_decoded=self.is_decoded[indices],
             is_usable=self.is_usable[indices],
         )
@@ -103,23 +105,29 @@ class Trial:
         return scores
 
     def refutes(self, hypothesis: Hypothesis) -> bool:
-        """Decide whether a judging site in front of attention refutes a hypothesis that replaces the whole layer.
+        """Decide whether a shown site at which a hypothesis begins, beside other sites, refutes it.
 
-        Such a hypothesis costs a pass over other experts, these sites cost next to nothing.
+        Such sites cost next to nothing, and a hypothesis that replaces the whole layer a pass over other experts.
         """
-        if len(hypothesis.sites) < _FEWEST_OF_WHOLE_LAYER:
+        begins = hypothesis.sites
+        if len(begins) < 2:
             return False
-        early = [site for site in self.yardsticks if site.order < Site.ATTN_CONTEXT.order]
+        shown = {
+            **self.controls,
+            **{site: self.yardsticks[site] for site in self.yardsticks if has_all_tokens(site)},
+        }
         evaluation = self.base.changed(hypothesis.change)
-        misfits = [
-            trimmed_mean(
-                self.yardsticks[site].misfit(evaluation.rows(site), self.yardsticks[site].variance)[
-                    self.is_usable
-                ]
-            )
-            for site in early
-        ]
-        return any(misfit > MOST_LEFT**2 for misfit in misfits)
+        return any(self._is_refuted(evaluation, site, shown[site]) for site in shown if site in begins)
+
+    def _is_refuted(self, evaluation: Evaluation, site: Site, yardstick: Yardstick) -> bool:
+        if not bool(self.is_usable.any()):
+            return False
+        misfit = trimmed_mean(yardstick.misfit(evaluation.rows(site), yardstick.variance)[self.is_usable])
+        if site in self.yardsticks:
+            return misfit > MOST_LEFT**2
+        # A site that is right must not be wrong under the hypothesis.
+        right = trimmed_mean(yardstick.misfit(yardstick.exact, yardstick.variance)[self.is_usable])
+        return misfit > _MOST_WORSE * max(right, 1.0)
 
     def null(self) -> Score:
         """Score the null hypothesis: the layer without a mistake."""
@@ -131,19 +139,31 @@ class Trial:
             is_decode_only=False,
         )
 
-    def wrong_tokens(self) -> WrongTokens:
-        """Return the wrong tokens among the settled ones, at the judging site where a token is worst."""
-        settled = self.settled
-        misfits = [
-            yardstick.misfit(yardstick.exact, yardstick.variance) for yardstick in self.yardsticks.values()
+    @cached_property
+    def clues(self) -> Clues:
+        """Reading of the port's values by themselves."""
+        return Clues(base=self.base, yardsticks=self.yardsticks, settled=self.settled)
+
+    def factor_misfits(self) -> torch.Tensor:
+        """Return the mean ρ² by token if every judging site were off by the factor that fits it best, float64 [T]."""
+        misfits = []
+        for yardstick in self.yardsticks.values():
+            weights = torch.where(self.settled[:, None], 1.0 / yardstick.variance, 0.0)
+            exact, port = yardstick.exact, yardstick.port.nan_to_num(0.0)
+            factor = float(
+                (weights * exact * port).sum() / (weights * exact.square()).sum().clamp(min=TINY_FLOAT32)
+            )
+            misfits.append(yardstick.misfit(factor * exact, yardstick.variance))
+        return torch.where(self.settled, torch.stack(misfits).mean(0), torch.nan)
+
+    @cached_property
+    def error(self) -> torch.Tensor:
+        """The port's error on the settled tokens, in units of noise, all judging sites in one: [n]."""
+        parts = [
+            (yardstick.port - yardstick.golden) / yardstick.variance.sqrt() * self.settled[:, None]
+            for yardstick in self.yardsticks.values()
         ]
-        worst = torch.stack(misfits).nan_to_num(nan=torch.inf).amax(0)
-        return WrongTokens(
-            is_wrong=worst[settled] > _WRONG_RHO**2,
-            experts=self.base[Site.ROUTER_EXPERTS][settled],
-            positions=self.base.position_ids.flatten()[self.base.tokens][settled],
-            num_experts=self.base.spec.num_local_experts,
-        )
+        return torch.cat([part.flatten() for part in parts])
 
     def evaluate(
         self, hypotheses: Sequence[Hypothesis], *, base: Evaluation | None = None
@@ -157,12 +177,14 @@ class Trial:
             self._run_experts(evaluations)
             yield from zip(batch, evaluations, strict=True)
 
-    @property
+    @cached_property
     def settled(self) -> torch.Tensor:
         """Tokens of the right layer whose experts no noise changes, bool [T]."""
-        return self._settled(self.base)
+        return settled_tokens(self.base, self.logit_noise) & self.is_usable
 
     def _settled(self, evaluation: Evaluation) -> torch.Tensor:
+        if not evaluation.is_affected(Site.ROUTER_EXPERTS):
+            return self.settled
         return settled_tokens(evaluation, self.logit_noise) & self.is_usable
 
     def _run_experts(self, evaluations: Sequence[Evaluation]) -> None:
@@ -212,6 +234,10 @@ class Trial:
             added = _squares(evaluation.rows(grown)) - _squares(self.base.rows(grown))
             growth = growth + added.clamp(min=0.0)
         return growth
+
+
+def _select(yardsticks: Mapping[Site, Yardstick], indices: torch.Tensor) -> Mapping[Site, Yardstick]:
+    return {site: yardstick.select_tokens(indices) for site, yardstick in yardsticks.items()}
 
 
 def settled_tokens(evaluation: Evaluation, logit_noise: float) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from compare.blame.blame import join_causes
 from compare.diagnosis.finding import Diagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_group import LayerGroup, group_layers
-from compare.diagnosis.mistake import Value
+from compare.diagnosis.mistake import Value, is_list
 from minimax_tools.errors import format_count
 from minimax_tools.model.formulas import FORMULAS
 from minimax_tools.model.sites import ModelSite, Site
@@ -145,8 +146,18 @@ def word_explanation(findings: Sequence[MistakeFinding]) -> str:
     """Return how well a mistake explains some layers."""
     explains = word_range((100 * finding.explains for finding in findings), word=lambda value: f"{value:.4g}")
     amplitudes = word_range((finding.amplitude for finding in findings), word=lambda value: f"{value:.3f}")
-    certainty = word_range(finding.z for finding in findings)
-    return f"Explains {explains} % of the error; amplitude {amplitudes}, {certainty} times its uncertainty."
+    # A choice of experts that is explained to the last token has no uncertainty.
+    certainties = [finding.z for finding in findings if math.isfinite(finding.z)]
+    certainty = f", {word_range(certainties)} times its uncertainty" if certainties else ""
+    return f"Explains {explains} % of the error; amplitude {amplitudes}{certainty}."
+
+
+def word_what(findings: Sequence[MistakeFinding]) -> str:
+    """Return what a port does that makes a mistake in some layers; numbers of each expert or token are of the first."""
+    first = findings[0]
+    if len(findings) > 1 and any(is_list(value) for value in first.parameters.values()):
+        return f"{first.what} These are the numbers of layer {first.layer}."
+    return first.what
 
 
 def word_right_sites(diagnosis: Diagnosis) -> str:
@@ -180,7 +191,8 @@ def word_mistake(findings: Sequence[MistakeFinding]) -> str:
     """Word a mistake with its parameters, as in `rope_theta (theta 1e+04)`; fitted ones as a range."""
     words = [
         f"{name} {_word_parameter([finding.parameters[name] for finding in findings])}"
-        for name in findings[0].parameters
+        for name, value in findings[0].parameters.items()
+        if not is_list(value)
     ]
     return f"{findings[0].mistake} ({', '.join(words)})" if words else findings[0].mistake
 

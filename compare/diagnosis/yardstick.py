@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from compare.noise.squared_errors import TINY_FLOAT32
+from minimax_tools.model.sites import Site
 
 # Largest ρ that a mistake may leave at a site, however large ρ was without it (see `naming`).
 MOST_LEFT = 10.0
@@ -18,6 +19,10 @@ MOST_LEFT = 10.0
 _RELATIVE_NOISE = {torch.bfloat16: 6e-3, torch.float32: 1e-6}
 # Least variance of a channel or token, as a share of the median one: one that happens to be exact is not free of noise.
 _LEAST_SHARE = 1e-3
+# Error of a choice of experts that counts as noise: one exchanged expert, which differs twice, in a hundred tokens.
+_CHOICE_NOISE = 0.01 * 2
+# Relative error of a routing weight that is held in BF16, as right ports may.
+_WEIGHT_ROUNDING = 2**-9
 # Share of the judged tokens that is left out, the worst ones: their experts may have flipped unforeseen in a near tie.
 _TRIMMED_SHARE = 0.02
 
@@ -55,13 +60,25 @@ class Yardstick:
     ) -> Yardstick:
         """Measure a site's noise on the tokens whose experts no noise changes, `settled`, bool [T], or on all."""
         squares = (golden - exact).square()
-        return cls(
-            port=port,
-            golden=golden,
-            exact=exact,
-            variance=_fit_variance(squares, settled if bool(settled.any()) else torch.ones_like(settled)),
-            dtype=dtype,
-        )
+        variance = _fit_variance(squares, settled if bool(settled.any()) else torch.ones_like(settled))
+        return cls(port=port, golden=golden, exact=exact, variance=variance, dtype=dtype)
+
+    @classmethod
+    def of_choice(
+        cls,
+        site: Site,
+        *,
+        port: torch.Tensor,
+        golden: torch.Tensor,
+        exact: torch.Tensor,
+        settled: torch.Tensor,
+    ) -> Yardstick:
+        """Measure the noise of chosen experts, or of their weights, by expert [T,E] (see `choice_rows`)."""
+        if site is Site.ROUTER_EXPERTS:
+            variance = torch.full_like(exact, _CHOICE_NOISE / exact.shape[1])
+            return cls(port=port, golden=golden, exact=exact, variance=variance, dtype=torch.float32)
+        measured = cls.of(port=port, golden=golden, exact=exact, settled=settled, dtype=torch.float32)
+        return replace(measured, variance=measured.variance + (_WEIGHT_ROUNDING * exact).square())
 
     def select_tokens(self, indices: torch.Tensor) -> Yardstick:
         """Select some tokens, by their indices among the T."""

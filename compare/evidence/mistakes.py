@@ -15,6 +15,7 @@ from compare.diagnosis.proof.wording import (
 )
 from compare.diagnosis.wording import (
     NOT_OF_SHAPE,
+    WRONG_WEIGHTS,
     parts_of,
     untold_blame,
     word_headline,
@@ -27,6 +28,7 @@ from compare.diagnosis.wording import (
     word_right_sites,
     word_shape_outcome,
     word_suspects,
+    word_what,
     word_where,
 )
 from minimax_tools.model.formulas import FORMULAS
@@ -70,7 +72,8 @@ def _layers(group: LayerGroup, diagnosis: Diagnosis) -> DiagnosedPlace:
     elif group.is_of_shape:
         outcome = word_shape_outcome(group)
     else:
-        outcome = f"no known mistake explains {'it' if is_single else 'them'} (ρ {before})"
+        unnamed = f"no known mistake explains {'it' if is_single else 'them'}"
+        outcome = f"{WRONG_WEIGHTS if group.is_of_weights else unnamed} (ρ {before})"
         lies = (
             *(sentence for cause in group.causes for sentence in word_place_of_fault(cause)),
             *word_passed_over(group, diagnosis),
@@ -145,7 +148,7 @@ def _mistake(findings: Sequence[MistakeFinding], group: LayerGroup | None, *, is
         explains=word_range(
             (100 * finding.explains for finding in findings), word=lambda value: f"{value:.1f}"
         ),
-        what=first.what,
+        what=word_what(findings),
         look_at=first.look_at,
         layers="" if group is None else word_where(findings, group).strip(),
         sources=first.sources,

@@ -119,6 +119,7 @@ def attend(
     is_causal: bool = True,
     hides_padding: bool = True,
     window: int | None = None,
+    soft_cap: float | None = None,
     is_low_precision: bool = False,
 ) -> torch.Tensor:
     """Compute attention's context at the chosen tokens: [T,N·D].
@@ -132,6 +133,7 @@ def attend(
         is_causal: Whether later keys are hidden.
         hides_padding: Whether padded keys are hidden.
         window: Number of latest keys that a query sees; None for all.
+        soft_cap: Scores approach it, and none exceeds it; None for no cap.
         is_low_precision: Whether scores and softmax are rounded to BF16.
     """
     spec = layer.spec
@@ -154,6 +156,8 @@ def attend(
             if hides_padding:
                 visible &= layer.attention_mask[row].bool()
             scores = prompt.score(query_columns) * (scale * spec.head_dim**-0.5)
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
             # A finite minimum: a query that sees nothing must not become NaN.
             scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
             shares = scores.bfloat16().softmax(-1).float() if is_low_precision else scores.softmax(-1)

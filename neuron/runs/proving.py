@@ -12,7 +12,8 @@ from pathlib import Path
 
 from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
-from compare.diagnosis.proof.own_input import comparable_sites, fit_on_own_input
+from compare.diagnosis.layer_case import comparable_sites
+from compare.diagnosis.proof.own_input import fit_on_own_input
 from compare.diagnosis.proof.proof import (
     MistakeProof,
     ProofOutcome,
@@ -167,7 +168,7 @@ class PortProver:
         if not fit.is_explained:
             return MistakeProof(
                 outcome=ProofOutcome.NOT_PROVED,
-                reason=f"what the port gives at {_word(cut)} is not what the mistake gives on the port's own inputs",
+                reason=fit.word_refusal("the port", _word(cut)),
                 before=before.comparison.verdict,
                 stage=_stage(fit.score),
             )

@@ -11,6 +11,9 @@ The port and its mistakes:
 - `planted`: all mistakes, and the equivalents
 - `norms`, `rotary`, `attention`, `router`, `experts`, `fp8`: mistakes that the diagnosis has a name for
 - `uncatalogued_attention`, `uncatalogued_moe`: mistakes that it has no name for
+- `replaced`: mistakes as functions that replace stages, a site's value or weights
+- `reported`: ports of public reports, for `bench_names.py`
+- `lookalikes`, `lookalikes_moe`: mistakes that look like entries of the catalogue and are none, for `bench_names.py`
 - `equivalents`: changes that give the same layer
 - `pairs`: two mistakes in one port
 - `deaths`: ports that end their process, for `bench_dying_ports.py`

@@ -31,6 +31,9 @@ class BaselineRequest:
     start_positions: tuple[int, ...] = ()  # position of each prompt's first token; empty if all begin at 0
     num_layers: int = 4  # number of layers of the model
     intermediate_size: int = 256  # width of a synthetic model's experts
+    shape: SyntheticModel | None = (
+        None  # a synthetic model of another shape, whose layers then count; None for none
+    )
     attention: str = "sdpa"  # transformers' attention implementation of the golden
     experts: str = "grouped_mm"  # transformers' experts implementation of the golden
     trained: TrainedModel | None = None  # the trained model; None for a synthetic one
@@ -106,7 +109,7 @@ def _prepare_model(request: BaselineRequest, scratch: Path) -> Path:
     folder = scratch / request.name / "model"
     if not (folder / "config.json").is_file():
         # A small model with 32 experts, two kv heads and FP8 scales in grids.
-        model = SyntheticModel(
+        model = request.shape or SyntheticModel(
             num_hidden_layers=request.num_layers, intermediate_size=request.intermediate_size
         )
         write_model(folder, model, seed=request.seed)

@@ -14,7 +14,7 @@ import torch
 from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.splits import rank_of, share
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, replace_stage, scaled
-from compare.diagnosis.mistake import Mistake, each, once_if
+from compare.diagnosis.mistake import Mistake, each, once_if, values_of
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import attend, product_stage
@@ -84,12 +84,13 @@ def _heads_of_one_rank(tp_degree: int, rank: int) -> Change:
 
 def _not_transposed(layer: Evaluation) -> torch.Tensor:
     """Flatten the context [B,N,S,D] as if it were [B,S,N,D]; a token that is decoded alone has nothing to transpose."""
-    mask, spec, start = layer.attention_mask, layer.spec, layer.decode_start
+    everywhere, spec, start = layer.base.everywhere(), layer.spec, layer.decode_start
+    mask = everywhere.attention_mask
     # Padding too: its values end up at other tokens.
-    right = layer.base.everywhere()[Site.ATTN_CONTEXT].unflatten(0, tuple(mask.shape))
+    right = everywhere[Site.ATTN_CONTEXT].unflatten(0, tuple(mask.shape))
     heads = right[:, :start].unflatten(-1, (spec.num_attention_heads, -1)).transpose(1, 2)
     mixed = torch.cat((heads.reshape(len(mask), start, -1), right[:, start:]), dim=1)
-    return layer.chosen(mixed)
+    return mixed.flatten(0, 1)[layer.places]
 
 
 def _windows(inputs: LayerInputs) -> tuple[int, ...]:
@@ -150,6 +151,7 @@ ATTENTION_MISTAKES = (
             for tensor in ("q_proj", "k_proj", "v_proj")
             for factor in (2.0, 0.5, 8.0, 0.125, 64.0, 1 / 64)
         ),
+        is_factor=True,
         fitted="factor",
         repair=repairs.PROJECTION_DIVIDED,
     ),
@@ -159,7 +161,9 @@ ATTENTION_MISTAKES = (
         look_at="the scale that attention, or the kernel, is given",
         build=lambda factor: _attend_with(scale=factor),
         candidates=each("factor", _scales),
+        is_factor=True,
         fitted="factor",
+        is_constant=True,
     ),
     Mistake(
         name="causal_mask_missing",
@@ -182,6 +186,16 @@ ATTENTION_MISTAKES = (
         candidates=each("window", _windows),
         fitted="window",
         is_whole=True,
+        is_constant=True,
+    ),
+    Mistake(
+        name="attention_soft_cap",
+        what="The scores are capped softly, cap · tanh(score / cap), as another model's are.",
+        look_at="the soft cap that attention, or the kernel, is given",
+        build=lambda cap: _attend_with(soft_cap=cap),
+        candidates=values_of("cap", 50.0, 30.0, 20.0, 10.0, 5.0, 2.0, 1.0),
+        fitted="cap",
+        is_constant=True,
     ),
     Mistake(
         name="attention_context_not_transposed",

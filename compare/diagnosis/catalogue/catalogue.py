@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
+from compare.diagnosis.catalogue.experts_by_number import EXPERT_NUMBER_MISTAKES
 from compare.diagnosis.catalogue.fp8 import FP8_MISTAKES
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
 from compare.diagnosis.catalogue.other_layer import OTHER_LAYER_MISTAKES
@@ -14,6 +15,7 @@ from compare.diagnosis.catalogue.residual import RESIDUAL_MISTAKES
 from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
 from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
 from compare.diagnosis.catalogue.router import ROUTER_MISTAKES
+from compare.diagnosis.catalogue.tokens import TOKEN_MISTAKES
 from compare.diagnosis.mistake import Mistake
 from minimax_tools.errors import UsageError, did_you_mean
 
@@ -29,6 +31,8 @@ CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
             *RESIDUAL_MISTAKES,
             *ROUTER_MISTAKES,
             *EXPERT_MISTAKES,
+            *EXPERT_NUMBER_MISTAKES,
+            *TOKEN_MISTAKES,
             *FP8_MISTAKES,
             *OTHER_LAYER_MISTAKES,
         )

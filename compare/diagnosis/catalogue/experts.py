@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -16,9 +17,11 @@ from torch.nn import functional
 from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.low_bits import bfloat16
 from compare.diagnosis.catalogue.splits import rank_of, share
+from compare.diagnosis.clues import Clues
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, replace_stage, scaled
+from compare.diagnosis.expert_clues import parse_experts, word_experts
 from compare.diagnosis.expert_pass import Mix, Recipe
-from compare.diagnosis.mistake import Mistake, Parameters, each, once_if, values_of
+from compare.diagnosis.mistake import Finder, Mistake, Parameters, each, once_if, values_of
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import swiglu
 
@@ -30,9 +33,22 @@ _CLAMP_LIMITS = (7.0, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5)
 _COUNTED = ("all", "real", "columns", "room")
 
 
-def _mix_with(mix: Mix) -> Change:
-    """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its routing weights [n]."""
-    return Change(recipe=Recipe(mix=mix))
+def _mix_with(mix: Mix, experts: str = "") -> Change:
+    """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its routing weights [n].
+
+    `experts` are the numbers of those that do, if the others are right.
+    """
+    return Change(recipe=Recipe(mix=mix, experts=frozenset(parse_experts(experts)) if experts else None))
+
+
+def _find_some(mix: Mix) -> Finder:
+    """Find the experts that combine gate and up in another way while the others are right."""
+
+    def find(clues: Clues) -> tuple[Parameters, ...]:
+        some = () if clues.experts is None else clues.experts.experts_with(_mix_with(mix))
+        return ({"experts": word_experts(some)},) if some else ()
+
+    return find
 
 
 def _gelu(approximate: str) -> Change:
@@ -48,6 +64,10 @@ def _clamped(limit: float) -> Change:
 def _up_clamped(limit: float, side: str) -> Change:
     least = -limit if side == "both" else None
     return _mix_with(lambda gate, up, _: swiglu(gate, up.clamp(min=least, max=limit)))
+
+
+def _swapped(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return swiglu(up, gate)
 
 
 def _cut_as_interleaved(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -120,13 +140,13 @@ def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torc
     """
 
     def keeps(layer: Evaluation) -> torch.Tensor:
-        # The right layer with all B·S tokens; `layer.tokens` are the indices of the judged ones.
+        # The right layer with all B·S tokens; `layer.places` are the indices of the judged ones.
         everywhere = layer.base.everywhere()
         experts = everywhere[Site.ROUTER_EXPERTS]
-        is_real = layer.attention_mask.flatten().bool()
+        is_real = everywhere.attention_mask.flatten().bool()
         is_kept = torch.ones_like(experts, dtype=torch.bool)
         # The last call of a row counts.
-        for tokens in layer.inputs.tokens_by_call:
+        for tokens in everywhere.inputs.tokens_by_call:
             is_of_call = is_real[tokens]
             num_counted = int(is_of_call.sum()) if counted in ("real", "room") else len(is_of_call)
             is_kept[tokens] = _find_within(
@@ -135,7 +155,7 @@ def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torc
                 capacity=math.ceil(factor * num_counted * experts.shape[1] / layer.spec.num_local_experts),
                 num_experts=layer.spec.num_local_experts,
             )
-        return is_kept[layer.tokens]
+        return is_kept[layer.places]
 
     return keeps
 
@@ -178,7 +198,8 @@ EXPERT_MISTAKES = (
         name="gate_up_swapped",
         what="Gate and up are exchanged: w3 is activated, and w1 is not.",
         look_at="the order of w1 and w3 in the fused weight",
-        build=lambda: _mix_with(lambda gate, up, _: functional.silu(up) * gate),
+        build=partial(_mix_with, _swapped),
+        find_at_last=_find_some(_swapped),
         sources=("sglang#32430", "Megatron-LM#6045"),
         repair=repairs.GATE_AND_UP_EXCHANGED,
     ),
@@ -214,6 +235,7 @@ EXPERT_MISTAKES = (
         build=_clamped,
         candidates=values_of("limit", *_CLAMP_LIMITS),
         fitted="limit",
+        is_constant=True,
     ),
     Mistake(
         name="up_clamped",
@@ -224,19 +246,22 @@ EXPERT_MISTAKES = (
             {"limit": limit, "side": side} for limit in _CLAMP_LIMITS for side in ("above", "both")
         ),
         fitted="limit",
+        is_constant=True,
     ),
     Mistake(
         name="gate_up_interleaved",
         what="Gate rows lie above up rows, and are cut as even and odd rows.",
         look_at="how the fused weight is laid out, and how the kernel cuts it",
-        build=lambda: _mix_with(_cut_as_interleaved),
+        build=partial(_mix_with, _cut_as_interleaved),
+        find_at_last=_find_some(_cut_as_interleaved),
         repair=repairs.GATE_AND_UP_INTERLEAVED,
     ),
     Mistake(
         name="gate_up_cut_in_halves",
         what="Gate and up rows take turns, and are cut as halves.",
         look_at="how the fused weight is laid out, and how the kernel cuts it",
-        build=lambda: _mix_with(_cut_as_halves),
+        build=partial(_mix_with, _cut_as_halves),
+        find_at_last=_find_some(_cut_as_halves),
         repair=repairs.GATE_AND_UP_PARTED,
     ),
     Mistake(
@@ -284,10 +309,10 @@ EXPERT_MISTAKES = (
         what="Two experts hold each other's weights.",
         look_at="the order in which experts are read, renamed or stacked",
         build=lambda first, second: _renumber(_exchange(first, second)),
-        # Of some ten thousand pairs only the first is listed: the wrong tokens tell the others.
+        # Of some ten thousand pairs only the first is listed: the port's values tell the others.
         candidates=lambda inputs: ({"first": 0, "second": 1},) if inputs.spec.num_local_experts > 1 else (),
-        find=lambda wrong: tuple(
-            {"first": first, "second": second} for first, second in wrong.exchanged_experts()
+        find=lambda clues: tuple(
+            {"first": first, "second": second} for first, second in clues.wrong_tokens.exchanged_experts()
         ),
         repair=repairs.TWO_EXPERTS_EXCHANGED,
     ),
@@ -305,6 +330,7 @@ EXPERT_MISTAKES = (
         look_at="how often the experts' output is reduced over ranks",
         build=lambda factor: scaled(Site.MOE_DELTA, factor),
         candidates=values_of("factor", 2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 64.0, 1.05),
+        is_factor=True,
         fitted="factor",
         repair=repairs.DOWN_DIVIDED,
     ),

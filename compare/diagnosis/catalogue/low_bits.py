@@ -47,6 +47,16 @@ def integer_groups(weight: torch.Tensor, width: int, *, largest: float) -> torch
     return torch.cat(parts, dim=-1)
 
 
+def offset_groups(weight: torch.Tensor, width: int, *, num_steps: int) -> torch.Tensor:
+    """Round [R,C] to `num_steps` even steps from the least to the largest of each `width` neighbours of a row."""
+    parts = []
+    for part in weight.split(width, dim=-1):
+        least = part.amin(-1, keepdim=True)
+        step = ((part.amax(-1, keepdim=True) - least) / num_steps).clamp(min=_LEAST_SCALE)
+        parts.append(((part - least) / step).round() * step + least)
+    return torch.cat(parts, dim=-1)
+
+
 def _fp8_scaled(values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """Round values that share a scale: `largest`, their largest magnitude, becomes the largest FP8 number."""
     scale = (largest / _LARGEST_FP8).clamp(min=_LEAST_SCALE)

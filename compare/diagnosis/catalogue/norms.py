@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 
@@ -26,6 +28,15 @@ _PortNorm = Callable[[Evaluation, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)
 _QK_NORMS = (Site.Q_NORM, Site.K_NORM)
+# Norms that may be wrong together, as parameters name them.
+_NORMS_OF = MappingProxyType(
+    {
+        "all": (*_BLOCK_NORMS, *_QK_NORMS),
+        "input_norm and post_norm": _BLOCK_NORMS,
+        "q_norm and k_norm": _QK_NORMS,
+        **{str(site): (site,) for site in (*_BLOCK_NORMS, *_QK_NORMS)},
+    }
+)
 # Powers of two and their roots: a sum of squares that is reduced over the wrong number of ranks gives such a factor.
 _FACTORS = (8**-0.5, 8**0.5, 4**-0.5, 2.0, 2**-0.5, 2**0.5, 0.25, 4.0, 0.125, 8.0)
 
@@ -54,6 +65,10 @@ def _unweighted(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -
 
 def _with_eps(eps: float) -> _PortNorm:
     return lambda _, states, weight: normalise(states, weight, eps)
+
+
+def _without_mean_square(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return states * weight / math.sqrt(layer.spec.rms_norm_eps)
 
 
 def _mean_subtracted(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -184,9 +199,14 @@ def _group_counts(inputs: LayerInputs) -> tuple[int, ...]:
     return tuple(degree for degree in degrees(inputs.spec.hidden_size) if degree <= 64)
 
 
-def _other_eps(inputs: LayerInputs) -> tuple[float, ...]:
-    candidates = (1e-5, 1e-12, 1e-8, 1e-4, 1e-3, 1e-2)
-    return tuple(eps for eps in candidates if eps != inputs.spec.rms_norm_eps)
+def _other_eps(inputs: LayerInputs) -> tuple[Parameters, ...]:
+    return tuple(
+        {"norms": norms, "eps": eps}
+        for norms in _NORMS_OF
+        for eps in (1e-5, 1e-12, 1e-8, 1e-4, 1e-3, 1e-2)
+        # Of some norms alone two to search from.
+        if eps != inputs.spec.rms_norm_eps and (norms == "all" or eps in (1e-4, 1e-2))
+    )
 
 
 # `candidates`: parameters of `build` that are tried. `fitted`: the parameter that is also searched between them.
@@ -219,11 +239,20 @@ NORM_MISTAKES = (
     ),
     Mistake(
         name="norm_eps",
-        what="All norms use another epsilon than rms_norm_eps.",
+        what="Norms use another epsilon than rms_norm_eps.",
         look_at="the default of the norms' eps",
-        build=lambda eps: _replace((*_BLOCK_NORMS, *_QK_NORMS), _with_eps(eps)),
-        candidates=each("eps", _other_eps),
+        build=lambda norms, eps: _replace(_NORMS_OF[norms], _with_eps(eps)),
+        candidates=_other_eps,
         fitted="eps",
+        is_constant=True,
+    ),
+    Mistake(
+        name="norm_mean_square_missing",
+        what="A norm takes 0 for the mean square: it divides by the root of epsilon alone.",
+        look_at="the statistics that a fused norm is given",
+        build=lambda norms: _replace(_NORMS_OF[norms], _without_mean_square),
+        candidates=each("norms", lambda _: _NORMS_OF),
+        sources=("vllm-ascend#12642",),
     ),
     Mistake(
         name="norm_mean_subtracted",
@@ -294,6 +323,7 @@ NORM_MISTAKES = (
         look_at="the divisor of the all-reduced sum of squares in k_norm",
         build=lambda factor: _replace((Site.K_NORM,), _scaled(factor)),
         candidates=each("factor", lambda _: _FACTORS),
+        is_factor=True,
         fitted="factor",
         repair=repairs.KEY_NORM_DIVIDED,
     ),
@@ -310,6 +340,7 @@ NORM_MISTAKES = (
         look_at="the divisor of the all-reduced sum of squares in q_norm",
         build=lambda factor: _replace((Site.Q_NORM,), _scaled(factor)),
         candidates=each("factor", lambda _: _FACTORS),
+        is_factor=True,
         fitted="factor",
         repair=repairs.QUERY_NORM_DIVIDED,
     ),

@@ -70,6 +70,15 @@ def _exchange_experts(tensors: Tensors, config: Any, first: int, second: int) ->
         tensors[one], tensors[other] = tensors[other], tensors[one]
 
 
+def _put_experts_in_place(tensors: Tensors, config: Any, order: str) -> None:
+    """Put every expert where the port reads it: number n computes with what lies at `order[n]`."""
+    hub = {name: tensors[name] for name in tensors if ".experts." in name}
+    for expert, place in enumerate(order.split()):
+        for matrix in ("w1", "w2", "w3"):
+            name = f"block_sparse_moe.experts.{place}.{matrix}.weight"
+            tensors[name] = hub[f"block_sparse_moe.experts.{expert}.{matrix}.weight"]
+
+
 def _divide_down(tensors: Tensors, config: Any, factor: float) -> None:
     """Divide w2 of every expert by the factor."""
     for expert in range(config.num_local_experts):
@@ -158,6 +167,7 @@ GATE_AND_UP_INTERLEAVED = WeightRepair(edit=_interleave_gate_and_up)
 GATE_AND_UP_PARTED = WeightRepair(edit=_part_gate_and_up)
 EXPERTS_SHIFTED = WeightRepair(edit=_shift_experts)
 EXPERTS_IN_NUMBER_ORDER = WeightRepair(edit=_undo_text_order)
+EXPERTS_IN_PLACE = WeightRepair(edit=_put_experts_in_place)
 TWO_EXPERTS_EXCHANGED = WeightRepair(edit=_exchange_experts)
 DOWN_DIVIDED = WeightRepair(edit=_divide_down)
 OUTPUT_PROJECTION_DIVIDED = WeightRepair(edit=_divide_output_projection)

@@ -34,6 +34,7 @@ RESIDUAL_MISTAKES = (
         look_at="how often o_proj's output is reduced over ranks",
         build=lambda factor: scaled(Site.ATTN_DELTA, factor),
         candidates=values_of("factor", 2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 32.0, 64.0, 0.9),
+        is_factor=True,
         fitted="factor",
         repair=repairs.OUTPUT_PROJECTION_DIVIDED,
     ),

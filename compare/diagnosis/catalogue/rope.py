@@ -135,6 +135,7 @@ ROPE_MISTAKES = (
         build=_with_frequencies,
         candidates=each("theta", _other_thetas),
         fitted="theta",
+        is_constant=True,
         sources=("SpecForge#265",),
     ),
     Mistake(
@@ -171,6 +172,7 @@ ROPE_MISTAKES = (
         build=lambda factor: _with_angles(lambda layer: rotation_angles(layer) * factor),
         candidates=values_of("factor", 0.5, 2.0, 0.25, 4.0, 0.125, 8.0, 1 / 16, 1 / 32),
         fitted="factor",
+        is_constant=True,
     ),
     Mistake(
         name="rope_frequency_width",

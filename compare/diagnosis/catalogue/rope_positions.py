@@ -10,9 +10,9 @@ from types import MappingProxyType
 
 import torch
 
+from compare.diagnosis.clues import Clues
 from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, Parameters, Value, once_if
-from compare.diagnosis.wrong_tokens import WrongTokens
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import frequencies, rotate_halves, split_heads
 
@@ -94,9 +94,11 @@ def _those_that_show(
     return tuple(MappingProxyType({name: value}) for value in values if _shows(inputs, build(value)))
 
 
-def _from_first_wrong(wrong: WrongTokens, name: str, *, shift: int = 0) -> tuple[Parameters, ...]:
+def _from_first_wrong(clues: Clues, name: str, *, shift: int = 0) -> tuple[Parameters, ...]:
     """List values of one parameter: the likely positions of the first wrong token, moved by `shift`."""
-    return tuple(MappingProxyType({name: position + shift}) for position in wrong.first_wrong_positions())
+    return tuple(
+        MappingProxyType({name: position + shift}) for position in clues.wrong_tokens.first_wrong_positions()
+    )
 
 
 def _shows(inputs: LayerInputs, reposition: _Reposition) -> bool:
@@ -113,7 +115,7 @@ ROPE_POSITION_MISTAKES = (
         look_at="how position_ids become rows of the table of cos and sin, and the size of a cache's ring",
         build=lambda modulo: _rotate_by(_modulo(modulo)),
         candidates=lambda inputs: _those_that_show(inputs, "modulo", _SIZES, _modulo),
-        find=lambda wrong: _from_first_wrong(wrong, "modulo"),
+        find=lambda clues: _from_first_wrong(clues, "modulo"),
     ),
     Mistake(
         name="rope_positions_clamped",
@@ -123,7 +125,7 @@ ROPE_POSITION_MISTAKES = (
         candidates=lambda inputs: _those_that_show(
             inputs, "last", tuple(size - 1 for size in _SIZES), _clamped
         ),
-        find=lambda wrong: _from_first_wrong(wrong, "last", shift=-1),
+        find=lambda clues: _from_first_wrong(clues, "last", shift=-1),
     ),
     Mistake(
         name="rope_positions_low_precision",

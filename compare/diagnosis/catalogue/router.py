@@ -7,12 +7,19 @@ Of two mistakes that explain an output alike, the earlier in `ROUTER_MISTAKES` i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
 from compare.diagnosis.catalogue import repairs
-from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, integer_groups
+from compare.diagnosis.catalogue.low_bits import (
+    bfloat16,
+    fp8_blocks,
+    fp8_groups,
+    integer_groups,
+    offset_groups,
+)
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage, replace_stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
@@ -62,15 +69,54 @@ def _logits_by(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) ->
     )
 
 
-def _quantised(bits: int, scales: str = "blocks") -> Change:
-    """Quantise the gate: FP8 with a scale per block of 128 x 128 or `tensor`, 4 bits per 128 of a row or per row."""
+# Formats in which a quantiser may hold the gate [E,H].
+_GATE_FORMATS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {
+        "fp8, a scale for each block": fp8_blocks,
+        "fp8, one scale": lambda gate: fp8_blocks(gate, block=max(gate.shape)),
+        "fp8, a scale for each row": lambda gate: fp8_groups(gate, gate.shape[1]),
+        "int8, a scale for each row": lambda gate: integer_groups(gate, gate.shape[1], largest=127.0),
+        "int8, one scale": lambda gate: integer_groups(gate.view(1, -1), gate.numel(), largest=127.0).view_as(
+            gate
+        ),
+        "int8, a scale for each 128": lambda gate: integer_groups(gate, 128, largest=127.0),
+        "int8, scale and offset for each 64": lambda gate: offset_groups(gate, 64, num_steps=255),
+        "int4, a scale for each row": lambda gate: integer_groups(gate, gate.shape[1], largest=7.0),
+        "int4, a scale for each 128": lambda gate: integer_groups(gate, 128, largest=7.0),
+        "int4, scale and offset for each 64": lambda gate: offset_groups(gate, 64, num_steps=15),
+    }
+)
 
-    def quantise(gate: torch.Tensor) -> torch.Tensor:
-        if bits == 8:
-            return fp8_blocks(gate, block=max(gate.shape) if scales == "tensor" else 128)
-        return integer_groups(gate, gate.shape[1] if scales == "rows" else 128, largest=7.0)
 
-    return _logits_by(lambda states, gate: states @ quantise(gate).T)
+def _quantised(stored: str) -> Change:
+    """Quantise the gate to one of `_GATE_FORMATS`."""
+    return _logits_by(lambda states, gate: states @ _GATE_FORMATS[stored](gate).T)
+
+
+def _grouped(groups: int, kept: int, best: int, masked: str) -> Change:
+    """Choose from the `kept` best groups of experts, by the sum of their `best` scores; others score `masked`."""
+
+    def stage(layer: Evaluation) -> torch.Tensor:
+        scores = (router_scores(layer) + correction_bias(layer)).unflatten(-1, (groups, -1))
+        chosen = scores.topk(best, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+        is_kept = torch.zeros(scores.shape[:-1], dtype=torch.bool).scatter(-1, chosen, True)
+        rest = torch.where(is_kept[..., None], scores, float(masked)).flatten(-2)
+        return choose_experts(rest, layer.spec.num_experts_per_tok)
+
+    return replace_stage(Site.ROUTER_EXPERTS, stage)
+
+
+def _groupings(inputs: LayerInputs) -> tuple[Parameters, ...]:
+    """List group-limited choices of other models, in which enough experts are left to choose from."""
+    num_experts, k = inputs.spec.num_local_experts, inputs.spec.num_experts_per_tok
+    return tuple(
+        {"groups": groups, "kept": kept, "best": best, "masked": masked}
+        for groups in (8, 4, 16, 2)
+        for kept in (groups // 2, groups // 4)
+        for best, masked in ((2, "-inf"), (2, "0"), (1, "-inf"))
+        if 0 < kept < groups and num_experts % groups == 0 and best <= num_experts // groups
+        if kept * num_experts // groups >= k
+    )
 
 
 def _weights_on_input() -> Change:
@@ -90,10 +136,6 @@ def _other_ks(inputs: LayerInputs) -> tuple[int, ...]:
     k, num_experts = inputs.spec.num_experts_per_tok, inputs.spec.num_local_experts
     ks = (1, 2, k // 2, k - 1, k + 1, 2 * k, k - 2, k + 2)
     return tuple(dict.fromkeys(other for other in ks if 0 < other <= num_experts and other != k))
-
-
-def _quantisations(_: LayerInputs) -> tuple[Parameters, ...]:
-    return ({"bits": 8}, {"bits": 4}, {"bits": 8, "scales": "tensor"}, {"bits": 4, "scales": "rows"})
 
 
 ROUTER_MISTAKES = (
@@ -155,7 +197,9 @@ ROUTER_MISTAKES = (
             lambda layer, experts: factor * expert_shares(router_scores(layer), experts)
         ),
         candidates=values_of("factor", 2.0, 0.5, 2.5, 4.0, 8.0, 0.25, 0.125, 1.5),
+        is_factor=True,
         fitted="factor",
+        is_constant=True,
     ),
     Mistake(
         name="router_top_k",
@@ -163,6 +207,14 @@ ROUTER_MISTAKES = (
         look_at="the k of top-k",
         build=_top_k,
         candidates=each("k", _other_ks),
+    ),
+    Mistake(
+        name="router_groups",
+        what="Experts are chosen from the best groups of experts alone, as another model's are.",
+        look_at="n_group and topk_group, and which top-k kernel is called",
+        build=_grouped,
+        candidates=_groupings,
+        sources=("vllm#13474",),
     ),
     Mistake(
         name="router_low_precision",
@@ -182,7 +234,7 @@ ROUTER_MISTAKES = (
         what="The gate's weight was quantised with the linear layers.",
         look_at="the names in the quantiser's skip list: block_sparse_moe.gate",
         build=_quantised,
-        candidates=_quantisations,
+        candidates=values_of("stored", *_GATE_FORMATS),
         sources=("auto-round#1486",),
     ),
     Mistake(

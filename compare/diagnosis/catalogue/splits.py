@@ -5,7 +5,7 @@ A size is a number of heads, experts, channels or vocabulary rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Protocol
 
@@ -48,3 +48,11 @@ def rank_of(degree_name: str, quantity: str) -> Callable[[HasSpec], tuple[Parame
 def share(size: int, degree: int, rank: int) -> slice:
     """Return the part of a size that a rank holds."""
     return slice(rank * size // degree, (rank + 1) * size // degree)
+
+
+def rank_slices(size: int) -> Iterator[tuple[set[int], set[int]]]:
+    """Yield what each rank holds of a size, and what all others do, for the numbers of ranks that are tried."""
+    for degree in degrees(size):
+        for rank in range(degree):
+            held = set(range(size)[share(size, degree, rank)])
+            yield held, set(range(size)) - held

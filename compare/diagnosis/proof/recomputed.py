@@ -10,8 +10,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from compare.diagnosis.layer_case import comparable_sites
 from compare.diagnosis.naming import most_left
-from compare.diagnosis.proof.own_input import comparable_sites, fit_on_own_input, rho_on_own_input
+from compare.diagnosis.proof.own_input import fit_on_own_input, rho_on_own_input
 from compare.diagnosis.proof.proof import (
     MistakeProof,
     ProofOutcome,
@@ -60,7 +61,7 @@ class RecomputedProofs:
             if not fit.is_explained:
                 return MistakeProof(
                     outcome=ProofOutcome.NOT_PROVED,
-                    reason=f"what the dump gives at {_word(cut)} is not what the mistake gives on its own inputs",
+                    reason=fit.word_refusal("the dump", _word(cut)),
                     before=self.comparison.verdict,
                     stage=stage,
                 )

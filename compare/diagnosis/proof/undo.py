@@ -12,8 +12,8 @@ from typing import Any
 
 from compare.diagnosis.catalogue.catalogue import find_mistakes
 from compare.diagnosis.evaluation import LayerInputs
-from compare.diagnosis.mistake import Hypothesis, Mistake, Parameters, Value
-from compare.diagnosis.repair import Tensors
+from compare.diagnosis.mistake import Hypothesis, Mistake, Parameters, Value, nothing_listed
+from compare.diagnosis.repair import Tensors, WeightRepair
 from minimax_tools.errors import UsageError
 
 # Digits of a fitted parameter: more than a fit is sure of, and few enough to read.
@@ -66,7 +66,7 @@ class Undo:
     @property
     def is_in_weights(self) -> bool:
         """True if a change of the layer's tensors undoes it."""
-        return self.mistake.repair is not None
+        return self._repair is not None
 
     @property
     def hypothesis(self) -> Hypothesis:
@@ -76,7 +76,7 @@ class Undo:
     @property
     def lines(self) -> tuple[str, ...]:
         """The lines for `convert_state_dict` that undo it; () if no change of the tensors does."""
-        repair = self.mistake.repair
+        repair = self._repair
         return () if repair is None else repair.lines(dict(self.parameters))
 
     def may_show(self, inputs: LayerInputs) -> bool:
@@ -85,16 +85,23 @@ class Undo:
         Raises:
             UsageError: The parameters are of another kind than those that are tried on this layer.
         """
-        candidates = self.mistake.candidates(inputs)
-        kinds = _kinds(dict(self.parameters))
-        if candidates and kinds not in [_kinds(candidate) for candidate in candidates]:
+        mistake = self.mistake
+        candidates, kinds = mistake.candidates(inputs), _kinds(dict(self.parameters))
+        is_listed = any(kinds == _kinds(candidate) for candidate in candidates)
+        if candidates and not is_listed and not mistake.finds_more:
             raise _other_parameters(self, candidates[0])
-        return bool(candidates)
+        return bool(candidates) or mistake.candidates is nothing_listed
 
     def edit(self, tensors: Tensors, config: Any) -> None:
         """Undo it in a layer's tensors, which have the hub's relative names; they are changed in place."""
-        assert self.mistake.repair is not None, "only mistakes with a repair are undone in the tensors"
-        self.mistake.repair.edit(tensors, config, **dict(self.parameters))
+        repair = self._repair
+        assert repair is not None, "only mistakes with a repair are undone in the tensors"
+        repair.edit(tensors, config, **dict(self.parameters))
+
+    @property
+    def _repair(self) -> WeightRepair | None:
+        repair = self.mistake.repair
+        return repair if repair is not None and repair.takes(dict(self.parameters)) else None
 
     def __str__(self) -> str:
         return ",".join((self.name, *(f"{name}={value}" for name, value in self.parameters)))

@@ -94,7 +94,7 @@ def test_nothing_is_proved_or_searched_again_where_nothing_was_named(
 def test_diagnosis_that_was_kept_serves_proofs_alone_and_no_report(
     toy: Path, golden: Path, swapped: Path, command: Command, tmp_path: Path
 ) -> None:
-    asked = ("--model", toy, "--golden", golden, "--run", swapped, "--mistake", "k_v_swapped")
+    asked = ("--model", toy, "--golden", golden, "--run", swapped, "--mistake", "gate_up_interleaved")
     assert "Trying" in command(mm2_diagnose, *asked).stderr
     assert "Trying" in command(mm2_diagnose, *asked).stderr
     # A report draws the comparison, which is not kept.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from compare.diagnosis.evaluation import (
@@ -14,7 +15,9 @@ from compare.diagnosis.evaluation import (
     Evaluation,
     ExpertValue,
     GraphNode,
+    LayerInputs,
     Stage,
+    choice_rows,
     finite_padding,
     replace_stage,
     scaled,
@@ -41,13 +44,12 @@ class Layer:
 
     def __init__(self) -> None:
         self.computed: list[GraphNode] = []
-        self.inputs: Any = SimpleNamespace(
-            spec="spec", weights="weights", attention_mask=MASK, position_ids=MASK, decode_start=3
-        )
+        parts: dict[str, Any] = {"spec": "spec", "weights": "weights"}
+        self.inputs = LayerInputs(attention_mask=MASK, position_ids=MASK, decode_start=3, **parts)
         whole = torch.arange(12.0).reshape(2, 3, 2)
         self.stages: dict[GraphNode, Stage] = {
-            Q_PROJ: self.noting(Q_PROJ, lambda _: whole),
-            K_PROJ: self.noting(K_PROJ, lambda _: -whole),
+            Q_PROJ: self.noting(Q_PROJ, lambda layer: layer.inputs.held(whole)),
+            K_PROJ: self.noting(K_PROJ, lambda layer: -layer.inputs.held(whole)),
             Q_NORM: self.noting(Q_NORM, lambda layer: layer[Q_PROJ] + 1.0),
             CONTEXT: self.noting(CONTEXT, lambda layer: layer.chosen(layer[Q_NORM] + layer[K_PROJ])),
             DELTA: self.noting(DELTA, lambda layer: 2.0 * layer[CONTEXT]),
@@ -131,6 +133,43 @@ def test_some_tokens_keep_the_values_that_are_known() -> None:
     assert few[Q_NORM] is base[Q_NORM]
     assert layer.computed == []
     assert few[DELTA].shape == (2, 2)
+
+
+def test_tokens_of_some_rows_need_no_other_rows() -> None:
+    layer = Layer()
+    base = layer.base()
+    few = base.select_tokens(torch.tensor([4, 3]))
+    assert few.attention_mask.tolist() == [[1, 1, 0]]
+    assert few.tokens.tolist() == [1, 0]
+    assert few.places.tolist() == [4, 3]
+    assert few.rows(Q_PROJ).tolist() == base.rows(Q_PROJ)[[4, 3]].tolist()
+    # What mixes rows reads the whole batch.
+    assert few.everywhere() is base.everywhere()
+
+
+@pytest.mark.parametrize(
+    ("calls", "sources"),
+    [((), [2, 1, 0, -1]), (((0, 1), (2, 3)), [1, 0, 3, 2]), (((0, 1), (2, 0)), [2, 0, 0, -1])],
+)
+def test_tokens_are_exchanged_within_a_call(calls: tuple[tuple[int, ...], ...], sources: list[int]) -> None:
+    ones = torch.ones(len(sources), 1, dtype=torch.int64)
+    rows = replace(Layer().inputs, attention_mask=ones, calls=calls)
+
+    def reversed_rows(num_rows: int, length: int) -> torch.Tensor:
+        assert length == 1
+        return torch.tensor({4: [2, 1, 0, -1], 2: [1, 0]}[num_rows])
+
+    assert rows.sources(reversed_rows).tolist() == sources
+
+
+class TestChoices:
+    def test_experts_and_their_weights_are_told_by_expert_in_any_order(self) -> None:
+        experts, weights = torch.tensor([[2, 0], [1, 3]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+        other_order = experts.flip(1), weights.flip(1)
+        expected = [[0.75, 0.0, 0.25, 0.0], [0.0, 0.5, 0.0, 0.5]]
+        for chosen, shares in ((experts, weights), other_order):
+            assert choice_rows(chosen, shares, 4).tolist() == expected
+        assert choice_rows(experts, None, 4).tolist() == [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]]
 
 
 def test_all_tokens_are_computed_with_padding() -> None:
@@ -224,6 +263,7 @@ class TestGiven:
         stages = with_given({Q_PROJ: whole, DELTA: later})
         base = Evaluation(layer.inputs, stages, tokens=REAL)
         assert base[Q_PROJ] is whole
+        assert base.select_tokens(torch.tensor([4]))[DELTA].tolist() == [later[1, 1].tolist()]
         # Behind attention there are the chosen tokens alone.
         assert base[DELTA].tolist() == later.flatten(0, 1)[REAL].tolist()
 

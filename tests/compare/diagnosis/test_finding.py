@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from compare.diagnosis.clues import WrongTokens
 from compare.diagnosis.evaluation import replace_stage
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.mistake import Hypothesis, Mistake, each, find_nothing, once, once_if, values_of
 from compare.diagnosis.score import Score
-from compare.diagnosis.wrong_tokens import WrongTokens
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame, Verdict
 

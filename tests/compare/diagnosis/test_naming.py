@@ -6,16 +6,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from compare.diagnosis.naming import best_first, is_explanation, is_proof, name_mistakes
+from compare.diagnosis.naming import best_first, describe_port, is_explanation, is_proof, name_mistakes
 from compare.diagnosis.score import Score
 
 
-def score(name: str = "a", *, is_rounding: bool = False, **figures: float) -> Score:
-    hypothesis: Any = SimpleNamespace(name=name, is_rounding=is_rounding)
-    usual = {"leaves": 1.0, "unexplained": 20.0, "misfit": 1.0, "explains": 0.99, "amplitude": 1.0, "z": 50.0}
-    values = {**usual, "likeness": 0.99, **figures}
-    return Score(hypothesis=hypothesis, is_decode_only=False, **values)
+def score(name: str = "a", *, is_rounding: bool = False, **figures: Any) -> Score:
+    usual = {"is_named": True, "is_factor": False, "has_number": False, "parameters": ()}
+    chosen = {key: figures.pop(key, value) for key, value in usual.items()}
+    hypothesis: Any = SimpleNamespace(name=name, is_rounding=is_rounding, **chosen)
+    values = {
+        "leaves": 1.0,
+        "unexplained": 20.0,
+        "misfit": 1.0,
+        "explains": 0.99,
+        "amplitude": 1.0,
+        "z": 50.0,
+    }
+    return Score(hypothesis=hypothesis, is_decode_only=False, **{**values, "likeness": 0.99, **figures})
 
 
 @pytest.mark.parametrize(
@@ -29,9 +38,9 @@ def score(name: str = "a", *, is_rounding: bool = False, **figures: float) -> Sc
         ({"unexplained": 500.0, "leaves": 4.9}, True),
         ({"unexplained": 500.0, "leaves": 5.1}, False),
         ({"unexplained": 5000.0, "leaves": 10.1}, False),
-        # Of ρ² - 1 = 8, four fifths must be taken away: 1.6² - 1 is 1.56, 1.62² - 1 is 1.62.
-        ({"unexplained": 3.0, "leaves": 1.6, "z": 0.0}, True),
-        ({"unexplained": 3.0, "leaves": 1.62, "z": 0.0}, False),
+        # Of ρ² - 1 = 8, nine tenths must be taken away: 1.34² - 1 is 0.796, 1.35² - 1 is 0.823.
+        ({"unexplained": 3.0, "leaves": 1.34, "z": 0.0}, True),
+        ({"unexplained": 3.0, "leaves": 1.35, "z": 0.0}, False),
         # A faint error needs z, an amplitude near 1 and a share of the energy.
         ({"unexplained": 1.4, "explains": 0.02, "z": 8.0}, True),
         ({"unexplained": 1.4, "explains": 0.02, "z": 7.9}, False),
@@ -101,3 +110,38 @@ class TestNames:
     def test_nothing_is_named_without_an_explanation(self) -> None:
         assert name_mistakes([]) == ()
         assert name_mistakes([score(leaves=50.0)]) == ()
+
+    def test_what_leaves_more_of_each_token_is_not_named_beside_the_best(self) -> None:
+        best = score(misfit=2.0, misfits=torch.full((6,), 2.0))
+        worse = score("b", misfit=2.1, misfits=torch.full((6,), 2.1))
+        by_chance = score("c", misfit=2.1, misfits=torch.tensor([3.0, 1.0, 2.6, 2.0, 1.9, 2.1]))
+        assert name_mistakes([worse, best, by_chance]) == (best, by_chance)
+
+    def test_a_number_for_each_expert_is_no_better_than_one_for_all(self) -> None:
+        simple, listed = score(misfit=1.05), score("b", parameters=({"factors": "0.95 " * 20},))
+        assert name_mistakes([listed, simple]) == (simple,)
+        assert name_mistakes([listed]) == (listed,)
+
+
+class TestDescriptions:
+    """A factor on a site, which is no known mistake, competes with the mistakes."""
+
+    FACTOR = score("post_norm scaled", is_named=False, is_factor=True, has_number=True)
+
+    def test_a_factor_is_described_where_no_mistake_explains_the_port(self) -> None:
+        assert (name_mistakes([self.FACTOR]), describe_port([self.FACTOR])) == ((), self.FACTOR)
+        wrong = score("post_norm scaled", is_named=False, leaves=50.0)
+        assert describe_port([wrong]) is None
+
+    def test_a_mistake_with_a_number_is_no_name_where_a_factor_explains_the_port_as_well(self) -> None:
+        epsilon = score("norm_eps", has_number=True, misfit=0.95)
+        assert name_mistakes([epsilon, self.FACTOR]) == ()
+        assert describe_port([epsilon, self.FACTOR]) is self.FACTOR
+        better = score("norm_eps", has_number=True, misfit=0.9)
+        assert name_mistakes([better, self.FACTOR]) == (better,)
+        assert describe_port([better, self.FACTOR]) is None
+
+    def test_a_mistake_that_is_a_factor_or_has_no_number_is_named_beside_it(self) -> None:
+        scaled = score("moe_delta_scaled", is_factor=True, has_number=True)
+        plain = score("gate_up_swapped")
+        assert name_mistakes([scaled, plain, self.FACTOR]) == (scaled, plain)

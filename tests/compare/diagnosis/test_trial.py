@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, Stage, replace_stage
+from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage, replace_stage
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial, settled_tokens
@@ -23,10 +23,12 @@ ALL = torch.ones(NUM_TOKENS, dtype=torch.bool)
 LATE = torch.arange(NUM_TOKENS) >= 2
 
 
-def inputs(num_tokens: int = NUM_TOKENS) -> Any:
-    return SimpleNamespace(
-        spec=SimpleNamespace(num_experts_per_tok=1, hidden_size=WIDTH, num_local_experts=NUM_EXPERTS),
-        weights=None,
+def inputs(num_tokens: int = NUM_TOKENS) -> LayerInputs:
+    spec: Any = SimpleNamespace(num_experts_per_tok=1, hidden_size=WIDTH, num_local_experts=NUM_EXPERTS)
+    weights: Any = None
+    return LayerInputs(
+        spec=spec,
+        weights=weights,
         attention_mask=torch.ones(1, num_tokens, dtype=torch.int64),
         position_ids=10 + torch.arange(num_tokens)[None],
         decode_start=num_tokens,
@@ -230,8 +232,19 @@ class TestRefuting:
         assert port.refutes(self.whole(11.01, self.SITES))
         assert not port.refutes(self.whole(10.99, self.SITES))
 
-    def test_few_changed_sites_are_no_other_layer(self) -> None:
-        assert not trial(1.0, site=Site.Q_PROJ).refutes(self.whole(99.0, self.SITES[:5]))
+    def test_one_changed_site_is_no_other_layer(self) -> None:
+        assert not trial(1.0, site=Site.Q_PROJ).refutes(self.whole(99.0, self.SITES[:1]))
+
+    @pytest.mark.parametrize(("value", "is_refuted"), [(2.3, False), (2.5, True)])
+    def test_right_site_that_a_hypothesis_makes_wrong_refutes_it(
+        self, value: float, is_refuted: bool
+    ) -> None:
+        # Queries are wrong; the shown keys are right, with a variance of 1.
+        port = replace(trial(9.0, site=Site.Q_PROJ), controls={Site.K_PROJ: yardstick(filled(1.0), 1.0)})
+        stages = {Site.Q_PROJ: lambda _: filled(9.0)[None], Site.K_PROJ: lambda _: filled(value)[None]}
+        assert port.refutes(change_of(Change(stages=stages))) is is_refuted
+        # Where keys are not shown, they refute nothing.
+        assert not trial(9.0, site=Site.Q_PROJ).refutes(change_of(Change(stages=stages)))
 
     def test_sites_behind_attention_refute_nothing(self) -> None:
         assert not trial(99.0, site=Site.ATTN_DELTA).refutes(self.whole(99.0, self.SITES))
@@ -254,14 +267,14 @@ class TestWrongTokens:
     def test_tokens_above_three_times_the_noise_are_wrong(self) -> None:
         port = filled(3.0)
         port[2], port[5], port[6] = 6.01, 5.99, torch.nan
-        found = trial(port).wrong_tokens()
+        found = trial(port).clues.wrong_tokens
         assert found.is_wrong.nonzero().flatten().tolist() == [2, 6]
         assert found.positions.tolist() == list(range(10, 18))
         assert found.experts.flatten().tolist() == [0, 1, 2, 3] * 2
         assert found.num_experts == NUM_EXPERTS
 
     def test_settled_tokens_alone_are_told(self) -> None:
-        found = trial(9.0, is_usable=LATE).wrong_tokens()
+        found = trial(9.0, is_usable=LATE).clues.wrong_tokens
         assert (len(found.is_wrong), found.positions[0], len(found.experts)) == (6, 12, 6)
 
     def test_worst_site_tells_a_token(self) -> None:
@@ -276,7 +289,7 @@ class TestWrongTokens:
             is_decoded=~ALL,
             is_usable=ALL,
         )
-        assert both.wrong_tokens().is_wrong.nonzero().flatten().tolist() == [4]
+        assert both.clues.wrong_tokens.is_wrong.nonzero().flatten().tolist() == [4]
 
 
 def test_some_tokens_of_a_trial_are_those_of_all_its_parts() -> None:

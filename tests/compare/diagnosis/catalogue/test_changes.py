@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
-from compare.diagnosis.catalogue.low_bits import fp8_blocks, integer_groups
+from compare.diagnosis.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups, offset_groups
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
 from compare.diagnosis.catalogue.residual import RESIDUAL_MISTAKES
 from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
@@ -118,7 +118,7 @@ CASES: list[tuple[str, Parameters, Site | ExpertValue, Expected]] = [
     ("qk_norm_missing", {}, Site.K_NORM, lambda layer: layer[Site.K_PROJ]),
     (
         "norm_eps",
-        {"eps": 0.5},
+        {"norms": "all", "eps": 0.5},
         Site.Q_NORM,
         lambda layer: (
             layer[Site.Q_PROJ]
@@ -376,16 +376,20 @@ def test_weights_on_the_input_weigh_gate_and_up(layer: Evaluation) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "rounded"),
+    ("stored", "rounded"),
     [
-        ({"bits": 8}, lambda gate: fp8_blocks(gate, block=128)),
-        ({"bits": 8, "scales": "tensor"}, lambda gate: fp8_blocks(gate, block=256)),
-        ({"bits": 4}, lambda gate: integer_groups(gate, 128, largest=7.0)),
-        ({"bits": 4, "scales": "rows"}, lambda gate: integer_groups(gate, 256, largest=7.0)),
+        ("fp8, a scale for each block", lambda gate: fp8_blocks(gate, block=128)),
+        ("fp8, one scale", lambda gate: fp8_blocks(gate, block=256)),
+        ("fp8, a scale for each row", lambda gate: fp8_groups(gate, 256)),
+        ("int8, one scale", lambda gate: (gate / gate.abs().max() * 127).round() * gate.abs().max() / 127),
+        ("int8, a scale for each row", lambda gate: integer_groups(gate, 256, largest=127.0)),
+        ("int8, scale and offset for each 64", lambda gate: offset_groups(gate, 64, num_steps=255)),
+        ("int4, a scale for each 128", lambda gate: integer_groups(gate, 128, largest=7.0)),
+        ("int4, a scale for each row", lambda gate: integer_groups(gate, 256, largest=7.0)),
     ],
 )
 def test_gate_is_quantised_with_a_scale_for_each_part(
-    parameters: Parameters, rounded: Callable[[torch.Tensor], torch.Tensor]
+    stored: str, rounded: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     gate = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     # Each quarter, and each row, has its own largest number.
@@ -398,10 +402,11 @@ def test_gate_is_quantised_with_a_scale_for_each_part(
 
     found = (
         find("router_quantised")
-        .build(**parameters)
+        .build(stored=stored)
         .stages[Site.ROUTER_LOGITS](cast("Evaluation", Router({Site.POST_NORM: torch.eye(256)})))
     )
-    assert torch.equal(found, rounded(gate).T)
+    torch.testing.assert_close(found, rounded(gate).T)
+    assert not torch.equal(found, gate.T)
 
 
 GATE, UP = 3 * torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
@@ -438,13 +443,22 @@ def test_gate_and_up_are_combined_as_the_port_does(
 
 
 CANDIDATES: list[tuple[str, list[tuple[Value, ...]]]] = [
-    ("norm_eps", [(1e-5,), (1e-12,), (1e-8,), (1e-4,), (1e-3,)]),
+    (
+        "norm_eps",
+        [("all", eps) for eps in (1e-5, 1e-12, 1e-8, 1e-4, 1e-3)]
+        + [
+            (norms, 1e-4)
+            for norms in (
+                *("input_norm and post_norm", "q_norm and k_norm"),
+                *("input_norm", "post_norm", "q_norm", "k_norm"),
+            )
+        ],
+    ),
     ("norm_sum_partial", [(2,), (3,), (4,), (6,), (12,)]),
     ("post_norm_slice_twice", [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0), (4, 1), (4, 2), (4, 3)]),
     ("qk_norm_per_rank", [(2,), (4,)]),
     ("k_norm_weight_of_q_norm", [("first",), ("of each group",)]),
     ("router_top_k", [(1,), (2,), (4,), (6,), (5,)]),
-    ("router_quantised", [(8,), (4,), (8, "tensor"), (4, "rows")]),
     ("experts_local_only", [(degree, rank) for degree in (2, 3, 4, 6) for rank in range(degree)] + [(12, 0)]),
     ("experts_width_partial", [(degree, rank) for degree in (2, 3, 6) for rank in range(degree)]),
     ("expert_ids_shifted", [(1,), (-1,), (6,), (3,), (-3,)]),

@@ -24,6 +24,8 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 PARAMETERS: dict[str, Parameters] = {
     "expert_ids_shifted": {"offset": 1},
     "experts_exchanged": {"first": 5, "second": 6},
+    # Experts 3, 4 and 5 take turns.
+    "experts_rearranged": {"order": " ".join(map(str, (0, 1, 2, 4, 5, 3, *range(6, 32))))},
     "moe_delta_scaled": {"factor": 2.0},
     "attention_delta_scaled": {"factor": 8.0},
     "projection_scaled": {"tensor": "v_proj", "factor": 64.0},

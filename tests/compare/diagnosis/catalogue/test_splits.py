@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,13 +12,13 @@ import torch
 from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.catalogue import CATALOGUE, find_mistakes
 from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
-from compare.diagnosis.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups
+from compare.diagnosis.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups, offset_groups
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
 from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
 from compare.diagnosis.catalogue.splits import degrees, rank_of, share
+from compare.diagnosis.clues import Clues, WrongTokens
 from compare.diagnosis.evaluation import Evaluation, LayerInputs
 from compare.diagnosis.mistake import Mistake, Value
-from compare.diagnosis.wrong_tokens import WrongTokens
 from minimax_tools.model.sites import Site
 
 
@@ -25,6 +27,10 @@ def find(name: str) -> Mistake:
     listed = (*EXPERT_MISTAKES, *ATTENTION_MISTAKES, *ROPE_POSITION_MISTAKES, *NORM_MISTAKES)
     (mistake,) = (mistake for mistake in listed if mistake.name == name)
     return mistake
+
+
+def clues(wrong: WrongTokens) -> Clues:
+    return cast("Clues", SimpleNamespace(wrong_tokens=wrong))
 
 
 def test_sizes_are_spread_over_powers_of_two_and_three_times_those() -> None:
@@ -105,7 +111,7 @@ def test_first_wrong_position_is_tried_as_the_end_of_a_table() -> None:
         num_experts=2,
     )
     for name, value in (("rope_positions_modulo", {"modulo": 6}), ("rope_positions_clamped", {"last": 5})):
-        first, *_ = find(name).found_hypotheses(wrong)
+        first, *_ = find(name).found_hypotheses(clues(wrong))
         assert first.parameters == (value,)
 
 
@@ -117,7 +123,7 @@ def test_experts_whose_tokens_are_wrong_are_tried_as_exchanged() -> None:
         positions=torch.arange(24),
         num_experts=4,
     )
-    (hypothesis,) = find("experts_exchanged").found_hypotheses(wrong)
+    (hypothesis,) = find("experts_exchanged").found_hypotheses(clues(wrong))
     assert hypothesis.parameters == ({"first": 1, "second": 3},)
 
 
@@ -143,6 +149,11 @@ class TestLowBits:
     def test_groups_of_a_row_have_a_scale_each(self) -> None:
         states = torch.tensor([[448.0, 3.3, 4.48, 0.033]])
         assert fp8_groups(states, width=2)[0].tolist() == pytest.approx([448.0, 3.25, 4.48, 0.0325])
+
+    def test_groups_with_an_offset_have_even_steps_from_the_least(self) -> None:
+        weight = torch.tensor([[1.0, 1.3, 2.0, -4.0, -1.0, 0.0]])
+        found = offset_groups(weight, 3, num_steps=4)[0].tolist()
+        assert found == pytest.approx([1.0, 1.25, 2.0, -4.0, -1.0, 0.0])
 
     def test_integers_have_steps_of_the_largest(self) -> None:
         weight = torch.tensor([[7.0, 2.4, -7.0, 0.24, 0.7, 0.0]])

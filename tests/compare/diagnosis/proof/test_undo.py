@@ -26,6 +26,16 @@ def test_fitted_parameter_is_rounded_to_what_can_be_read() -> None:
     assert str(Undo("k_norm_scaled", (("factor", 8**-0.5),))) == "k_norm_scaled,factor=0.353553"
 
 
+def test_mistake_of_some_experts_is_not_undone_in_the_weights() -> None:
+    assert Undo.parse("gate_up_swapped").is_in_weights
+    some = Undo.parse("gate_up_swapped,experts=0-2 5")
+    assert (some.is_in_weights, some.lines, some.hypothesis.change.recipe.experts) == (
+        False,
+        (),
+        {0, 1, 2, 5},
+    )
+
+
 def test_lines_begin_with_the_parameters() -> None:
     assert Undo.parse("k_norm_scaled,factor=0.5").lines[0] == "factor = 0.5"
     assert Undo.parse("router_softmax").lines == ()
@@ -37,7 +47,7 @@ def test_lines_begin_with_the_parameters() -> None:
         ("too_many_cooks", "no mistake is called 'too_many_cooks'"),
         ("gate_up_swap", "Did you mean gate_up_swapped?"),
         ("k_norm_scaled", "expected factor, found none"),
-        ("gate_up_swapped,factor=2", "expected none, found factor=2"),
+        ("router_softmax,factor=2", "expected none, found factor=2"),
         ("k_norm_scaled,factor", "cannot be read"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compare.diagnosis.wrong_tokens import WrongTokens
+from compare.diagnosis.clues import WrongTokens
 
 NUM_TOKENS, NUM_EXPERTS = 120, 16
 

@@ -1,0 +1,178 @@
+"""Screening: hypotheses that are judged on few tokens first, and the best of them on more.
+
+A mistake of attention changes the experts' input, and costs a run of all experts: what does not resemble the error on
+the first tokens goes no further. Where the error is large, the first tokens may prove a mistake.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+
+from compare.diagnosis.fitting import fit_parameters, is_single_factor, step_factors
+from compare.diagnosis.layer_case import spread_tokens
+from compare.diagnosis.mistake import Hypothesis
+from compare.diagnosis.naming import FAINT_RHO, PROOF_RHO, best_first, is_proof
+from compare.diagnosis.score import Score
+from compare.diagnosis.trial import Trial
+from compare.sides.batch import spread_evenly
+
+logger = logging.getLogger(__name__)
+
+# Some 450 hypotheses are screened on few tokens: a mistake of attention changes the experts' input, and costs a run of
+# all experts. What a layer of true size takes with these numbers stands in BENCHMARKS.md.
+_FIRST_TOKENS, _SCREENING_TOKENS = 24, 64
+# First tokens where the error is so large that they may prove a mistake: all of them settled.
+_PROVING_TOKENS = 12
+# Hypotheses that are judged beside one that the first tokens prove: up to so many times its misfit, they may be better
+# on all tokens.
+_NEAR_PROOF = 1.5
+# Likeness from which a hypothesis leads somewhere: what explains a part, or has a wrong parameter, reaches it.
+_LEAST_LIKENESS = 0.1
+# z from which the first tokens may show a mistake that all tokens prove.
+_LEAST_Z = 1.0
+# Hypotheses that go from the first tokens to the screening ones: three times the finalists by misfit, all that are
+# better than no mistake, and a few by likeness, which stays high where a parameter is far off (DECISIONS.md).
+_MOST_SURVIVORS = 30
+_MOST_ALIKE = 8
+# Likeness of such a one, in units of the largest.
+_LEAST_AS_ALIKE = 0.5
+# Fitting tries 5 values in 4 to 7 rounds: 6 hypotheses are 120 to 210 trials beside the 450.
+_MOST_FITTED = 6
+# Hypotheses that are judged on all tokens: the best by misfit, and the best by z, whose error the noise may cover.
+_MOST_FINALISTS, _MOST_FAINT = 10, 5
+
+
+def open_screen(trial: Trial) -> Trial:
+    """Return the trial of the screening tokens."""
+    lengths = trial.base.inputs.is_judged.sum(-1).tolist()
+    num_tokens = len(trial.base.tokens)
+    indices = spread_tokens(num_tokens, lengths, _SCREENING_TOKENS)
+    return trial if len(indices) == num_tokens else trial.select_tokens(indices)
+
+
+def open_first(trial: Trial, null: Score) -> tuple[Trial, bool]:
+    """Return the trial of the first tokens, and whether they may prove a mistake."""
+    if len(trial.base.tokens) <= 1.5 * _FIRST_TOKENS:
+        return trial, False
+    # Only a large error is proved.
+    proving = _in_long_rows(trial, trial.settled, _PROVING_TOKENS) if null.leaves >= PROOF_RHO else None
+    if proving is not None:
+        return proving, True
+    return _in_long_rows(trial, torch.ones_like(trial.settled), _FIRST_TOKENS) or trial, False
+
+
+def _in_long_rows(trial: Trial, is_chosen: torch.Tensor, most: int) -> Trial | None:
+    """Return the trial of some of the tokens, bool [T], in as few rows as hold so many; None if there are too few.
+
+    Attention is computed for these rows alone.
+    """
+    rows = trial.base.tokens // trial.base.attention_mask.shape[1]
+    counts = torch.bincount(rows[is_chosen], minlength=int(rows.max()) + 1)
+    by_length = counts.argsort(descending=True, stable=True)
+    num_rows = int((counts[by_length].cumsum(0) < most).sum()) + 1
+    indices = (is_chosen & torch.isin(rows, by_length[:num_rows])).nonzero().flatten()
+    return None if len(indices) < most else trial.select_tokens(indices[spread_evenly(len(indices), most)])
+
+
+def judge_proved(trial: Trial, first: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Score on all tokens what the first tokens prove, and what is near it; none if they prove nothing."""
+    best = min(scores, key=lambda score: score.misfit)
+    # A hypothesis may unsettle tokens: with too few left, they say nothing for or against it.
+    unjudged = [score for score in scores if math.isinf(score.misfit)]
+    if not is_proof(best) or len(unjudged) > _MOST_FINALISTS:
+        return []
+    near = [score for score in scores if score.misfit <= _NEAR_PROOF * best.misfit]
+    alike = step_factors(first, most_alike(scores))
+    return _judge_on_all(trial, list(dict.fromkeys([*near, *unjudged, *alike])))
+
+
+def judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Score on the screening tokens the hypotheses that lead somewhere on the first ones."""
+    if first is screen:
+        return list(scores)
+    ranked = best_first(scores)
+    null = first.null().misfit
+    chosen = [*ranked[:_MOST_SURVIVORS], *most_alike(_with_fitted_parameter(ranked))]
+    names = {score.hypothesis.name for score in chosen if leads_somewhere(score)}
+    names |= {score.hypothesis.name for score in ranked if score.is_silent or score.misfit < null}
+    survivors = hypotheses_of([score for score in ranked if score.hypothesis.name in names])
+    logger.info("Trying the best %d on %d tokens.", len(survivors), len(screen.base.tokens))
+    return screen.judge(survivors)
+
+
+def leads_somewhere(score: Score) -> bool:
+    """Decide whether a hypothesis resembles the error in some way, or few tokens say nothing of it."""
+    return (
+        score.likeness >= _LEAST_LIKENESS
+        or score.explains >= _LEAST_LIKENESS
+        or score.unexplained <= FAINT_RHO
+        or math.isinf(score.misfit)
+    )
+
+
+def judge_faint(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Score again, as filters, the hypotheses that the noise may cover (see `Trial.judge_faint`)."""
+    hypotheses = hypotheses_of([score for score in scores if _may_be_faint(score)])
+    logger.info("Trying %d hypotheses as filters.", len(hypotheses))
+    screened = best_first(screen.judge_faint(hypotheses))
+    best = sorted(screened, key=lambda score: score.z, reverse=True)[:_MOST_FINALISTS]
+    chosen = list(dict.fromkeys([*best, *most_alike(screened)]))
+    return chosen if screen is trial else trial.judge_faint(hypotheses_of(chosen))
+
+
+def _may_be_faint(score: Score) -> bool:
+    return score.hypothesis.is_rounding or abs(score.z) >= _LEAST_Z or score.is_silent
+
+
+def judge_finalists(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Fit the parameters of the best scores, and judge them on all tokens."""
+    best = best_first(scores)
+    faint = sorted(best, key=lambda score: abs(score.z), reverse=True)[:_MOST_FAINT]
+    finalists = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
+    if best and not is_proof(best[0]):
+        # A parameter that is far off spoils the misfit, but not the direction of the predicted error.
+        fitted = [score for score in _with_fitted_parameter(best) if leads_somewhere(score)]
+        candidates = [
+            *(score for score in fitted if is_single_factor(score)),
+            *(score for score in best[:_MOST_FITTED] if score in fitted),
+            *most_alike(fitted),
+        ]
+        unfitted = list(dict.fromkeys(candidates))
+        logger.info("Fitting the parameters of the best %d.", len(unfitted))
+        others = [score for score in finalists if score not in unfitted]
+        finalists = [*fit_parameters(screen, unfitted), *others]
+    else:
+        # A factor of another size may explain the port as well as what is proved.
+        finalists += step_factors(screen, most_alike(best))
+    return finalists if screen is trial else _judge_on_all(trial, list(dict.fromkeys(finalists)))
+
+
+def _judge_on_all(trial: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Score again, on all tokens, the hypotheses of scores on fewer tokens."""
+    logger.info("Judging the best %d on %d tokens.", len(scores), len(trial.base.tokens))
+    # `judge` scores each hypothesis in all rows and in decoded ones; only those of both that are asked for count.
+    judged = trial.judge(hypotheses_of(scores))
+    wanted = {(id(score.hypothesis), score.is_decode_only) for score in scores}
+    return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
+
+
+def hypotheses_of(scores: Sequence[Score]) -> list[Hypothesis]:
+    """Return the hypotheses of scores, each once though it may have a score of decoded tokens too."""
+    return list({id(score.hypothesis): score.hypothesis for score in scores}.values())
+
+
+def most_alike(scores: Sequence[Score], most: int = _MOST_ALIKE) -> list[Score]:
+    """Return the scores whose predicted error is nearest to the port's in direction, whatever its size.
+
+    They are `most` at most, and no less than half as near as the nearest.
+    """
+    ranked = sorted(scores, key=lambda score: score.likeness, reverse=True)[:most]
+    return [score for score in ranked if score.likeness >= _LEAST_AS_ALIKE * ranked[0].likeness]
+
+
+def _with_fitted_parameter(scores: Sequence[Score]) -> list[Score]:
+    return [score for score in scores if any(mistake.fitted for mistake in score.hypothesis.mistakes)]

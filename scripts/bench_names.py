@@ -1,0 +1,286 @@
+"""Names that mm2 gives to mistakes: to ports of public reports, and to lookalikes that no catalogue holds.
+
+- `reported`: ports with mistakes that public reports tell of: each should get its name.
+- `lookalikes`: mistakes that look like entries of the catalogue and are none: no name is true of them but `Plant.akin`.
+- Each is planted in all layers of a model, run, and diagnosed twice: with all sites shown, and as a black box.
+- Each wrong name is undone in the port, as `mm2-diagnose --prove` does: none may be proved.
+- Models are drawn with seeds and shapes that nothing was fitted to; `--model` adds trained ones.
+
+    python scripts/bench_names.py --model tests/models/learned --journal names.jsonl --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from faults import lookalikes, reported
+from faults.baseline import Baseline, BaselineRequest, open_baseline
+from faults.journal import digest_sources
+from faults.judging import as_black_box, default_criteria
+from faults.plant import Plant
+from faults.port import PlantedPort
+from faults.trained_model import TrainedModel
+from figures import Figure, benchmark_parser, print_figures
+from port_runs import request_run, run_port
+
+from compare.diagnosis.diagnose import diagnose
+from compare.diagnosis.finding import MistakeFinding
+from compare.diagnosis.proof.proof import ProofOutcome
+from compare.diagnosis.proof.undo import undo_finding
+from compare.sides.golden_weights import CheckpointWeights
+from minimax_tools.model.run import single_layer_run, sweep_run
+from minimax_tools.model.span import Span
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.devices.runtime import Runtime, open_runtime
+from neuron.runs.proving import PortProver
+
+GROUPS: Mapping[str, tuple[Plant, ...]] = {"reported": reported.PLANTS, "lookalikes": lookalikes.PLANTS}
+VIEWS = ("sites", "black box")
+_LENGTHS = (96, 16, 16)
+_STARTS = (0, 4088, 65528)
+# Shapes of drawn models, unlike those that other benchmarks and limits use.
+_SHAPES = (
+    SyntheticModel(
+        num_hidden_layers=2,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rotary_dim=16,
+        num_local_experts=24,
+        num_experts_per_tok=3,
+        intermediate_size=96,
+    ),
+    SyntheticModel(
+        num_hidden_layers=2,
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        rotary_dim=24,
+        num_local_experts=16,
+        num_experts_per_tok=6,
+        intermediate_size=64,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPort:
+    """A port with a mistake, in one view, with the names that mm2 gave it."""
+
+    group: str
+    mistake: str
+    akin: tuple[str, ...]  # names that are true of it
+    model: str
+    view: str
+    blamed: tuple[str, ...]  # sites that are blamed in some layer
+    unexplained: float  # largest ρ of a layer
+    names: tuple[str, ...] = ()  # all names of all layers, each once
+    proved: tuple[str, ...] = ()  # wrong names that were proved
+    figures: Mapping[str, Any] = field(default_factory=dict)  # by layer and name: parameters, ρ, share, proof
+    seconds: float = 0.0  # of the diagnosis
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """Names that are not true of the mistake."""
+        return tuple(name for name in self.names if not set(name.split(" + ")) <= set(self.akin))
+
+    @property
+    def is_named(self) -> bool:
+        """True if it got a name that is true of it, and no other."""
+        return bool(self.names) and not self.wrong
+
+
+def main() -> int:
+    """Run what the journal lacks, and print; return 1 if a goal is missed, else 0."""
+    arguments = _parse_arguments()
+    journal = _Journal(arguments.journal)
+    cases: list[NamedPort] = []
+    with tempfile.TemporaryDirectory(prefix="mm2-names-") as scratch, open_runtime("cpu") as runtime:
+        for request in list_requests(arguments.drawn, arguments.model):
+            plants = [
+                (group, plant)
+                for group in arguments.groups
+                for plant in GROUPS[group]
+                if not arguments.mistakes or plant.name in arguments.mistakes
+            ]
+            missing = [one for one in plants if not journal.has(request.name, one[1].name)]
+            cases += [case for _, plant in plants for case in journal.of(request.name, plant.name)]
+            if not missing:
+                continue
+            with open_baseline(request, Path(scratch)) as baseline:
+                for group, plant in missing:
+                    found = list(name_port(baseline, group, plant, runtime, Path(scratch) / "run"))
+                    journal.add(request.name, plant.name, found)
+                    cases += found
+    return print_figures("names", list(give_figures(cases)), as_json=arguments.json)
+
+
+def give_figures(cases: Sequence[NamedPort]) -> Iterator[Figure]:
+    """Yield the shares of ports that were named, rightly and wrongly, and the wrong names that were proved."""
+    for group in GROUPS:
+        of_group = [case for case in cases if case.group == group]
+        if not of_group:
+            continue
+        yield Figure.plain(f"{group}: mistakes", len({case.mistake for case in of_group}))
+        for view in VIEWS:
+            seen = [case for case in of_group if case.view == view]
+            yield Figure.plain(f"{group}, {view}: ports that fail", sum(bool(case.blamed) for case in seen))
+            goal = 80 if group == "reported" else None
+            yield Figure.share(f"{group}, {view}: named_%", [case.is_named for case in seen], at_least=goal)
+            limit = 0 if group == "reported" else 1
+            wrong = [bool(case.wrong) for case in seen]
+            yield Figure.share(f"{group}, {view}: wrong_names_%", wrong, at_most=limit)
+        yield Figure.exactly(f"{group}: wrong names proved", sum(len(case.proved) for case in of_group), 0)
+
+
+def name_port(
+    baseline: Baseline, group: str, plant: Plant, runtime: Runtime, directory: Path
+) -> Iterator[NamedPort]:
+    """Run a plant in all layers, diagnose it in both views, and undo its wrong names."""
+    span = Span(0, baseline.spec.num_hidden_layers)
+    port = PlantedPort(plant=plant, layers=frozenset(span)).target()
+    run = sweep_run(span, sites_level="all")
+    capture = run_port(
+        baseline.golden, port, run, reader=baseline.reader, runtime=runtime, directory=directory / "sweep"
+    )
+    for view in VIEWS:
+        seen = capture if view == "sites" else as_black_box(capture)
+        started_s = time.process_time()
+        found = diagnose(baseline.golden, seen, model=baseline.folder)
+        took_s = time.process_time() - started_s
+        case = NamedPort(
+            group=group,
+            mistake=plant.name,
+            akin=(plant.name, *plant.akin),
+            model=baseline.request.name,
+            view=view,
+            blamed=tuple(dict.fromkeys(blame.sites[-1] for layer in found.layers for blame in layer.blame)),
+            unexplained=max((layer.unexplained for layer in found.layers), default=0.0),
+            names=tuple(dict.fromkeys(finding.mistake for finding in found.findings)),
+            figures={f"{finding.layer} {finding.mistake}": _figures(finding) for finding in found.findings},
+            seconds=took_s,
+        )
+        wrong = [finding for finding in found.findings if finding.mistake in case.wrong]
+        outcomes = {one.mistake: _prove(baseline, plant, one, runtime, directory) for one in wrong}
+        proved = tuple(name for name, outcome in outcomes.items() if outcome is ProofOutcome.PROVED)
+        case = replace(case, proved=proved)
+        told = ", ".join(case.names) or "-"
+        mark = " WRONG" if case.wrong else ""
+        mark += " PROVED" if case.proved else ""
+        print(
+            f"{case.model}: {case.mistake}, {view}: {told}{mark} "
+            f"(ρ {case.unexplained:.3g}, {', '.join(case.blamed)}; {took_s:.1f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
+        yield case
+
+
+def _figures(finding: MistakeFinding) -> dict[str, Any]:
+    return {
+        "parameters": dict(finding.parameters),
+        "leaves": round(finding.leaves, 3),
+        "explains": round(finding.explains, 4),
+        "amplitude": round(finding.amplitude, 3),
+        "z": round(finding.z, 1),
+    }
+
+
+def _prove(
+    baseline: Baseline, plant: Plant, finding: MistakeFinding, runtime: Runtime, directory: Path
+) -> ProofOutcome:
+    """Undo a name in its layer of the port, whatever the view in which it was named."""
+    assert finding.layer is not None, "no plant lies outside the layers"
+    port = PlantedPort(plant=plant, layers=frozenset({finding.layer})).target()
+    run = single_layer_run(finding.layer, sites_level="all")
+    prover = PortProver(
+        request_run(baseline.folder, baseline.golden, port, run),
+        runtime=runtime,
+        reader=baseline.reader,
+        weights=CheckpointWeights(model=str(baseline.folder)),
+        criteria=default_criteria(),
+        directory=directory / "proof",
+    )
+    return prover.prove(undo_finding(finding.mistake, finding.parameters)).outcome
+
+
+class _Journal:
+    """A file of finished ports, one a line, that starts anew if the code has changed; without a path, no file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._found: dict[tuple[str, str], list[NamedPort]] = {}
+        if path is None:
+            return
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if lines[:1] != [digest_sources()]:
+            path.write_text(f"{digest_sources()}\n", encoding="utf-8")
+            return
+        for line in lines[1:]:
+            record = json.loads(line)
+            self._found[record["model"], record["mistake"]] = [_port(one) for one in record["cases"]]
+
+    def has(self, model: str, mistake: str) -> bool:
+        return (model, mistake) in self._found
+
+    def of(self, model: str, mistake: str) -> list[NamedPort]:
+        return self._found.get((model, mistake), [])
+
+    def add(self, model: str, mistake: str, cases: Sequence[NamedPort]) -> None:
+        if self._path is not None:
+            record = {"model": model, "mistake": mistake, "cases": [asdict(case) for case in cases]}
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def _port(record: Mapping[str, Any]) -> NamedPort:
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+    }
+    return NamedPort(**values)
+
+
+def list_requests(num_drawn: int, models: Sequence[Path]) -> Iterator[BaselineRequest]:
+    """Yield the baselines: drawn models of seeds that no other benchmark and no limit uses, and trained ones."""
+    for number in range(num_drawn):
+        yield BaselineRequest(
+            name=f"drawn-{number}",
+            seed=7000 + number,
+            lengths=_LENGTHS,
+            start_positions=_STARTS,
+            num_layers=2,
+            shape=_SHAPES[number % len(_SHAPES)],
+        ).on_implementation(number % 2)
+    for folder in models:
+        model = TrainedModel.open(folder)
+        yield BaselineRequest(
+            name=model.name, seed=30, lengths=_LENGTHS, num_layers=model.num_layers, trained=model
+        )
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=tuple(GROUPS))
+    parser.add_argument("--mistakes", nargs="*", default=(), metavar="NAME", help="mistakes (default: all)")
+    parser.add_argument("--drawn", type=int, default=2, help="number of drawn models (default: %(default)s)")
+    parser.add_argument(
+        "--model", nargs="+", type=Path, default=(), metavar="DIR", help="folders of trained models"
+    )
+    parser.add_argument(
+        "--journal", type=Path, help="file of finished ports; a later call goes on from there"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
