@@ -29,7 +29,8 @@ _NEW_KEYS = {
     *("next", "schema_version", "regions", "model_config", "port_config"),
     *("right", "passed_over", "memory", "is_of_head", "passes"),
     *("further", "is_hint", "formulas", "refilled_error", "partial_repairs", "partial_error"),
-    *("operation", "begins_at", "port"),
+    *("operation", "begins_at", "port", "untested", "weights", "wrong_weights"),
+    *("is_of_weights", "in_chunks", "explains_all", "headline", "own_input_metrics", "wrong_tokens"),
 }
 # Keys of schema version 1 that have another name since.
 _RENAMED_KEYS = {"weight": "severity"}
@@ -79,7 +80,8 @@ def shape_of(value: Any) -> Any:
             for key, one in value.items()
         }
     if isinstance(value, list):
-        shapes = [shape_of(one) for one in value]
+        # Sentences come and go with what is known of a mistake.
+        shapes = [shape_of(one) for one in value if not isinstance(one, str)]
         return [one for index, one in enumerate(shapes) if one not in shapes[:index]]
     return (
         "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__

@@ -25,10 +25,15 @@ from minimax_tools.checkpoint.weight_files import (
 )
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.config_file import refuse_gguf
-from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix
+from minimax_tools.model.quantisation import scale_shape
+from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix, scale_name
+from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT16, FLOAT32
 from minimax_tools.torch_files.whole_module import refuse_pickled_module
 
 Entry = TypeVar("Entry", bound=TensorEntry)
+# Stored dtypes of block scales, and of weights; other dtypes hold codes that mm2 cannot read.
+_SCALE_DTYPES = (FLOAT32, BFLOAT16)
+WEIGHT_DTYPES = (FLOAT8_E4M3FN, BFLOAT16, FLOAT16, FLOAT32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,3 +238,29 @@ def _describe_layers(layers: tuple[int, ...]) -> str:
     if not layers:
         return "no decoder layer"
     return f"{len(layers)} decoder layers between {layers[0]} and {layers[-1]}"
+
+
+def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
+    """Find the block scales of an FP8 weight.
+
+    Raises:
+        CheckpointError: There are none, or they are not float32 or BF16 with one value per block.
+    """
+    name = scale_name(entry.name)
+    if name not in index:
+        raise CheckpointError(
+            f"{entry.name} in {entry.file} is FP8 without scales",
+            expected=f"a tensor {name}",
+            found="none in any shard",
+            next_step="Without scales the values are unknown: fetch the shard that holds them.",
+        )
+    scale = index[name]
+    expected = scale_shape(entry.shape)
+    if len(entry.shape) != 2 or scale.shape != expected or scale.dtype not in _SCALE_DTYPES:
+        raise CheckpointError(
+            f"{name} in {scale.file} does not fit its weight {list(entry.shape)}",
+            expected=f"torch.float32 or torch.bfloat16 {list(expected)}, one scale per 128 × 128 block",
+            found=f"{scale.dtype} {list(scale.shape)}",
+            next_step="Use a checkpoint quantised in blocks of 128 × 128.",
+        )
+    return scale

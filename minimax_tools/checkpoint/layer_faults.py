@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, find_scale
+from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex, find_scale
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.model.family import ORIGINALS
 from minimax_tools.model.quantisation import BLOCK_SIZE

@@ -14,17 +14,12 @@ import torch
 
 from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex, find_scale
 from minimax_tools.checkpoint.shard_files import ALIGNMENT, ShardFiles
 from minimax_tools.checkpoint.transpose import copy_matrix, is_transposed
 from minimax_tools.errors import CheckpointError
-from minimax_tools.model.quantisation import BLOCK_SIZE, scale_shape
-from minimax_tools.model.weight_names import scale_name
-from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT16, FLOAT32
-
-# Stored dtypes of block scales, and of weights; other dtypes hold codes that mm2 cannot read.
-_SCALE_DTYPES = (FLOAT32, BFLOAT16)
-WEIGHT_DTYPES = (FLOAT8_E4M3FN, BFLOAT16, FLOAT16, FLOAT32)
+from minimax_tools.model.quantisation import BLOCK_SIZE
+from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 
 
 class CheckpointReader:
@@ -247,32 +242,6 @@ class CheckpointReader:
         if count < entry.size_bytes:
             raise _unreadable(entry, f"the file ends after {count} of {entry.size_bytes} bytes")
         self._totals.add(num_bytes=count, reading_s=time.perf_counter() - started)
-
-
-def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
-    """Find the block scales of an FP8 weight.
-
-    Raises:
-        CheckpointError: There are none, or they are not float32 or BF16 with one value per block.
-    """
-    name = scale_name(entry.name)
-    if name not in index:
-        raise CheckpointError(
-            f"{entry.name} in {entry.file} is FP8 without scales",
-            expected=f"a tensor {name}",
-            found="none in any shard",
-            next_step="Without scales the values are unknown: fetch the shard that holds them.",
-        )
-    scale = index[name]
-    expected = scale_shape(entry.shape)
-    if len(entry.shape) != 2 or scale.shape != expected or scale.dtype not in _SCALE_DTYPES:
-        raise CheckpointError(
-            f"{name} in {scale.file} does not fit its weight {list(entry.shape)}",
-            expected=f"torch.float32 or torch.bfloat16 {list(expected)}, one scale per 128 × 128 block",
-            found=f"{scale.dtype} {list(scale.shape)}",
-            next_step="Use a checkpoint quantised in blocks of 128 × 128.",
-        )
-    return scale
 
 
 class _Totals:

@@ -38,6 +38,7 @@ _GROUPS = {
             "--sites",
             "--also",
             "--decode",
+            "--chunks",
             "--max-new-tokens",
             "--plan",
         ),

@@ -16,7 +16,7 @@ import torch
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.reader import WEIGHT_DTYPES
+from minimax_tools.checkpoint.index import WEIGHT_DTYPES
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.quantisation import scale_shape

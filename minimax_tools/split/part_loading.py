@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader
+from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
 from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.errors import CheckpointError

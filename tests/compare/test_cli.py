@@ -103,7 +103,7 @@ class TestVerdict:
         assert result.stdout.startswith("FAIL: layer 2, moe_delta")
 
     def test_warning_exits_with_0(self, golden: Path, copyist: Any, command: Command) -> None:
-        target = copyist.device_run({(1, Site.POST_NORM): torch.Tensor.float})
+        target = copyist.device_run(observed_dtypes={"router_gate": "bfloat16"})
         result = command(mm2_compare, "--golden", golden, "--run", target, "--json", "--quiet")
         assert (result.exit_code, read_record(result)["verdict"]) == (0, "warn")
 
@@ -157,7 +157,8 @@ class TestJson:
         record = read_record(result)
         assert (record["verdict"], record["compared"], record["of"]) == ("fail", 68, 68)
         (blame,) = record["blame"]
-        assert set(blame) == {"layer", "sites", "reason", "right", "operation"}
+        keys = {"layer", "sites", "reason", "right", "operation", "is_of_weights", "in_chunks"}
+        assert set(blame) == keys
         assert (blame["layer"], blame["sites"]) == (2, ["moe_delta"])
         assert (record["reference"], record["target"]) == (str(golden), str(failing))
 

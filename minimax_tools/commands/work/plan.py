@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from pathlib import Path
 
 from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.command_line.console import print_json, print_text
 from minimax_tools.commands.work.plan_text import describe_plan, plan_values
+from minimax_tools.errors import UnsupportedModelError
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub
 from minimax_tools.model.family import MODEL_TYPE
+from minimax_tools.model.quantisation import find_other_format, refuse_side_format
 from minimax_tools.model.rope import warn_of_rotary_width
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.cost_measurement import measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
 from minimax_tools.partition.plan import PartitionPlan, make_plan
-from minimax_tools.slices.source import open_source
+from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.stored_dtype import StoredDtype
+
+logger = logging.getLogger(__name__)
 
 
 def divide_model(
@@ -38,6 +43,7 @@ def divide_model(
     if source.config["model_type"] == MODEL_TYPE:
         warn_of_rounded_router(source.headers_known)
         warn_of_rotary_width(source.config, where=source.model)
+    _warn_of_other_format(source)
     workload = Workload(context_length=context_length, batch_size=batch_size, dtype=dtype)
     # Asked once: a source that has config.json alone builds the list of tensors on every access.
     tensors = source.tensors
@@ -63,6 +69,23 @@ def divide_model(
         print_json(plan_values(plan, cost, output=output), next_commands=following)
     else:
         print_text(describe_plan(plan, cost, output=output), next_commands=following)
+
+
+def _warn_of_other_format(source: SliceSource) -> None:
+    """Log what a plan of weights in a format that mm2 does not read is worth."""
+    try:
+        refuse_side_format(source.folder, source.config)
+    except UnsupportedModelError as error:
+        found = error.found
+    else:
+        fault = find_other_format(source.config)
+        found = "" if fault is None else fault.found
+    if found:
+        logger.warning(
+            "The weights are in a format that mm2 does not read: %s. The files are divided as they are; parameters and "
+            "sizes are those of the packed tensors, and mm2-gpu refuses the checkpoint.",
+            found,
+        )
 
 
 def _get_slices(plan_file: Path, plan: PartitionPlan, *, is_here: bool) -> tuple[str, ...]:

@@ -175,7 +175,7 @@ def test_fp8_without_scales_is_refused(fp8_tensors: Tensors, write: Writer) -> N
 
 @pytest.mark.parametrize(
     "scale",
-    [torch.ones(1, 2), torch.ones(2), torch.ones(2, 2, dtype=torch.bfloat16)],
+    [torch.ones(1, 2), torch.ones(2), torch.ones(2, 2, dtype=torch.float16)],
     ids=["grid", "dim", "dtype"],
 )
 def test_scales_that_do_not_fit_are_refused(scale: torch.Tensor, fp8_tensors: Tensors, write: Writer) -> None:

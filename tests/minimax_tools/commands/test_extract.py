@@ -109,7 +109,7 @@ def test_the_checkpoint_may_lie_elsewhere_than_the_plan_says(
         (("--node", "z"), 2, "no node 'z'"),
         (("--node", "a", "--shard-size", "12"), 2, "expected a size"),
         (("--node", "a", "--model", "."), 3, "is not here"),
-        (("--all-nodes", "--model", "."), 3, "config.json cannot be read"),
+        (("--all-nodes", "--model", "."), 3, "no checkpoint at ."),
     ],
 )
 def test_what_cannot_be_done_is_told(

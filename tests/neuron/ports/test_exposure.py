@@ -184,10 +184,11 @@ def test_site_found_by_name_that_is_nan_on_all_ranks_is_shown() -> None:
     exposure = Exposure(taps={}, declared=frozenset())
     tensor = torch.ones(1, 2, 4)
     tensor[0, 1] = float("nan")
-    assembled = exposure.assemble(Site.MOE_DELTA, [tensor, tensor.clone()], (1, 2), what="a port")
+    assembled = exposure.assemble(Site.MOE_DELTA, [tensor, tensor.clone()], (1, 2), head_dim=4, what="a port")
     assert assembled is not None
     assert assembled.isnan().equal(tensor.isnan())
-    assert exposure.assemble(Site.MOE_DELTA, [tensor, 2 * tensor], (1, 2), what="a port") is None
+    unlike = exposure.assemble(Site.MOE_DELTA, [tensor, 2 * tensor], (1, 2), head_dim=4, what="a port")
+    assert unlike is None
 
 
 def test_output_is_whole_on_every_rank() -> None:
