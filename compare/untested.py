@@ -59,9 +59,7 @@ def find_untested(sides: Sides, comparison: Comparison) -> tuple[Untested, ...]:
 def _sites(comparison: Comparison) -> Iterator[Untested]:
     num_left_out = comparison.of - comparison.compared
     if num_left_out:
-        yield Untested(
-            what="sites", detail=f"{num_left_out} of {format_count(comparison.of, 'site')} (not shown above)"
-        )
+        yield Untested(what="sites", detail=f"{num_left_out} of {format_count(comparison.of, 'site')}")
 
 
 def _layers(sides: Sides, comparison: Comparison, commands: RunCommands | None) -> Iterator[Untested]:
@@ -97,7 +95,8 @@ def _experts(sides: Sides, comparison: Comparison, commands: RunCommands | None)
     else:
         return
     if commands is not None and commands.port is not None and golden.is_natural:
-        yield Untested(what="experts", detail=detail, by="mm2-test sweep", command=commands.sweep())
+        command = "" if commands.is_whole_port else commands.sweep()
+        yield Untested(what="experts", detail=detail, by="mm2-test sweep", command=command)
     elif golden.known_description is None or golden.known_description.expert_tokens is not None:
         # Another tool's golden, or the default rows: nothing reaches more.
         yield Untested(what="experts", detail=detail)

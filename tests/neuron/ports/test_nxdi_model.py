@@ -247,7 +247,7 @@ class TestRefusals:
     def test_options_that_contradict_the_run_are_named_together(self, runs: Any) -> None:
         assert runs["Contradicting"]["exit_code"] == 3
         error = runs["Contradicting"]["stderr"]
-        assert "batch_size 7 for 2 prompts; seq_len 8 for 25 tokens; padding_side 'left'" in error
+        assert "batch_size 7 for 2 prompts; seq_len 8 for 27 tokens; padding_side 'left'" in error
         assert "is_continuous_batching" in error
         assert "Correct mm2_neuron_config" in error
 
