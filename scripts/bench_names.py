@@ -112,7 +112,7 @@ def main() -> int:
                 for group in arguments.groups
                 for plant in GROUPS[group]
                 if not arguments.mistakes or plant.name in arguments.mistakes
-            ]
+            ][arguments.part[0] :: arguments.part[1]]
             missing = [one for one in plants if not journal.has(request.name, one[1].name)]
             cases += [case for _, plant in plants for case in journal.of(request.name, plant.name)]
             if not missing:
@@ -272,6 +272,14 @@ def _parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=tuple(GROUPS))
     parser.add_argument("--mistakes", nargs="*", default=(), metavar="NAME", help="mistakes (default: all)")
+    parser.add_argument(
+        "--part",
+        type=int,
+        nargs=2,
+        default=(0, 1),
+        metavar=("K", "N"),
+        help="every N-th mistake from the K-th on; journals of all parts, put together, are one (default: all)",
+    )
     parser.add_argument("--drawn", type=int, default=2, help="number of drawn models (default: %(default)s)")
     parser.add_argument(
         "--model", nargs="+", type=Path, default=(), metavar="DIR", help="folders of trained models"

@@ -188,7 +188,7 @@ class RightPort:
 
 
 def judge_model(
-    model: Path, known: Sequence[Judged], *, num_goldens: int, num_ports: int, scratch: Path
+    model: Path, known: Sequence[Judged], *, numbers: range, num_ports: int, scratch: Path
 ) -> Iterator[Judged]:
     """Judge some ports, in turn, on each golden of a model; what is known is left out."""
     done = {(one.golden, one.port) for one in known if one.model == model.name and one.command == "prompts"}
@@ -201,7 +201,7 @@ def judge_model(
             )
             with ModelExecutor(setup, runtime=runtime, reader=reader) as executor:
                 port = RightPort(name=name, ground=ground, executor=executor)
-                for number in range(num_goldens):
+                for number in numbers:
                     if (number + turn) % len(RIGHT) == index and (number, name) not in done:
                         yield from port.judge(number)
 
@@ -240,6 +240,7 @@ def main() -> int:
         "--model", type=Path, action="append", help="checkpoint with held-out text (default: the tests')"
     )
     parser.add_argument("--goldens", type=int, default=21, help="goldens of each model (default: 21)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first golden (default: 0)")
     parser.add_argument(
         "--ports", type=int, default=len(RIGHT), help="ports judged on each golden (default: all)"
     )
@@ -253,7 +254,7 @@ def main() -> int:
             for one in judge_model(
                 model,
                 tuple(judged),
-                num_goldens=arguments.goldens,
+                numbers=range(arguments.first, arguments.first + arguments.goldens),
                 num_ports=arguments.ports,
                 scratch=Path(scratch),
             ):
