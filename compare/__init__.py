@@ -15,7 +15,7 @@
 - `parts`: one layer, the embedding or the head, judged
 - `model_runs/`: a whole port's run: passes, order of layers, chosen tokens
 - `model_faults`: all that is wrong in such a run, what came first at the front
-- `notes`: sentences beside the verdict
+- `notes`: sentences beside the verdict; `untested`: what was not looked at
 - `run_report`: the files of `--report-path`
 - `next_commands`: commands to run after a result
 """

@@ -105,7 +105,7 @@ class LayerInputs:
 
     @property
     def is_judged(self) -> torch.Tensor:
-        """Whether each token is judged, bool [B,S]."""
+        """Tokens that are judged, bool [B,S]."""
         return self.attention_mask.bool() if self.is_kept is None else self.is_kept
 
     @property

@@ -56,8 +56,11 @@ class Score:
         return _is_beyond_chance(self.misfits - misfits)
 
     def is_better_than(self, misfits: torch.Tensor) -> bool:
-        """Decide whether the hypothesis leaves less of the error than other misfits [T] do, beyond chance."""
-        return _is_beyond_chance(misfits - self.misfits)
+        """Decide whether the hypothesis leaves less of the error than other misfits [T] do, beyond chance.
+
+        Misfits are compared by their size on each token: one that is huge on a few tokens is no less clearly larger.
+        """
+        return _is_beyond_chance(misfits.log1p() - self.misfits.log1p())
 
 
 def _is_beyond_chance(differences: torch.Tensor) -> bool:

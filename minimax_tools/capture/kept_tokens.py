@@ -8,10 +8,12 @@ B rows, S columns, n last tokens of each row, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from minimax_tools.errors import IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -60,6 +62,11 @@ class KeptTokens:
         whole[self._rows, self._columns] = by_token
         return whole.transpose(1, 2) if has_heads_dim else whole
 
+    def whole_shape(self, shape: tuple[int, ...], *, has_heads_dim: bool) -> tuple[int, ...]:
+        """Return the shape of a stored tensor once it is put back."""
+        dim = 2 if has_heads_dim else 1
+        return (*shape[:dim], self._shape[1], *shape[dim + 1 :])
+
     def _cut(self, tensor: torch.Tensor, *, has_heads_dim: bool = False) -> torch.Tensor:
         """Return the last tokens of [B,S,…] or [B,heads,S,D]; a tensor of another shape is left for the judge."""
         by_token = _tokens_first(tensor, has_heads_dim=has_heads_dim)
@@ -67,6 +74,20 @@ class KeptTokens:
             return tensor
         kept = by_token[self._rows, self._columns]
         return kept.transpose(1, 2) if has_heads_dim else kept
+
+
+def refuse_last_tokens(count: int, *, directory: Path | str) -> None:
+    """Refuse a capture that keeps the last `count` tokens of each row, unless that is 0 for all.
+
+    Raises:
+        IncomparableError: It does.
+    """
+    if count:
+        raise IncomparableError(
+            f"{directory} keeps the last {count} tokens of each row alone",
+            expected="a golden of every token, for whole ports, prompts and exports",
+            next_step="Make one without --last-tokens; on this one run layers alone, as mm2-test sweep does.",
+        )
 
 
 def _tokens_first(tensor: torch.Tensor, *, has_heads_dim: bool) -> torch.Tensor | None:

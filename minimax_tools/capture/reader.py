@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.further import further_file
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
-from minimax_tools.capture.kept_tokens import KeptTokens
+from minimax_tools.capture.kept_tokens import KeptTokens, refuse_last_tokens
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.mirror import CaptureMirror, capture_folder
 from minimax_tools.capture.open_files import OpenFiles
@@ -91,12 +91,7 @@ class Capture(CaptureSource):
         Raises:
             IncomparableError: It holds the last tokens of each row alone.
         """
-        if self.keeps_last_tokens:
-            raise IncomparableError(
-                f"{self.directory} keeps the last {self.description.last_tokens} tokens of each row alone",
-                expected="a golden of every token, for whole ports, prompts and exports",
-                next_step="Make one without --last-tokens; on this one run layers alone, as mm2-test sweep does.",
-            )
+        refuse_last_tokens(self.description.last_tokens, directory=self.directory)
         return self.natural()
 
     def natural(self) -> Capture:
@@ -337,10 +332,10 @@ class Capture(CaptureSource):
 
     def _shape(self, entry: Entry, site: Site | ModelSite) -> tuple[int, ...]:
         """Return the shape of an entry's tensor as it is read."""
-        if not self.keeps_last_tokens:
-            return entry.shape
-        dim = 2 if site.has_heads_dim else 1
-        return (*entry.shape[:dim], self.read_inputs().sequence_length, *entry.shape[dim + 1 :])
+        is_cut = self.keeps_last_tokens
+        return (
+            self._kept.whole_shape(entry.shape, has_heads_dim=site.has_heads_dim) if is_cut else entry.shape
+        )
 
     def _read_input(self, name: str) -> torch.Tensor:
         tensor = self._read_optional(INPUTS_NAME, name, place=name)

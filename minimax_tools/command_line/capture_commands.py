@@ -85,7 +85,7 @@ def judge_port_of(
 
     def is_fit(golden: Capture) -> bool:
         holds_layers = run is None or set(run.span) <= set(golden.layers)
-        return holds_layers and batch_shape in (None, golden.read_inputs().batch_shape)
+        return holds_layers and (batch_shape is None or batch_shape == golden.read_inputs().batch_shape)
 
     golden = next(filter(is_fit, _goldens_of(model)), None)
     if golden is None:

@@ -256,6 +256,11 @@ max_length_option = click.option(
     type=click.IntRange(min=1),
     help="Longest row in tokens; longer rows are cut. Default: no limit.",
 )
+quick_option = click.option(
+    "--quick",
+    is_flag=True,
+    help="Two short rows from position 0 in place of the default rows: faster, and shows less; every verdict says so.",
+)
 input_options = stack_options(
     text_options,
     click.option(
@@ -271,12 +276,7 @@ input_options = stack_options(
         metavar="96,61",
         help="Rows of random token ids, one per length in tokens.",
     ),
-    click.option(
-        "--quick",
-        is_flag=True,
-        help="Two short rows from position 0 in place of the default rows: faster, and shows less; every verdict says "
-        "so.",
-    ),
+    quick_option,
     click.option(
         "--batch-size", type=click.IntRange(min=1), default=1, help="Random rows of each length. Default: 1."
     ),

@@ -80,7 +80,7 @@ class Inputs:
 
     @property
     def is_expert_token(self) -> torch.Tensor:
-        """Whether each token is one of the expert tokens: bool [B,S]."""
+        """Expert tokens among all: bool [B,S]."""
         found = torch.zeros_like(self.attention_mask, dtype=torch.bool)
         if self.expert_tokens is not None:
             row = self.expert_tokens.row
@@ -89,7 +89,7 @@ class Inputs:
 
     @property
     def is_kept(self) -> torch.Tensor:
-        """Whether each token is kept and judged, bool [B,S]: real ones, or the last ones of each row."""
+        """Tokens that are kept and judged, bool [B,S]: real ones, or the last ones of each row."""
         mask = self.attention_mask
         return tail_tokens(mask, self.last_tokens) if self.last_tokens else mask.bool()
 

@@ -247,7 +247,7 @@ class WeightsResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Untested:
-    """Something in which a port may be wrong, and that a comparison has not looked at."""
+    """A place where a port may be wrong, and that a comparison has not looked at."""
 
     what: str  # `sites`, `experts`, `long_rows`, `decode`, … (see `compare.untested`)
     detail: str  # what was left out, in words

@@ -7,7 +7,13 @@ from pathlib import Path
 import click
 
 from minimax_tools.command_line.console import Mm2Command
-from minimax_tools.command_line.options import DEFAULT_CAPTURES, dtype_option, model_option, output_options
+from minimax_tools.command_line.options import (
+    DEFAULT_CAPTURES,
+    dtype_option,
+    model_option,
+    output_options,
+    quick_option,
+)
 from minimax_tools.command_line.work import done_by
 from neuron.options import backend_option, golden_option, target_option
 
@@ -21,11 +27,7 @@ from neuron.options import backend_option, golden_option, target_option
 @model_option
 @target_option
 @golden_option("Golden capture. Default: one is made, in the output folder.")
-@click.option(
-    "--quick",
-    is_flag=True,
-    help="Make the golden of two short rows: faster, and shows less; every verdict says so.",
-)
+@quick_option
 @backend_option
 @click.option(
     "--tp-degree", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks that share a layer."

@@ -187,5 +187,6 @@ def _description() -> Schema:
     provenance = schema_of(Provenance, options=kept, model_config=kept, port_config=kept)
     provenance["required"] = [name for name in provenance["required"] if name not in CONFIGS]
     schema = schema_of(Description, run=run, provenance=provenance)
-    schema["required"].remove("floor_variants")
+    for name in ("floor_variants", "is_quick", "expert_tokens", "last_tokens", "calls"):
+        schema["required"].remove(name)
     return schema

@@ -1,4 +1,4 @@
-"""What a verdict has not looked at: told for each kind, and left out where it was looked at."""
+"""Parts of a port that a verdict has not looked at: told for each kind, and left out where it was looked at."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def default_golden(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def untested(small_fp8: Path, run: Any) -> Judge:
-    """What a run leaves out, by kind."""
+    """Returns what a run leaves out, by kind."""
 
     def judge(golden: Path, *words: object) -> dict[str, dict[str, str]]:
         given = ("--model", small_fp8, "--golden", golden, "--backend", "cpu", "--json", "--quiet")

@@ -42,7 +42,7 @@ class MoeOneChunkWrong(MoeByTokens):
 
     def activate(self, gate, up):
         self.num_done += 1
-        return super().activate(gate, up) * (1.1 if self.num_done == 3 else 1.0)
+        return super().activate(gate, up) * (1.1 if self.num_done % 5 == 3 else 1.0)
 
 
 class AttentionByRow(port.Attention):

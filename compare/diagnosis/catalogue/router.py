@@ -72,18 +72,18 @@ def _logits_by(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) ->
 # Formats in which a quantiser may hold the gate [E,H].
 _GATE_FORMATS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
-        "fp8, a scale for each block": fp8_blocks,
-        "fp8, one scale": lambda gate: fp8_blocks(gate, block=max(gate.shape)),
-        "fp8, a scale for each row": lambda gate: fp8_groups(gate, gate.shape[1]),
-        "int8, a scale for each row": lambda gate: integer_groups(gate, gate.shape[1], largest=127.0),
-        "int8, one scale": lambda gate: integer_groups(gate.view(1, -1), gate.numel(), largest=127.0).view_as(
+        "fp8 by block": fp8_blocks,
+        "fp8 by tensor": lambda gate: fp8_blocks(gate, block=max(gate.shape)),
+        "fp8 by row": lambda gate: fp8_groups(gate, gate.shape[1]),
+        "int8 by row": lambda gate: integer_groups(gate, gate.shape[1], largest=127.0),
+        "int8 by tensor": lambda gate: integer_groups(gate.view(1, -1), gate.numel(), largest=127.0).view_as(
             gate
         ),
-        "int8, a scale for each 128": lambda gate: integer_groups(gate, 128, largest=127.0),
-        "int8, scale and offset for each 64": lambda gate: offset_groups(gate, 64, num_steps=255),
-        "int4, a scale for each row": lambda gate: integer_groups(gate, gate.shape[1], largest=7.0),
-        "int4, a scale for each 128": lambda gate: integer_groups(gate, 128, largest=7.0),
-        "int4, scale and offset for each 64": lambda gate: offset_groups(gate, 64, num_steps=15),
+        "int8 by 128": lambda gate: integer_groups(gate, 128, largest=127.0),
+        "int8 by 64 with offsets": lambda gate: offset_groups(gate, 64, num_steps=255),
+        "int4 by row": lambda gate: integer_groups(gate, gate.shape[1], largest=7.0),
+        "int4 by 128": lambda gate: integer_groups(gate, 128, largest=7.0),
+        "int4 by 64 with offsets": lambda gate: offset_groups(gate, 64, num_steps=15),
     }
 )
 

@@ -17,7 +17,8 @@ PLACES = [[0, 0], [0, 1], [0, 2], [1, 0]]
 
 
 def capture(mask: torch.Tensor | None) -> Any:
-    return SimpleNamespace(read_attention_mask=lambda: mask)
+    kept = None if mask is None else mask.bool()
+    return SimpleNamespace(read_attention_mask=lambda: mask, read_kept_mask=lambda: kept)
 
 
 class TestRows:

@@ -69,7 +69,7 @@ from neuron.builtin.layer import DeviceLayer
 from minimax_tools.metrics.noise_floor import massive_channels
 
 class Port(DeviceLayer):
-    last = None
+    last = []
     layer_idx = None
 
     def convert_state_dict(self, tensors, config, layer_idx):
@@ -80,9 +80,9 @@ class Port(DeviceLayer):
         return super().convert_state_dict(tensors, config, layer_idx)
 
     def forward(self, hidden_states, attention_mask, position_ids):
-        is_behind = Port.last is not None and torch.equal(Port.last, hidden_states)
+        is_behind = any(torch.equal(last, hidden_states) for last in Port.last)
         output, _ = super().forward(hidden_states, attention_mask, position_ids)
-        Port.last = output.clone()
+        Port.last = [*Port.last, output.clone()][-2:]  # a layer is called twice
         if Port.layer_idx != 5 or ({in_a_chain} and not is_behind):
             return output
         massive = massive_channels(output[attention_mask.bool()])
@@ -96,7 +96,7 @@ WRONG_IN_A_CHAIN = """
 from neuron.builtin.layer import DeviceLayer
 
 class Port(DeviceLayer):
-    last = None
+    last = []
     layer_idx = None
 
     def convert_state_dict(self, tensors, config, layer_idx):
@@ -104,9 +104,9 @@ class Port(DeviceLayer):
         return super().convert_state_dict(tensors, config, layer_idx)
 
     def forward(self, hidden_states, attention_mask, position_ids):
-        is_behind = Port.last is not None and torch.equal(Port.last, hidden_states)
+        is_behind = any(torch.equal(last, hidden_states) for last in Port.last)
         output, _ = super().forward(hidden_states, attention_mask, position_ids)
-        Port.last = output.clone()
+        Port.last = [*Port.last, output.clone()][-2:]  # a layer is called twice
         return output * 1.5 if is_behind and Port.layer_idx == 5 else output
 """
 # Fails, or is killed, at the layer that a variable names: the source stays the same.

@@ -378,14 +378,14 @@ def test_weights_on_the_input_weigh_gate_and_up(layer: Evaluation) -> None:
 @pytest.mark.parametrize(
     ("stored", "rounded"),
     [
-        ("fp8, a scale for each block", lambda gate: fp8_blocks(gate, block=128)),
-        ("fp8, one scale", lambda gate: fp8_blocks(gate, block=256)),
-        ("fp8, a scale for each row", lambda gate: fp8_groups(gate, 256)),
-        ("int8, one scale", lambda gate: (gate / gate.abs().max() * 127).round() * gate.abs().max() / 127),
-        ("int8, a scale for each row", lambda gate: integer_groups(gate, 256, largest=127.0)),
-        ("int8, scale and offset for each 64", lambda gate: offset_groups(gate, 64, num_steps=255)),
-        ("int4, a scale for each 128", lambda gate: integer_groups(gate, 128, largest=7.0)),
-        ("int4, a scale for each row", lambda gate: integer_groups(gate, 256, largest=7.0)),
+        ("fp8 by block", lambda gate: fp8_blocks(gate, block=128)),
+        ("fp8 by tensor", lambda gate: fp8_blocks(gate, block=256)),
+        ("fp8 by row", lambda gate: fp8_groups(gate, 256)),
+        ("int8 by tensor", lambda gate: (gate / gate.abs().max() * 127).round() * gate.abs().max() / 127),
+        ("int8 by row", lambda gate: integer_groups(gate, 256, largest=127.0)),
+        ("int8 by 64 with offsets", lambda gate: offset_groups(gate, 64, num_steps=255)),
+        ("int4 by 128", lambda gate: integer_groups(gate, 128, largest=7.0)),
+        ("int4 by row", lambda gate: integer_groups(gate, 256, largest=7.0)),
     ],
 )
 def test_gate_is_quantised_with_a_scale_for_each_part(
