@@ -81,7 +81,7 @@ main.add_section(
         "model",
         "neuron.commands.model",
         "model_command",
-        "Run a whole port: prefill, decoding of the golden's own tokens, free generation; judge all of it.",
+        "Run a whole port: prefill, decoding of the golden's own tokens, chunks, free generation; judge all of it.",
     ),
     CommandPlace(
         "prompts",

@@ -17,7 +17,7 @@ from compare.blame.blame import join_causes
 from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.catalogue.catalogue import find_mistakes
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, PassedOver, SiteDiagnosis
-from compare.diagnosis.layer_group import withdraw_unequal
+from compare.diagnosis.layer_group import withdraw_rare, withdraw_unequal
 from compare.diagnosis.layer_search import LayerSearch
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.model.case import ModelCases, SiteCase
@@ -149,7 +149,7 @@ def diagnose_run(
                 progress=progress,
             )
         )
-    diagnoses = withdraw_unequal(found)
+    diagnoses = withdraw_rare(withdraw_unequal(found))
     unproved = _word_unproved(comparison, layers, diagnoses)
     # The blame of the chosen layers, and of sites outside the layers if these are diagnosed.
     wrong = [

@@ -272,7 +272,10 @@ def _expert_outputs(layer: Evaluation) -> torch.Tensor:
 
 
 def _moe_delta(layer: Evaluation) -> torch.Tensor:
-    return (layer[ExpertValue.EXPERT_OUTPUTS] * layer[Site.ROUTER_WEIGHTS][..., None]).sum(1)
+    outputs, shares = layer[ExpertValue.EXPERT_OUTPUTS], layer[Site.ROUTER_WEIGHTS]
+    # The port's own weights may be of fewer experts than a mistake chooses: then it is not the port's.
+    num_experts = min(outputs.shape[1], shares.shape[1])
+    return (outputs[:, :num_experts] * shares[:, :num_experts, None]).sum(1)
 
 
 STAGES: Mapping[GraphNode, Stage] = MappingProxyType(

@@ -68,12 +68,16 @@ def step_factors(trial: Trial, scores: Sequence[Score]) -> list[Score]:
     """Return each score of a factor on one site with the factor that its amplitude asks for, or as it is."""
     best = list(scores)
     for _ in range(_MOST_STEPS):
-        steps = {
-            index: _with_value(
-                score.hypothesis, 0, 1.0 + score.amplitude * (_fitted_value(score.hypothesis, 0) - 1.0)
-            )
+        values = {
+            index: 1.0 + score.amplitude * (_fitted_value(score.hypothesis, 0) - 1.0)
             for index, score in enumerate(best)
             if is_single_factor(score) and abs(score.amplitude - 1.0) > _AMPLITUDE_OFF_FACTOR
+        }
+        # No code has a factor that is not positive.
+        steps = {
+            index: _with_value(best[index].hypothesis, 0, value)
+            for index, value in values.items()
+            if value > 0
         }
         if not steps:
             break

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compare.blame.blame import join_causes
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
-from compare.diagnosis.mistake import is_list
+from compare.diagnosis.mistake import Mistake, is_list
+from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame
 
 # Standard errors by which the values of one number of the model may differ between two layers.
 _MOST_ERRORS = 4.0
-# Relative difference up to which fitted parameters are the same: they differ a little from layer to layer.
-_SAME_VALUE = 0.05
+# Relative difference up to which fitted parameters are the same: they differ a little from layer to layer. Factors are
+# found more precisely.
+_SAME_VALUE, _SAME_FACTOR = 0.05, 0.003
+_FACTOR = "factor"  # name of the fitted parameter of a mistake that multiplies by one number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +89,59 @@ def withdraw_unequal(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosi
     values: dict[str, list[MistakeFinding]] = {}
     for diagnosis in diagnoses:
         for finding in diagnosis.named:
-            if finding.mistake in CATALOGUE and CATALOGUE[finding.mistake].is_constant:
+            if finding.mistake in CATALOGUE and _is_of_model(CATALOGUE[finding.mistake]):
                 values.setdefault(finding.mistake, []).append(finding)
     unequal = {name for name, findings in values.items() if _is_unequal(findings)}
     return tuple(_without(diagnosis, unequal, values) for diagnosis in diagnoses)
 
 
+def withdraw_rare(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosis, ...]:
+    """Take back a mistake that explains fewer layers than nothing explains at the same sites: it fits by chance."""
+    at_place: dict[object, list[LayerDiagnosis]] = {}
+    for diagnosis in diagnoses:
+        if not diagnosis.is_right:
+            at_place.setdefault(diagnosis.place, []).append(diagnosis)
+    changed: dict[int, LayerDiagnosis] = {}
+    for alike in at_place.values():
+        unexplained = [diagnosis.layer for diagnosis in alike if not diagnosis.named]
+        counts = Counter(name for one in alike for name in {finding.mistake for finding in one.named})
+        rare = {name for name, count in counts.items() if count < len(unexplained)}
+        for diagnosis in alike:
+            if rare & {finding.mistake for finding in diagnosis.named}:
+                changed[id(diagnosis)] = _without_rare(diagnosis, rare, unexplained)
+    return tuple(changed.get(id(diagnosis), diagnosis) for diagnosis in diagnoses)
+
+
+def _without_rare(diagnosis: LayerDiagnosis, rare: set[str], unexplained: Sequence[int]) -> LayerDiagnosis:
+    taken = tuple(finding for finding in diagnosis.named if finding.mistake in rare)
+    names = " and ".join(dict.fromkeys(finding.mistake for finding in taken))
+    note = (
+        f"{names} comes near here alone: at the same sites of {word_layers(unexplained)} it explains nothing"
+    )
+    return replace(
+        diagnosis,
+        named=tuple(finding for finding in diagnosis.named if finding.mistake not in rare),
+        nearest=(*taken, *diagnosis.nearest),
+        notes=(*diagnosis.notes, note),
+    )
+
+
+def _is_of_model(mistake: Mistake) -> bool:
+    """Decide whether the fitted parameter is one number of a model, the same in all layers."""
+    return mistake.is_constant or mistake.fitted == _FACTOR
+
+
 def _is_unequal(findings: Sequence[MistakeFinding]) -> bool:
     """Decide whether the fitted parameter of a mistake differs between layers by more than its uncertainty."""
     name = str(CATALOGUE[findings[0].mistake].fitted)
-    numbers = [(math.log(float(finding.parameters[name])), 1.0 / max(finding.z, 1.0)) for finding in findings]
-    (least, first), (most, second) = min(numbers), max(numbers)
-    return most - least > max(_SAME_VALUE, _MOST_ERRORS * (first + second))
+    numbers = sorted((math.log(float(finding.parameters[name])), max(finding.z, 1.0)) for finding in findings)
+    (least, first_z), (most, second_z) = numbers[0], numbers[-1]
+    if name == _FACTOR:
+        # The effect of a factor vanishes at 1: its error is a share of its distance from there.
+        errors, same = abs(least) / first_z + abs(most) / second_z, _SAME_FACTOR
+    else:
+        errors, same = 1.0 / first_z + 1.0 / second_z, _SAME_VALUE
+    return most - least > max(same, _MOST_ERRORS * errors)
 
 
 def _without(

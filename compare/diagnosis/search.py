@@ -305,8 +305,11 @@ def _find_leads(scores: Sequence[Score]) -> list[Score]:
 def _may_go_together(first: Hypothesis, second: Hypothesis) -> bool:
     """Decide whether two mistakes begin at different sites, and show beside each other.
 
-    A mistake that reads the right layer does not show another one on its side of the layer.
+    A mistake that reads the right layer does not show another one on its side of the layer. Two numbers that are both
+    fitted explain too much: a scale before a norm, and another epsilon in it, are one.
     """
+    if all(one.mistakes[0].fitted for one in (first, second)):
+        return False
     reads = any(mistake.reads_right_layer for mistake in (*first.mistakes, *second.mistakes))
     is_one_side = first.is_of_attention == second.is_of_attention
     return not first.sites & second.sites and not (reads and is_one_side)

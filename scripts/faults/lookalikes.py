@@ -149,7 +149,13 @@ def _norms() -> Iterator[Plant]:
             scaled(factor),
             *("attention_delta_scaled", "projection_scaled"),
         )
-    yield replace_site("attn_context × 1.1", Site.ATTN_CONTEXT, scaled(1.1), "attention_delta_scaled")
+    # Values that are all scaled give this context exactly.
+    yield replace_site(
+        "attn_context × 1.1",
+        Site.ATTN_CONTEXT,
+        scaled(1.1),
+        *("attention_delta_scaled", "projection_scaled"),
+    )
     yield replace_site("q_rope × 0.95", Site.Q_ROPE, scaled(0.95), *_SCORES)
     yield replace_site("k_rope × 1.05", Site.K_ROPE, scaled(1.05), *_SCORES)
     for over in (-1, 1, -8, -64):

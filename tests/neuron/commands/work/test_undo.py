@@ -91,7 +91,7 @@ def test_mistake_is_proved_at_its_stage(undo: Undo, port: str, mistake: str, rep
 
 def test_outputs_of_one_module_are_replaced_together(undo: Undo) -> None:
     # The logits come out of the module that chooses by them: what follows from them is not computed anew.
-    exit_code, proof = undo(f"{PLANTED}:QuantisedGate", "router_quantised,stored=int8 by tensor")
+    exit_code, proof = undo(f"{PLANTED}:QuantisedGate", "router_quantised,stored=fp8 by tensor")
     assert (exit_code, proof["outcome"], proof["way"]) == (0, "proved", "stage")
     replaced = [one["site"] for one in proof["sites"] if one["is_replaced"]]
     assert replaced == ["router_logits", "router_experts", "router_weights"]
