@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.diagnosis.fitting import step_factors
+from compare.diagnosis.fitting import is_single_factor, step_factors
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.naming import (
     CLEAR_RHO,
@@ -52,6 +52,8 @@ _MOST_LIKE_REST, _MOST_ON_ITS_TOKENS = 12, 12
 _LEAST_OF_HALF = 2.0
 # As many as a report shows.
 _MOST_NEAREST = 3
+# Distance from 1 of a factor that no code multiplies by: an epsilon, a rounding or a norm elsewhere acts like one.
+_NEAR_ONE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,12 +231,23 @@ class _Search:
 
     def _settle(self, scores: Sequence[Score], *, needs_proof: bool = False) -> bool:
         """Take the names, or the description, that explain the cause; return whether there are any."""
-        named, description = name_mistakes(scores), describe_port(scores)
+        named = tuple(score for score in name_mistakes(scores) if not self._is_mere_factor(score))
+        description = describe_port(scores)
         best = named[0] if named else description
         if best is None or (needs_proof and not is_proof(best)):
             return False
         self._named, self._description = named, description
         return True
+
+    def _is_mere_factor(self, score: Score) -> bool:
+        """Decide whether a factor near 1 was fitted to a site that the port does not show: much else looks like it."""
+        hypothesis = score.hypothesis
+        if not (is_single_factor(score) and hypothesis.is_fitted) or hypothesis.sites & set(
+            self._trial.yardsticks
+        ):
+            return False
+        factor = hypothesis.parameters[0][str(hypothesis.mistakes[0].fitted)]
+        return isinstance(factor, float) and abs(factor - 1.0) < _NEAR_ONE
 
     def _judge_faint(self) -> list[Score]:
         """Score mistakes that the noise may cover (see `Trial.judge_faint`); none if the error is far above it."""
