@@ -20,7 +20,7 @@ from minimax_tools.model.weight_names import EXPERT_GATE
 # Mean square of what a fit leaves, in units of noise, up to which it explains the port.
 _MOST_LEFT = 2.0
 # Relative distance of a factor from a whole number up to which it is that number; and in units of its uncertainty.
-_SAME_FACTOR, _SAME_BY_ERRORS = 0.004, 6.0
+_SAME_FACTOR, _SAME_BY_ERRORS = 0.01, 6.0
 _FEWEST_TOKENS = 4
 # Tokens of each chosen number on which all experts run, to find whose weights it stands for; and share of the cost of
 # the second best match that the best may have, to be sure.

@@ -26,6 +26,9 @@ _PROOF_LEFT, PROOF_RHO = 1.3, 10.0
 # ρ from which an error is clear, above the noise, and the least share of its ρ² - 1 that a mistake must take away.
 CLEAR_RHO = 1.5
 _CLEAR_SHARE = 0.9
+# Least share of the energy that it must take away where ρ is above FAINT_RHO: a mistake that makes noise itself grow may
+# leave little of it, and yet explain nothing.
+_LEAST_TAKEN = 0.8
 # ρ up to which the noise may cover a mistake. Such a mistake needs a high z, since some 300 hypotheses are tried on a
 # layer; its amplitude must be close to 1, and it must take away some of the error's energy.
 FAINT_RHO = 6.0
@@ -58,7 +61,8 @@ def is_explanation(score: Score) -> bool:
             and abs(score.amplitude - 1.0) <= _ROUNDING_AMPLITUDE_OFF
             and score.explains >= (_ROUNDING_SHARE if is_clear else _FAINT_SHARE)
         )
-    if not score.leaves <= most_left(score.unexplained) or not score.explains > 0.0:
+    least = _LEAST_TAKEN if score.unexplained > FAINT_RHO else 0.0
+    if not score.leaves <= most_left(score.unexplained) or not score.explains > least:
         return False
     if is_clear:
         # The square of ρ is 1 for noise alone, so what is above 1 is error.

@@ -53,7 +53,7 @@ _LEAST_OF_HALF = 2.0
 # As many as a report shows.
 _MOST_NEAREST = 3
 # Distance from 1 of a factor that no code multiplies by: an epsilon, a rounding or a norm elsewhere acts like one.
-_NEAR_ONE = 0.1
+_NEAR_ONE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

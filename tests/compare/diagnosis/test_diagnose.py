@@ -35,7 +35,7 @@ MORE_OF_THE_EXAMPLE_PORT = {
     "SlidingWindow": ("sliding_window", {"window": 24}),
     "QueryWithoutScale": ("projection_scaled", {"tensor": "q_proj", "factor": 64.0}),
     "NormMiscompiled": ("post_norm_slice_twice", {"parts": 3, "part": 1}),
-    "QuantisedGate": ("router_quantised", {"bits": 8, "scales": "tensor"}),
+    "QuantisedGate": ("router_quantised", {"stored": "fp8 by tensor"}),
     "NormPerHeadWeights": ("qk_norm_weight_averaged", {}),
     "FullRotary": ("rope_width", {"rotary_dim": 64}),
     "AttentionScale": ("attention_scale", {"factor": pytest.approx(0.9, rel=1e-3)}),
