@@ -102,8 +102,11 @@ def _experts() -> Iterator[Plant]:
         "leaky relu": lambda g, u: functional.leaky_relu(g, 0.1) * u,
         "gate × 1.1": lambda g, u: functional.silu(1.1 * g) * u,
     }
+    # It approximates GELU; and w1 scaled in every expert gives this gate exactly.
+    akin = {"quick gelu": ("gelu_activation",), "gate × 1.1": ("experts_scaled", "projection_scaled")}
     for name, function in activations.items():
-        yield replace_stages(f"activation: {name}", _MOE, activate=_activation(function))
+        names = akin.get(name, ())
+        yield replace_stages(f"activation: {name}", _MOE, *names, activate=_activation(function))
     yield replace_fused(
         "gate and up swapped in half of the experts",
         lambda s: _half_of_experts(s, _swapped),
