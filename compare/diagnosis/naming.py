@@ -26,8 +26,8 @@ _PROOF_LEFT, PROOF_RHO = 1.3, 10.0
 # ρ from which an error is clear, above the noise, and the least share of its ρ² - 1 that a mistake must take away.
 CLEAR_RHO = 1.5
 _CLEAR_SHARE = 0.9
-# Least share of the energy that it must take away where ρ is above FAINT_RHO: a mistake that makes noise itself grow may
-# leave little of it, and yet explain nothing.
+# Least share of the energy that it must take away where ρ is above FAINT_RHO: a mistake that makes noise itself grow
+# may leave little of it, and yet explain nothing.
 _LEAST_TAKEN = 0.8
 # ρ up to which the noise may cover a mistake. Such a mistake needs a high z, since some 300 hypotheses are tried on a
 # layer; its amplitude must be close to 1, and it must take away some of the error's energy.
