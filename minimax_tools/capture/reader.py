@@ -107,7 +107,7 @@ class Capture(CaptureSource):
 
     @property
     def has_floor(self) -> bool:
-        """True if the noise floor was measured: `full` keeps twins and statistics, `stats` statistics alone."""
+        """True if the noise floor was measured."""
         return self.description.noise_floor != "off"
 
     @property
@@ -284,7 +284,6 @@ class Capture(CaptureSource):
 
     @property
     def _has_last_logits(self) -> bool:
-        """True if the port's prefill returned logits of each prompt's last token alone."""
         return self._passes is not None and self._passes.logits is LogitsForm.LAST
 
     def read_entry(self, entry: Entry) -> torch.Tensor:
@@ -296,12 +295,10 @@ class Capture(CaptureSource):
         return self._put_back(tensor, has_heads_dim=site.has_heads_dim)
 
     def _put_back(self, tensor: torch.Tensor, *, has_heads_dim: bool = False) -> torch.Tensor:
-        """Put the last tokens of a capture that keeps no others into their places among all."""
         return self._kept.put_back(tensor, has_heads_dim=has_heads_dim) if self.keeps_last_tokens else tensor
 
     @cached_property
     def _kept(self) -> KeptTokens:
-        """The places of the last tokens, which every tensor needs."""
         return KeptTokens(self.read_inputs())
 
     def _read_floor(self, file: str, name: str, *, place: str) -> torch.Tensor | None:
