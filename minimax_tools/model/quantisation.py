@@ -72,14 +72,10 @@ def find_other_format(config: Mapping[str, Any]) -> ConfigFault | None:
     )
 
 
-def refuse_side_format(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint in whose folder a file names the format of its weights, and config.json names none.
-
-    Raises:
-        UnsupportedModelError: There is such a file.
-    """
+def find_side_format(folder: Path, config: Mapping[str, Any]) -> tuple[Path, str] | None:
+    """Find the file of a folder that names the format of its weights, and the format; None if config.json names one."""
     if any(config.get(key) for key in (_KEY, *_OTHER_KEYS)):
-        return
+        return None
     for path in sorted(folder.glob("*.json")):
         if _SIDE_FILE.fullmatch(path.name) and not path.name.endswith(".index.json"):
             stored = _read_side_file(path)
@@ -87,14 +83,26 @@ def refuse_side_format(folder: Path, config: Mapping[str, Any]) -> None:
             # ModelOpt writes null if the cache of keys and values alone is quantised.
             if isinstance(inner, Mapping) and inner.get("quant_algo", "") is None:
                 continue
-            raise UnsupportedModelError(
-                f"{path} names the format of the weights, which config.json does not",
-                expected=_EXPECTED,
-                found=f"{_SIDE_TOOLS.get(path.name, 'quantised weights')}"
-                f"{_describe(stored, _SIDE_DETAILS)}{_describe(inner, _SIDE_DETAILS)}",
-                next_step=f"{_NEXT_STEP} If the shards hold such weights all the same, as a dequantised copy does, "
-                "remove the file from a copy.",
-            )
+            tool = _SIDE_TOOLS.get(path.name, "quantised weights")
+            return path, f"{tool}{_describe(stored, _SIDE_DETAILS)}{_describe(inner, _SIDE_DETAILS)}"
+    return None
+
+
+def refuse_side_format(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint in whose folder a file names the format of its weights, and config.json names none.
+
+    Raises:
+        UnsupportedModelError: There is such a file.
+    """
+    found = find_side_format(folder, config)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"{found[0]} names the format of the weights, which config.json does not",
+            expected=_EXPECTED,
+            found=found[1],
+            next_step=f"{_NEXT_STEP} If the shards hold such weights all the same, as a dequantised copy does, "
+            "remove the file from a copy.",
+        )
 
 
 def _read_side_file(path: Path) -> Mapping[str, Any]:

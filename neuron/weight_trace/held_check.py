@@ -89,12 +89,8 @@ def check_part(module: nn.Module, tensors: NotedTensors, *, sent: PortLines, poo
 
 def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
     """Return what all ranks hold together."""
-    packed = np.bitwise_or.reduce([part.held for part in parts])
-    is_held = np.unpackbits(packed, count=table.size).astype(np.bool_)
-    shares: dict[str, dict[str, float]] = {}  # share of each tensor that is held, by kind
-    for name in table.matrices:
-        shares.setdefault(kind_of(name), {})[name] = _share_held(name, is_held, table)
-    compared = [kind for kind, of_kind in shares.items() if min(of_kind.values()) == 1]
+    shares = _shares_held(np.bitwise_or.reduce([part.held for part in parts]), table)
+    compared = _whole_kinds(shares)
     others = [kind for kind, of_kind in shares.items() if sum(of_kind.values()) < _MOST * len(of_kind)]
     partial = {kind: of_kind for kind, of_kind in shares.items() if kind not in (*compared, *others)}
     deviations = dict.fromkeys(deviation for part in parts for deviation in part.deviations)
@@ -107,7 +103,8 @@ def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
     ]
     num_experts = len(next(iter(table.of_experts[Direction.ROWS].values())))
     return HeldWeights(
-        is_divided=_is_divided(parts, compared, table),
+        # With one rank there is nothing to divide.
+        is_divided=len(parts) > 1 and _is_divided(parts, compared, table),
         compared=tuple(compared),
         not_compared=tuple(others),
         reason=_word_reason({code for part in parts for code in part.codes}) if others else "",
@@ -121,12 +118,22 @@ def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
 
 def _is_divided(parts: Sequence[HeldPart], kinds: Sequence[str], table: LineTable) -> bool:
     """Decide whether no rank holds the whole of some kind that all hold together."""
-    whole: set[str] = set()
-    for part in parts:
-        is_held = np.unpackbits(part.held, count=table.size).astype(np.bool_)
-        partial = {kind_of(name) for name in table.matrices if _share_held(name, is_held, table) < 1}
-        whole |= set(kinds) - partial
+    whole = {kind for part in parts for kind in _whole_kinds(_shares_held(part.held, table))}
     return not whole.issuperset(kinds)
+
+
+def _shares_held(packed: Bits, table: LineTable) -> dict[str, dict[str, float]]:
+    """Return the share of each tensor that is held, by kind."""
+    is_held = np.unpackbits(packed, count=table.size).astype(np.bool_)
+    shares: dict[str, dict[str, float]] = {}
+    for name in table.matrices:
+        shares.setdefault(kind_of(name), {})[name] = _share_held(name, is_held, table)
+    return shares
+
+
+def _whole_kinds(shares: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the kinds of which every tensor is held."""
+    return [kind for kind, of_kind in shares.items() if min(of_kind.values()) == 1]
 
 
 def _line_reader(tensors: LayerTensors, table: LineTable) -> ReadLines:

@@ -9,10 +9,9 @@ from pathlib import Path
 from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.command_line.console import print_json, print_text
 from minimax_tools.commands.work.plan_text import describe_plan, plan_values
-from minimax_tools.errors import UnsupportedModelError
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub
 from minimax_tools.model.family import MODEL_TYPE
-from minimax_tools.model.quantisation import find_other_format, refuse_side_format
+from minimax_tools.model.quantisation import find_other_format, find_side_format
 from minimax_tools.model.rope import warn_of_rotary_width
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.cost_measurement import measure_costs
@@ -73,19 +72,18 @@ def divide_model(
 
 def _warn_of_other_format(source: SliceSource) -> None:
     """Log what a plan of weights in a format that mm2 does not read is worth."""
-    try:
-        refuse_side_format(source.folder, source.config)
-    except UnsupportedModelError as error:
-        found = error.found
+    named, beside = find_other_format(source.config), find_side_format(source.folder, source.config)
+    if named is not None:
+        found = named.found
+    elif beside is not None:
+        found = beside[1]
     else:
-        fault = find_other_format(source.config)
-        found = "" if fault is None else fault.found
-    if found:
-        logger.warning(
-            "The weights are in a format that mm2 does not read: %s. The files are divided as they are; parameters and "
-            "sizes are those of the packed tensors, and mm2-gpu refuses the checkpoint.",
-            found,
-        )
+        return
+    logger.warning(
+        "The weights are in a format that mm2 does not read: %s. The files are divided as they are; parameters and "
+        "sizes are those of the packed tensors, and mm2-gpu refuses the checkpoint.",
+        found,
+    )
 
 
 def _get_slices(plan_file: Path, plan: PartitionPlan, *, is_here: bool) -> tuple[str, ...]:

@@ -55,16 +55,16 @@ def run_prompts(options: PromptOptions) -> None:
     """Run the prompts, rank them, follow the worst, and end with the verdict's exit code."""
     spec = ModelSpec.from_folder(resolve_config(options.model))
     folder = resolve_model(options.model)
-    prompts = _read_prompts(options, folder, spec)
+    _refuse_contradictions(options)
+    golden = None if options.golden is None else Capture.open(options.golden).of_whole_ports()
+    prompts = _read_prompts(options, golden, folder, spec)
     directory = options.store.directory(DEVICE_SIDE, "prompts")
     with output_set_aside(), CheckpointReader(folder) as reader:
         goldens = GoldenRows(
             store=LogitsStore.open(_logits_folder(options), reader=reader, spec=spec),
             reader=reader,
             spec=spec,
-            captured={}
-            if options.golden is None
-            else captured_logits(Capture.open(options.golden).of_whole_ports()),
+            captured={} if golden is None else captured_logits(golden),
         )
         run = PromptRun(
             prompts=tuple(prompts),
@@ -80,11 +80,13 @@ def run_prompts(options: PromptOptions) -> None:
         else:
             with open_runtime(options.backend, ranks=options.ranks) as runtime:
                 num_known = goldens.make([prompt.row for prompt in prompts])
+                if golden is not None:
+                    run = trust_golden(golden, run, model=options.model)
                 ranking = _run_port(options, run, folder, directory, runtime, reader, num_known=num_known)
     if ranking is None:
         _print_golden(options, goldens.store, len(prompts), num_known)
         end_command(0)
-    notes = () if options.golden is None else Capture.open(options.golden).row_notes
+    notes = () if golden is None else golden.row_notes
     untested = untested_by_prompts(
         longest=max(len(prompt.row) for prompt in prompts),
         num_decoded=sum(result.decode is not None for result in ranking.results),
@@ -107,8 +109,6 @@ def _run_port(
 ) -> PromptRanking:
     """Run the port on the prompts that are not on record, rank all, and run the worst alone."""
     assert options.target is not None, "a run has a port"
-    if options.golden is not None:
-        run = trust_golden(Capture.open(options.golden).of_whole_ports(), run, model=options.model)
     target = find_model_target(options.target)
     setup = ModelSetup(
         target=target,
@@ -129,7 +129,7 @@ def _run_port(
             target=target.name,
             target_digest=target.source_digest,
             options={
-                "padding_side": options.padding_side or "right",
+                "padding_side": run.padding_side,
                 "pad_to": list(options.pad_to),
                 **target.sharing(runtime),
             },
@@ -152,8 +152,8 @@ def _run_port(
     return ranking
 
 
-def _read_prompts(options: PromptOptions, folder: Path, spec: ModelSpec) -> list[AnsweredPrompt]:
-    """Read the prompts that the options name, cut to their limits."""
+def _refuse_contradictions(options: PromptOptions) -> None:
+    """Raise UsageError if the options name no source of prompts, several, or what belongs to another one."""
     has_text = bool(options.prompts) or options.prompts_file is not None
     if sum((has_text, options.samples is not None, options.golden is not None)) != 1:
         raise UsageError(
@@ -167,8 +167,14 @@ def _read_prompts(options: PromptOptions, folder: Path, spec: ModelSpec) -> list
             "--continuation belongs to --prompt",
             next_step="Give a samples file for many prompts with answers.",
         )
-    if options.golden is not None:
-        inputs = Capture.open(options.golden).of_whole_ports().read_inputs()
+
+
+def _read_prompts(
+    options: PromptOptions, golden: Capture | None, folder: Path, spec: ModelSpec
+) -> list[AnsweredPrompt]:
+    """Read the prompts that the options name, cut to their limits."""
+    if golden is not None:
+        inputs = golden.read_inputs()
         num_decoded = min(_GOLDEN_DECODED, *(length - 1 for length in inputs.lengths))
         if options.num_decoded is not None:
             num_decoded = options.num_decoded
@@ -244,7 +250,7 @@ def _print_and_follow(
             directory=directory / run.prompts[worst].name.replace(" ", "_").replace(",", ""),
             model=options.model,
             port_options=_port_options(options),
-            padding_side=options.padding_side or "right",
+            padding_side=run.padding_side,
             buckets=options.pad_to,
             golden=options.golden,
         )
