@@ -85,14 +85,13 @@ class LayerInputs:
 
         `within` maps a call's numbers of rows and of tokens in each to a token of the call for each of its tokens.
         """
-        num_rows, length = self.attention_mask.shape
-        sources = torch.full((num_rows, length), -1)
+        length = self.attention_mask.shape[1]
+        sources = torch.full((self.attention_mask.numel(),), -1)
         # The last call of a row counts.
-        for call in self.calls or (tuple(range(num_rows)),):
-            rows, local = torch.tensor(call), within(len(call), length)
-            found = rows[local.div(length, rounding_mode="floor")] * length + local % length
-            sources[rows] = torch.where(local < 0, -1, found).view(len(call), length)
-        return sources.flatten()
+        for tokens in self.tokens_by_call:
+            local = within(len(tokens) // length, length)
+            sources[tokens] = torch.where(local < 0, -1, tokens[local])
+        return sources
 
     @property
     def tokens_by_call(self) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,6 +16,7 @@ from compare.diagnosis.expert_pass import ExpertJob, Recipe, read_matrix, run_ex
 from compare.diagnosis.layer_weights import Allocate, LayerWeights
 from compare.diagnosis.yardstick import Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import word_ranges
 from minimax_tools.model.weight_names import EXPERT_GATE
 
 # Mean square of what a fit leaves, in units of noise, up to which it explains the port.
@@ -46,6 +48,11 @@ class ExpertFactors:
     def seen(self) -> torch.Tensor:
         """Experts that some token chose, bool [E]."""
         return self.factors.isfinite()
+
+    @property
+    def differ(self) -> bool:
+        """True if they leave noise alone, and are not all the same."""
+        return self.explains and not self.are_alike
 
     @property
     def are_alike(self) -> bool:
@@ -87,7 +94,7 @@ class ExpertFactors:
         return tuple(self.is_near(value).nonzero().flatten().tolist())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertClues:
     """The port's sum over experts at the settled tokens, and what the right experts add to it."""
 
@@ -108,6 +115,7 @@ class ExpertClues:
             deviation=yardstick.variance[indices].sqrt(),
         )
 
+    @cached_property
     def factors(self) -> ExpertFactors:
         """Fit a factor on what each expert adds."""
         outputs = self.base[ExpertValue.EXPERT_OUTPUTS]
@@ -136,6 +144,7 @@ class ExpertClues:
             return ()
         return tuple(is_wrong.nonzero().flatten().tolist())
 
+    @cached_property
     def renumbering(self) -> Mapping[int, int]:
         """Return whose weights each number computes with, as far as that is sure; {} if none computes with another's.
 
@@ -230,13 +239,7 @@ def scaled_gate(factors: torch.Tensor) -> Recipe:
 
 def word_experts(experts: Sequence[int]) -> str:
     """Word numbers of experts, as `0-2 16`."""
-    parts: list[list[int]] = []
-    for expert in sorted(experts):
-        if parts and expert == parts[-1][-1] + 1:
-            parts[-1].append(expert)
-        else:
-            parts.append([expert])
-    return " ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    return " ".join(word_ranges(sorted(experts)))
 
 
 def parse_experts(text: str) -> tuple[int, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from compare.blame.blame import join_causes
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
-from compare.diagnosis.mistake import Mistake, is_list
+from compare.diagnosis.mistake import is_list
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame
 
@@ -89,10 +90,12 @@ def withdraw_unequal(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosi
     values: dict[str, list[MistakeFinding]] = {}
     for diagnosis in diagnoses:
         for finding in diagnosis.named:
-            if finding.mistake in CATALOGUE and _is_of_model(CATALOGUE[finding.mistake]):
+            mistake = CATALOGUE.get(finding.mistake)
+            # A factor, too, is one number of the model.
+            if mistake is not None and (mistake.is_constant or mistake.is_factor):
                 values.setdefault(finding.mistake, []).append(finding)
     unequal = {name for name, findings in values.items() if _is_unequal(findings)}
-    return tuple(_without(diagnosis, unequal, values) for diagnosis in diagnoses)
+    return tuple(_withdrawn(diagnosis, unequal, partial(_word_unequal, values)) for diagnosis in diagnoses)
 
 
 def withdraw_rare(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosis, ...]:
@@ -107,28 +110,8 @@ def withdraw_rare(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosis, 
         counts = Counter(name for one in alike for name in {finding.mistake for finding in one.named})
         rare = {name for name, count in counts.items() if count < len(unexplained)}
         for diagnosis in alike:
-            if rare & {finding.mistake for finding in diagnosis.named}:
-                changed[id(diagnosis)] = _without_rare(diagnosis, rare, unexplained)
+            changed[id(diagnosis)] = _withdrawn(diagnosis, rare, partial(_word_rare, unexplained))
     return tuple(changed.get(id(diagnosis), diagnosis) for diagnosis in diagnoses)
-
-
-def _without_rare(diagnosis: LayerDiagnosis, rare: set[str], unexplained: Sequence[int]) -> LayerDiagnosis:
-    taken = tuple(finding for finding in diagnosis.named if finding.mistake in rare)
-    names = " and ".join(dict.fromkeys(finding.mistake for finding in taken))
-    note = (
-        f"{names} comes near here alone: at the same sites of {word_layers(unexplained)} it explains nothing"
-    )
-    return replace(
-        diagnosis,
-        named=tuple(finding for finding in diagnosis.named if finding.mistake not in rare),
-        nearest=(*taken, *diagnosis.nearest),
-        notes=(*diagnosis.notes, note),
-    )
-
-
-def _is_of_model(mistake: Mistake) -> bool:
-    """Decide whether the fitted parameter is one number of a model, the same in all layers."""
-    return mistake.is_constant or mistake.fitted == _FACTOR
 
 
 def _is_unequal(findings: Sequence[MistakeFinding]) -> bool:
@@ -144,21 +127,32 @@ def _is_unequal(findings: Sequence[MistakeFinding]) -> bool:
     return most - least > max(same, _MOST_ERRORS * errors)
 
 
-def _without(
-    diagnosis: LayerDiagnosis, names: set[str], values: Mapping[str, Sequence[MistakeFinding]]
+def _withdrawn(
+    diagnosis: LayerDiagnosis, names: set[str], word: Callable[[Sequence[MistakeFinding]], str]
 ) -> LayerDiagnosis:
-    taken = [finding for finding in diagnosis.named if finding.mistake in names]
+    """Return a diagnosis with the mistakes of these names among the nearest, and a note why; itself if it has none."""
+    taken = tuple(finding for finding in diagnosis.named if finding.mistake in names)
     if not taken:
         return diagnosis
-    name = taken[0].mistake
-    parameter = str(CATALOGUE[name].fitted)
-    numbers = sorted(float(finding.parameters[parameter]) for finding in values[name])
-    note = f"{name} comes near, but would need another {parameter} in each layer: {numbers[0]:.4g} to {numbers[-1]:.4g}"
     return replace(
         diagnosis,
         named=tuple(finding for finding in diagnosis.named if finding.mistake not in names),
         nearest=(*taken, *diagnosis.nearest),
-        notes=(*diagnosis.notes, note),
+        notes=(*diagnosis.notes, word(taken)),
+    )
+
+
+def _word_unequal(values: Mapping[str, Sequence[MistakeFinding]], taken: Sequence[MistakeFinding]) -> str:
+    name = taken[0].mistake
+    parameter = str(CATALOGUE[name].fitted)
+    numbers = sorted(float(finding.parameters[parameter]) for finding in values[name])
+    return f"{name} comes near, but would need another {parameter} in each layer: {numbers[0]:.4g} to {numbers[-1]:.4g}"
+
+
+def _word_rare(unexplained: Sequence[int], taken: Sequence[MistakeFinding]) -> str:
+    names = " and ".join(dict.fromkeys(finding.mistake for finding in taken))
+    return (
+        f"{names} comes near here alone: at the same sites of {word_layers(unexplained)} it explains nothing"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from compare.comparer import JudgedRun
 from compare.diagnosis.catalogue.descriptions import DESCRIPTIONS
@@ -32,7 +33,7 @@ class ExplainedCause:
     hopeless: frozenset[str]  # names of mistakes that do not resemble the error in any way
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerSearch:
     """Searches the mistakes of one layer."""
 
@@ -101,16 +102,18 @@ class LayerSearch:
 
     def _widened(self, suspects: frozenset[Site]) -> frozenset[Site]:
         """Add the sites behind suspects of which none can be judged, such as one of another shape."""
-        shown = comparable_sites(self.golden, self.run.sides.target, self.layer)
-        return suspects if suspects & shown else suspects | sites_behind(suspects)
+        return suspects if suspects & self._shown else suspects | sites_behind(suspects)
+
+    @cached_property
+    def _shown(self) -> frozenset[Site]:
+        return comparable_sites(self.golden, self.run.sides.target, self.layer)
 
     def _own_sites(self, suspects: frozenset[Site]) -> frozenset[Site]:
         """Return the sites before a cause, if another one lies there: the port computed with what these hold."""
         blamed = {Site(blame.sites[-1]) for blame in self.blame}
         if not sites_behind(blamed - suspects) & suspects:
             return frozenset()
-        shown = comparable_sites(self.golden, self.run.sides.target, self.layer)
-        return shown - suspects - sites_behind(suspects)
+        return self._shown - suspects - sites_behind(suspects)
 
     def _diagnosis(self, cause: Cause, case: LayerCase, outcome: SearchOutcome) -> LayerDiagnosis:
         spec, named = case.inputs.spec, outcome.named

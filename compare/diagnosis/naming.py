@@ -95,7 +95,18 @@ def name_mistakes(scores: Sequence[Score]) -> tuple[Score, ...]:
     A factor on a site, which is no known mistake, is no name; nor is a mistake with a number of its own where such a
     factor explains the port as well.
     """
+    return _names(_resembling(scores))
+
+
+def describe_port(scores: Sequence[Score]) -> Score | None:
+    """Return the factor on a site that explains the port where no known mistake does; None without one."""
     resembling = _resembling(scores)
+    if _names(resembling):
+        return None
+    return next((score for score in resembling if not score.hypothesis.is_named), None)
+
+
+def _names(resembling: list[Score]) -> tuple[Score, ...]:
     if any(not score.hypothesis.is_named for score in resembling):
         resembling = [
             score for score in resembling if score.hypothesis.is_factor or not score.hypothesis.has_number
@@ -104,13 +115,6 @@ def name_mistakes(scores: Sequence[Score]) -> tuple[Score, ...]:
     # A number for each expert or token is no better than one for all.
     simple = [score for score in named if not _has_list(score)]
     return tuple(simple or named)
-
-
-def describe_port(scores: Sequence[Score]) -> Score | None:
-    """Return the factor on a site that explains the port where no known mistake does; None without one."""
-    if name_mistakes(scores):
-        return None
-    return next((score for score in _resembling(scores) if not score.hypothesis.is_named), None)
 
 
 def _resembling(scores: Sequence[Score]) -> list[Score]:

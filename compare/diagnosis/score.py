@@ -43,7 +43,7 @@ class Score:
     energies: torch.Tensor = (
         _NONE  # squared norm of the predicted error in units of noise, by token: float64 [T]
     )
-    # The predicted error itself on the tokens that count, all sites in one: bfloat16 [n].
+    # The predicted error itself on the tokens that count, all sites in one: bfloat16 [n]; empty unless asked for.
     predicted: torch.Tensor = _NONE
 
     @property
@@ -94,8 +94,12 @@ def score_predictions(
     yardsticks: Mapping[Site, Yardstick],
     judged: torch.Tensor,
     is_decode_only: bool,
+    keeps_predicted: bool = False,
 ) -> Score:
-    """Score the predictions of a hypothesis by the port's values; `judged`, bool [T], are the tokens that count."""
+    """Score the predictions of a hypothesis by the port's values; `judged`, bool [T], are the tokens that count.
+
+    With `keeps_predicted` the score holds the predicted error itself.
+    """
     # Mean squares of the port's error in units of noise, at each site: against the hypothesis, and against the right
     # layer with its own noise and with the hypothesis's.
     left, without, without_widened = [], [], []
@@ -109,7 +113,9 @@ def score_predictions(
         without.append(trimmed_mean(yardstick.misfit(yardstick.exact, yardstick.variance)[judged]))
         without_widened.append(trimmed_mean(yardstick.misfit(yardstick.exact, variance)[judged]))
         projection = yardstick.project(prediction, variance)
-        predicted.append(((prediction - yardstick.exact) / variance.sqrt() * judged[:, None]).bfloat16())
+        if keeps_predicted:
+            error = (prediction - yardstick.exact) / variance.sqrt() * judged[:, None]
+            predicted.append(error.bfloat16().flatten())
         product = product + projection.product
         predicted_energy = predicted_energy + projection.predicted_energy
         error_energy = error_energy + projection.error_energy
@@ -128,7 +134,7 @@ def score_predictions(
         likeness=_likeness(product[judged], predicted_energy[judged], error_energy[judged]),
         misfits=torch.where(judged, torch.stack(misfits).mean(0), torch.nan),
         energies=torch.where(judged, predicted_energy, 0.0),
-        predicted=torch.cat([rows.flatten() for rows in predicted]),
+        predicted=torch.cat(predicted) if predicted else _NONE,
     )
 
 

@@ -219,7 +219,7 @@ class _Search:
         """Try the hypotheses of a turn; return whether one explains the cause."""
         self._num_tried += len(turn.hypotheses)
         logger.info("Trying %d hypotheses on %d tokens.", len(turn.hypotheses), len(self._first.base.tokens))
-        scores = self._first.judge(turn.hypotheses)
+        scores = self._first.judge(turn.hypotheses, keeps_predicted=True)
         proved = judge_proved(self._trial, self._first, scores) if self._is_provable else []
         if proved and self._settle([*proved, *self._finals], needs_proof=True):
             return True

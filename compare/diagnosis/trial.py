@@ -64,8 +64,11 @@ class Trial:
             is_usable=self.is_usable[indices],
         )
 
-    def judge(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-        """Score hypotheses; if tokens were decoded, each is also scored as a mistake of these tokens alone."""
+    def judge(self, hypotheses: Sequence[Hypothesis], *, keeps_predicted: bool = False) -> list[Score]:
+        """Score hypotheses; if tokens were decoded, each is also scored as a mistake of these tokens alone.
+
+        With `keeps_predicted` the scores of all tokens hold the predicted errors.
+        """
         scores = []
         settled = self.settled
         for hypothesis, evaluation in self.evaluate(hypotheses):
@@ -74,7 +77,9 @@ class Trial:
                 for site in self.yardsticks
             }
             judged = settled & self._settled(evaluation)
-            scores += self._score_all_and_decoded(hypothesis, predictions, judged, judged_if_right=settled)
+            scores += self._score_all_and_decoded(
+                hypothesis, predictions, judged, judged_if_right=settled, keeps_predicted=keeps_predicted
+            )
         return scores
 
     def judge_faint(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
@@ -110,24 +115,25 @@ class Trial:
         Such sites cost next to nothing, and a hypothesis that replaces the whole layer a pass over other experts.
         """
         begins = hypothesis.sites
-        if len(begins) < 2:
+        if len(begins) < 2 or not bool(self.is_usable.any()):
             return False
-        shown = {
-            **self.controls,
-            **{site: self.yardsticks[site] for site in self.yardsticks if has_all_tokens(site)},
-        }
-        evaluation = self.base.changed(hypothesis.change)
-        return any(self._is_refuted(evaluation, site, shown[site]) for site in shown if site in begins)
+        evaluation, shown = self.base.changed(hypothesis.change), {**self.controls, **self.yardsticks}
+        return any(
+            trimmed_mean(shown[site].misfit(evaluation.rows(site), shown[site].variance)[self.is_usable])
+            > limit
+            for site, limit in self._most_misfit.items()
+            if site in begins
+        )
 
-    def _is_refuted(self, evaluation: Evaluation, site: Site, yardstick: Yardstick) -> bool:
-        if not bool(self.is_usable.any()):
-            return False
-        misfit = trimmed_mean(yardstick.misfit(evaluation.rows(site), yardstick.variance)[self.is_usable])
-        if site in self.yardsticks:
-            return misfit > MOST_LEFT**2
-        # A site that is right must not be wrong under the hypothesis.
-        right = trimmed_mean(yardstick.misfit(yardstick.exact, yardstick.variance)[self.is_usable])
-        return misfit > _MOST_WORSE * max(right, 1.0)
+    @cached_property
+    def _most_misfit(self) -> Mapping[Site, float]:
+        """The mean square error of each shown site beyond which it refutes a hypothesis that begins there."""
+        limits = {site: MOST_LEFT**2 for site in self.yardsticks if has_all_tokens(site)}
+        for site, shown in self.controls.items():
+            # A site that is right must not be wrong under the hypothesis.
+            right = trimmed_mean(shown.misfit(shown.exact, shown.variance)[self.is_usable])
+            limits[site] = _MOST_WORSE * max(right, 1.0)
+        return limits
 
     def null(self) -> Score:
         """Score the null hypothesis: the layer without a mistake."""
@@ -203,6 +209,7 @@ class Trial:
         judged: torch.Tensor,
         *,
         judged_if_right: torch.Tensor,
+        keeps_predicted: bool = False,
     ) -> list[Score]:
         """Score a mistake of all tokens, and the same of decoded tokens alone.
 
@@ -210,7 +217,12 @@ class Trial:
         """
         scores = [
             score_predictions(
-                hypothesis, predictions, yardsticks=self.yardsticks, judged=judged, is_decode_only=False
+                hypothesis,
+                predictions,
+                yardsticks=self.yardsticks,
+                judged=judged,
+                is_decode_only=False,
+                keeps_predicted=keeps_predicted,
             )
         ]
         if bool(self.is_decoded.any()):

@@ -12,4 +12,5 @@
 - `proven_floor`: checks that a golden agrees with its own floor
 - `port_input`: a layer's golden on the port's own input
 - `port_head`: the head's golden on the port's own last output
+- `exchanged_tokens`: the ways in which a pass may take tokens for others
 """

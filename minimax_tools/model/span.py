@@ -92,11 +92,12 @@ def word_layers(layers: Iterable[int | None]) -> str:
     numbers = sorted(layer for layer in wanted if layer is not None)
     words = []
     if numbers:
-        words.append(("layer " if len(numbers) == 1 else "layers ") + ", ".join(_ranges(numbers)))
+        words.append(("layer " if len(numbers) == 1 else "layers ") + ", ".join(word_ranges(numbers)))
     return " and ".join([*words, *(["model"] if None in wanted else [])])
 
 
-def _ranges(numbers: Sequence[int]) -> list[str]:
+def word_ranges(numbers: Sequence[int]) -> list[str]:
+    """Return different numbers, ascending, as ranges, such as `0-3` and `5`."""
     starts = [number for number in numbers if number - 1 not in numbers]
     stops = [number for number in numbers if number + 1 not in numbers]
     pairs = zip(starts, stops, strict=True)

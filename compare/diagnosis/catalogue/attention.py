@@ -163,7 +163,6 @@ ATTENTION_MISTAKES = (
         candidates=each("factor", _scales),
         is_factor=True,
         fitted="factor",
-        is_constant=True,
     ),
     Mistake(
         name="causal_mask_missing",

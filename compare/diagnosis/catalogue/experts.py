@@ -82,14 +82,16 @@ def _cut_as_halves(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> tor
     return functional.silu(first) * second
 
 
-def _width_of_one_rank(tp_degree: int, rank: int) -> Change:
+def width_of_rank(degree: int, rank: int) -> Mix:
+    """Return how a rank mixes gate and up [T,F]: within its share of the width, zeros elsewhere."""
+
     def mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        part = share(gate.shape[-1], tp_degree, rank)
+        part = share(gate.shape[-1], degree, rank)
         mixed = torch.zeros_like(gate)
         mixed[:, part] = swiglu(gate[:, part], up[:, part])
         return mixed
 
-    return _mix_with(mix)
+    return mix
 
 
 def _renumber(renumber: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
@@ -126,7 +128,8 @@ def _sum_only(keeps: Callable[[Evaluation], torch.Tensor]) -> Change:
     return replace_stage(Site.MOE_DELTA, stage)
 
 
-def _is_on_rank(layer: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
+def is_on_rank(layer: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
+    """Decide of each chosen expert whether a rank holds it, bool [T,k]."""
     part = share(layer.spec.num_local_experts, ep_degree, rank)
     experts = layer[Site.ROUTER_EXPERTS]
     return experts.ge(part.start) & experts.lt(part.stop)
@@ -274,7 +277,7 @@ EXPERT_MISTAKES = (
         name="experts_local_only",
         what="Only one rank's experts contribute.",
         look_at="the all-reduce behind the experts, and global expert numbers on local lists",
-        build=lambda ep_degree, rank: _sum_only(lambda layer: _is_on_rank(layer, ep_degree, rank)),
+        build=lambda ep_degree, rank: _sum_only(lambda layer: is_on_rank(layer, ep_degree, rank)),
         candidates=rank_of("ep_degree", "num_local_experts"),
         sources=("vllm-gaudi#1796", "flashinfer#3547", "vllm-ascend#1856"),
     ),
@@ -282,7 +285,7 @@ EXPERT_MISTAKES = (
         name="experts_rank_missing",
         what="One rank's experts contribute nothing.",
         look_at="the combination over the ranks of expert parallelism",
-        build=lambda ep_degree, rank: _sum_only(lambda layer: ~_is_on_rank(layer, ep_degree, rank)),
+        build=lambda ep_degree, rank: _sum_only(lambda layer: ~is_on_rank(layer, ep_degree, rank)),
         candidates=rank_of("ep_degree", "num_local_experts"),
         sources=("vllm#52639",),
     ),
@@ -338,7 +341,7 @@ EXPERT_MISTAKES = (
         name="experts_width_partial",
         what="Only one rank's slice of the experts' width contributes.",
         look_at="the all-reduce behind the down projection",
-        build=_width_of_one_rank,
+        build=lambda tp_degree, rank: _mix_with(width_of_rank(tp_degree, rank)),
         candidates=rank_of("tp_degree", "intermediate_size"),
     ),
     Mistake(

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from compare.diagnosis.catalogue import repairs
@@ -27,19 +25,17 @@ def _numbers(text: str) -> list[float]:
     return [float(number) for number in text.split()]
 
 
-def _add_times(times: torch.Tensor) -> Change:
+def _sum_times(layer: Evaluation, times: torch.Tensor) -> torch.Tensor:
     """Add each expert's output so many times, [E]."""
-
-    def stage(layer: Evaluation) -> torch.Tensor:
-        shares = layer[Site.ROUTER_WEIGHTS] * times[layer[Site.ROUTER_EXPERTS]]
-        return (layer[ExpertValue.EXPERT_OUTPUTS] * shares[..., None]).sum(1)
-
-    return replace_stage(Site.MOE_DELTA, stage)
+    shares = layer[Site.ROUTER_WEIGHTS] * times[layer[Site.ROUTER_EXPERTS]]
+    return (layer[ExpertValue.EXPERT_OUTPUTS] * shares[..., None]).sum(1)
 
 
 def _scale(matrix: str, factors: str) -> Change:
     numbers = torch.tensor(_numbers(factors))
-    return Change(recipe=scaled_gate(numbers)) if matrix == _GATE else _add_times(numbers)
+    if matrix == _GATE:
+        return Change(recipe=scaled_gate(numbers))
+    return replace_stage(Site.MOE_DELTA, lambda layer: _sum_times(layer, numbers))
 
 
 def _count(times: int, experts: str) -> Change:
@@ -48,7 +44,7 @@ def _count(times: int, experts: str) -> Change:
     def stage(layer: Evaluation) -> torch.Tensor:
         counts = torch.ones(layer.spec.num_local_experts)
         counts[list(parse_experts(experts))] = times
-        return _add_times(counts).stages[Site.MOE_DELTA](layer)
+        return _sum_times(layer, counts)
 
     return replace_stage(Site.MOE_DELTA, stage)
 
@@ -61,10 +57,8 @@ def _renumber(order: str) -> Change:
 
 def _find_factors(clues: Clues) -> ExpertFactors | None:
     """Return the factors on the experts' outputs, if they explain the port and are not all the same."""
-    factors = None if clues.experts is None else clues.experts.factors()
-    if factors is None or not factors.explains or factors.are_alike:
-        return None
-    return factors
+    factors = None if clues.experts is None else clues.experts.factors
+    return factors if factors is not None and factors.differ else None
 
 
 def _find_scales(clues: Clues) -> tuple[Parameters, ...]:
@@ -76,7 +70,7 @@ def _find_scales(clues: Clues) -> tuple[Parameters, ...]:
 
 def _find_gate_scales(clues: Clues) -> tuple[Parameters, ...]:
     factors = None if clues.experts is None else clues.experts.gate_factors()
-    if factors is None or not factors.explains or factors.are_alike:
+    if factors is None or not factors.differ:
         return ()
     return ({"matrix": _GATE, "factors": factors.text},)
 
@@ -103,7 +97,7 @@ def _find_repeated(clues: Clues) -> tuple[Parameters, ...]:
 
 
 def _find_orders(clues: Clues, *, is_permutation: bool) -> tuple[Parameters, ...]:
-    found = {} if clues.experts is None else clues.experts.renumbering()
+    found = {} if clues.experts is None else clues.experts.renumbering
     if not found or (len(set(found.values())) == len(found)) is not is_permutation:
         return ()
     numbers = range(clues.base.spec.num_local_experts)
@@ -130,8 +124,8 @@ def _tell_order(_: ModelSpec, parameters: Parameters) -> str:
     return f"Number {told}{f', and {len(moved) - _MOST_TOLD} more' if len(moved) > _MOST_TOLD else ''}."
 
 
-def _mistakes() -> Iterator[Mistake]:
-    yield Mistake(
+EXPERT_NUMBER_MISTAKES = (
+    Mistake(
         name="experts_scaled",
         what="What each expert adds is off by a factor of its own.",
         look_at="the scales of w1, w2 and w3 by expert, and which of them each matrix gets",
@@ -141,16 +135,16 @@ def _mistakes() -> Iterator[Mistake]:
         find=_find_scales,
         find_at_last=_find_gate_scales,
         sources=("vllm#54974", "TensorRT-LLM#14199"),
-    )
-    yield Mistake(
+    ),
+    Mistake(
         name="experts_missing",
         what="Some experts add nothing.",
         look_at="whether their weights are loaded, and which rank computes them",
         build=lambda experts: _count(0, experts),
         candidates=nothing_listed,
         find=_find_missing,
-    )
-    yield Mistake(
+    ),
+    Mistake(
         name="experts_counted_twice",
         what="Some experts are added several times.",
         look_at="replicas of experts: which of the ranks that hold one compute it, and how they are reduced",
@@ -158,8 +152,8 @@ def _mistakes() -> Iterator[Mistake]:
         candidates=nothing_listed,
         find=_find_repeated,
         sources=("sglang#32962",),
-    )
-    yield Mistake(
+    ),
+    Mistake(
         name="experts_rearranged",
         what="The experts stand in another order than the router's numbers.",
         look_at="a map from logical to physical experts, and the order in which experts are stacked",
@@ -169,8 +163,8 @@ def _mistakes() -> Iterator[Mistake]:
         find_at_last=lambda clues: _find_orders(clues, is_permutation=True),
         sources=("sglang#18213",),
         repair=repairs.EXPERTS_IN_PLACE,
-    )
-    yield Mistake(
+    ),
+    Mistake(
         name="experts_of_others",
         what="Some experts compute with the weights of others.",
         look_at="the index by which an expert's weights are read",
@@ -178,7 +172,5 @@ def _mistakes() -> Iterator[Mistake]:
         build=_renumber,
         candidates=nothing_listed,
         find_at_last=lambda clues: _find_orders(clues, is_permutation=False),
-    )
-
-
-EXPERT_NUMBER_MISTAKES = tuple(_mistakes())
+    ),
+)

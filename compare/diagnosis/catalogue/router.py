@@ -199,7 +199,6 @@ ROUTER_MISTAKES = (
         candidates=values_of("factor", 2.0, 0.5, 2.5, 4.0, 8.0, 0.25, 0.125, 1.5),
         is_factor=True,
         fitted="factor",
-        is_constant=True,
     ),
     Mistake(
         name="router_top_k",

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import torch
 
+from compare.diagnosis.catalogue.experts import is_on_rank, width_of_rank
 from compare.diagnosis.catalogue.splits import share
 from compare.diagnosis.clues import Clues
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, replace_stage
@@ -20,7 +21,7 @@ from compare.diagnosis.mistake import Mistake, Parameters
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.float32_stages import has_all_tokens, swiglu
+from minimax_tools.reference.float32_stages import has_all_tokens
 
 # From a call's numbers of rows and of tokens in each to the token of the call whose values each one gets.
 _Within = Callable[[int, int], torch.Tensor]
@@ -146,19 +147,13 @@ def _heads_of(layer: Evaluation, tokens: torch.Tensor, ranks: int, rank: int) ->
 
 
 def _width_of(layer: Evaluation, tokens: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    def mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        part = share(gate.shape[1], ranks, rank)
-        mixed = torch.zeros_like(gate)
-        mixed[:, part] = swiglu(gate[:, part], up[:, part])
-        return mixed
-
-    return _sum_experts(layer, tokens, layer[Site.ROUTER_EXPERTS][tokens], Recipe(mix=mix))
+    experts = layer[Site.ROUTER_EXPERTS][tokens]
+    return _sum_experts(layer, tokens, experts, Recipe(mix=width_of_rank(ranks, rank)))
 
 
 def _experts_of(layer: Evaluation, tokens: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    part, experts = share(layer.spec.num_local_experts, ranks, rank), layer[Site.ROUTER_EXPERTS][tokens]
-    is_held = (experts >= part.start) & (experts < part.stop)
-    return _sum_experts(layer, tokens, torch.where(is_held, experts, -1), Recipe())
+    experts = torch.where(is_on_rank(layer, ranks, rank), layer[Site.ROUTER_EXPERTS], -1)
+    return _sum_experts(layer, tokens, experts[tokens], Recipe())
 
 
 def _sum_experts(
@@ -172,17 +167,20 @@ def _sum_experts(
 
 def _find_sums(clues: Clues) -> tuple[Parameters, ...]:
     """Find the numbers of ranks whose shares of the tokens hold the same values."""
-    found: list[Parameters] = []
-    for site, parts in ((Site.ATTN_DELTA, ("heads",)), (Site.MOE_DELTA, ("width", "experts"))):
-        for along in _ALONG:
-            for ranks in _RANKS:
-                # Where the first rank's share of the tokens repeats, so do all others.
-                within = partial(_token_of_rank, ranks=ranks, rank=0, along=along)
-                if clues.repeats(site, clues.base.inputs.sources(within)):
-                    found += [
-                        {"site": str(site), "ranks": ranks, "parts": part, "along": along} for part in parts
-                    ]
-    return tuple(found)
+    return tuple(
+        {"site": str(site), "ranks": ranks, "parts": part, "along": along}
+        for site, parts in ((Site.ATTN_DELTA, ("heads",)), (Site.MOE_DELTA, ("width", "experts")))
+        for along in _ALONG
+        for ranks in _RANKS
+        if _repeats(clues, site, ranks=ranks, along=along)
+        for part in parts
+    )
+
+
+def _repeats(clues: Clues, site: Site, *, ranks: int, along: str) -> bool:
+    """Decide whether the first rank's share of the tokens repeats: then so do all others."""
+    within = partial(_token_of_rank, ranks=ranks, rank=0, along=along)
+    return clues.repeats(site, clues.base.inputs.sources(within))
 
 
 TOKEN_MISTAKES = (

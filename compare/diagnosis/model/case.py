@@ -20,9 +20,9 @@ from compare.diagnosis.model.inputs import ModelInputs
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.site_noise import SiteNoise
 from compare.diagnosis.model.weights import ModelWeights
-from compare.model_runs.stream import exchanged_tokens
 from compare.noise.squared_errors import TINY_FLOAT32
 from compare.sides.batch import Batch
+from compare.sides.exchanged_tokens import exchanged_tokens
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.source import CaptureSource

@@ -98,7 +98,7 @@ class Port:
     def score(self, hypothesis: Any, figures: Mapping[str, Any], *, is_decode_only: bool = False) -> Score:
         return Score(hypothesis=hypothesis, is_decode_only=is_decode_only, **{**USUAL, **figures})
 
-    def judge(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
+    def judge(self, hypotheses: Sequence[Hypothesis], *, keeps_predicted: bool = False) -> list[Score]:
         self.tried.append((self.num_tokens, [hypothesis.name for hypothesis in hypotheses]))
         figures = {**self.figures, **(self.on_proving if self.num_tokens == PROVING else {})}
         scores = []
