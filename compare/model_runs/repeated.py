@@ -22,7 +22,7 @@ from minimax_tools.results.model_findings import ModelFinding
 REPEATED = "repeated_run"
 # Largest difference of two runs of one prompt, relative to the logits: that of right ports is noise of their own size.
 _NOISE_FACTOR = 4.0
-_LEAST_DIFFERENCE, _LEAST_IN_FLOAT32 = 0.1, 1e-3
+LEAST_DIFFERENCE, _LEAST_IN_FLOAT32 = 0.1, 1e-3
 # A few tokens may choose other experts in another pass: fewer than these are judged with those of other passes.
 _FEWEST_TOKENS = 4
 
@@ -179,7 +179,7 @@ def _word(repetition: Repetition) -> str:
 
 
 def _limit(sides: Sides) -> float:
-    least = _LEAST_IN_FLOAT32 if computes_in_float32(sides.reference) else _LEAST_DIFFERENCE
+    least = _LEAST_IN_FLOAT32 if computes_in_float32(sides.reference) else LEAST_DIFFERENCE
     return max(least, _NOISE_FACTOR * _logits_error(sides))
 
 

@@ -54,15 +54,12 @@ class GoldenWriter:
             kept_sites(self.run, layer, captured, inputs=self.inputs),
             twin=floor.twin if floor and self.keeps_twins else None,
             floor=floor.statistics if floor else None,
-            unreached_experts=self._find_unreached(captured[Site.ROUTER_EXPERTS]),
+            unreached_experts=self.inputs.unreached_experts(
+                captured[Site.ROUTER_EXPERTS], num_experts=self.num_experts
+            ),
         )
         before, self._num_bytes_read = self._num_bytes_read, self.reader.num_bytes_read
         self.progress.advance(layer, num_bytes=self._num_bytes_read - before)
-
-    def _find_unreached(self, router_experts: torch.Tensor) -> tuple[int, ...]:
-        """Return the experts that no judged token chose; `router_experts` is [B,S,k]."""
-        chosen = router_experts[self.inputs.is_kept].unique().tolist()
-        return tuple(sorted(set(range(self.num_experts)) - set(chosen)))
 
     def write_model(self, captured: Mapping[ModelSite, torch.Tensor], *, hidden_states: torch.Tensor) -> None:
         """Write the sites outside the layers; `hidden_states` [B,S,H] are the last layer's output.

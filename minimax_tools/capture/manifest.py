@@ -222,14 +222,14 @@ class Manifest:
         return {
             "schema_version": _SCHEMA_WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **encode(self.description),
-            "not_exposed": _by_layer(self.not_exposed),
+            "not_exposed": encode(self.not_exposed),
             # Absent, not empty: manifests of runs, and of goldens of an older mm2, have none.
-            **({"unreached_experts": _by_layer(self.unreached_experts)} if self.unreached_experts else {}),
+            **({"unreached_experts": encode(self.unreached_experts)} if self.unreached_experts else {}),
             # Absent, not empty: most ports compute each site once.
             **({"num_calls": encode(self.num_calls)} if self.num_calls else {}),
             "observed_dtypes": dict(self.observed_dtypes),
             # Absent from goldens, and from runs of an older mm2.
-            **({"held_weights": _by_layer(self.held_weights)} if self.held_weights else {}),
+            **({"held_weights": encode(self.held_weights)} if self.held_weights else {}),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
             # Absent, not null: manifests without one stay as they were before certificates existed.
@@ -305,10 +305,6 @@ class Manifest:
 
 def _as_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _by_layer(values: Mapping[int, object]) -> dict[str, Any]:
-    return {str(layer): encode(value) for layer, value in values.items()}
 
 
 @lru_cache(maxsize=1 << 14)

@@ -121,8 +121,6 @@ class ModelPasses:
     num_padded_logits: int = 0
     padded_logits_above: float | None = None
     repetitions: tuple[Repetition, ...] = ()  # empty if prompts were not run twice
-    # Whether the second prefill had other positions in the same shape, so that what is cached by shape shows
-    repeats_positions: bool = True
     classes: Mapping[str, str] | None = (
         None  # class of each submodule of one layer and around the layers, by path
     )

@@ -151,8 +151,7 @@ class Capture(CaptureSource):
         choice, logits = (self.entry(layer, site) for site in (Site.ROUTER_EXPERTS, Site.ROUTER_LOGITS))
         if choice is None or logits is None:
             return None
-        chosen = self.read_entry(choice)[self.read_kept_mask()].unique().tolist()
-        return tuple(sorted(set(range(logits.shape[-1])) - set(chosen)))
+        return self.read_inputs().unreached_experts(self.read_entry(choice), num_experts=logits.shape[-1])
 
     def num_calls(self, layer: int) -> Mapping[Site, int]:
         return self.manifest.num_calls.get(layer, {})

@@ -21,6 +21,9 @@ from minimax_tools.machine.cgroup import cgroup_headroom_bytes
 from minimax_tools.machine.memory_usage import MemoryUsage
 from minimax_tools.machine.size import format_size
 
+# Share of the free memory to plan with. The rest is for memory that cannot be computed from shapes.
+_PLANNED_SHARE = 0.9
+
 
 class MemoryBudgetError(CannotRunError):
     """A step that would break the memory budget; nothing was allocated for it yet.
@@ -208,3 +211,9 @@ def _round_size_up(num_bytes: int) -> str:
     # Division rounded up.
     num_steps = -(-num_bytes // step_bytes)
     return format_size(num_steps * step_bytes).replace(" ", "")
+
+
+def free_bytes(budget: MemoryBudget) -> int:
+    """Return the memory to plan with: what the budget leaves; without a limit, a share of the machine's free memory."""
+    left_bytes = budget.left_bytes
+    return int(available_bytes() * _PLANNED_SHARE) if left_bytes is None else left_bytes

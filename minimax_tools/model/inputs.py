@@ -93,6 +93,10 @@ class Inputs:
         mask = self.attention_mask
         return tail_tokens(mask, self.last_tokens) if self.last_tokens else mask.bool()
 
+    def unreached_experts(self, router_experts: torch.Tensor, *, num_experts: int) -> tuple[int, ...]:
+        """Return the experts that no judged token chose; `router_experts` is [B,S,k]."""
+        return tuple(sorted(set(range(num_experts)) - set(router_experts[self.is_kept].unique().tolist())))
+
     def natural(self) -> Inputs:
         """Return the batch as a model computes it from its tokens alone: expert tokens become padding."""
         if self.expert_tokens is None:

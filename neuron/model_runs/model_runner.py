@@ -187,15 +187,12 @@ class ModelRun:
 
     def _compare_whole(self, results: list[PassResult], whole: torch.Tensor) -> Iterator[Repetition]:
         """Compare the logits of the steps with those of the prefill of whole prompts, [B,S,·] or [B,1,·]."""
+        if whole.shape[1] != self._request.inputs.sequence_length:
+            return  # of each prompt's last token alone
+        rows = torch.arange(len(whole))
         for model_pass, result in zip(self._passes[1:], results[1:], strict=True):
-            columns = model_pass.columns[:, 0]
-            if whole.shape[1] == self._request.inputs.sequence_length:
-                rows = torch.arange(len(whole))
-                again = whole[rows, columns]
-                before = last_logits(model_pass, result.logits)
-                yield from compare_logits(
-                    model_pass.number, rows.tolist(), before, again, kind=Repeated.WHOLE
-                )
+            before, again = last_logits(model_pass, result.logits), whole[rows, model_pass.columns[:, 0]]
+            yield from compare_logits(model_pass.number, rows.tolist(), before, again, kind=Repeated.WHOLE)
 
     def _generate(self, rows: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
         """Generate after each whole prompt, in the order of the request; row b of the batch holds prompt `rows[b]`.
@@ -280,7 +277,6 @@ class ModelRun:
                     num_padded_logits=max(results[0].logits.shape[-1] - vocab_size, 0),
                     padded_logits_above=_clipped(max(above)) if above else None,
                     repetitions=repetitions,
-                    repeats_positions=self._repeats_positions,
                     classes=None if classes is None else classes.here,
                     other_classes=None if classes is None else classes.other,
                 )
@@ -340,14 +336,6 @@ class ModelRun:
                 return None
             record.add(model_pass, result.cache)
         return record
-
-    @property
-    def _repeats_positions(self) -> bool:
-        """True if the prefill has other positions, or another mask, once its prompts are in other rows."""
-        prefill = self._passes[0]
-        again = prefill.in_rows(other_rows(prefill.batch_shape[0]))
-        pairs = (prefill.position_ids, again.position_ids), (prefill.attention_mask, again.attention_mask)
-        return not all(torch.equal(before, later) for before, later in pairs)
 
     def describe(self, chunks: list[Pass] | None = None) -> Description:
         """Describe all that decides the numbers of the run, or of its `chunks`."""

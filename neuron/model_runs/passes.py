@@ -33,11 +33,6 @@ class Pass:
     columns: torch.Tensor  # column of each token in the golden's batch, int64 [B,s]; -1 for padding
 
     @property
-    def is_fresh(self) -> bool:
-        """True if no pass comes before: nothing is cached."""
-        return self.attention_mask.shape[1] == self.input_ids.shape[1]
-
-    @property
     def batch_shape(self) -> tuple[int, int]:
         """B and s."""
         return self.input_ids.shape[0], self.input_ids.shape[1]

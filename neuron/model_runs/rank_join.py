@@ -6,6 +6,7 @@ B prompts, s columns of a pass, P entries of the cache, K kv heads, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -112,20 +113,19 @@ class RankJoin:
         """Return the number of columns that the port computes in a pass over [B,s]: s, or those of its bucket."""
         batch_size, num_columns = batch_shape
         hidden_size = self._setup.spec.hidden_size
-        recorded = [
+        recorded = (
             sum(call.numel() for call in recorder.calls()[site].tensors)
             for recorder in self._recorders
             for site in (Site.INPUT, Site.OUTPUT)
             if site in recorder.tensors and recorder.tensors[site].shape[-1] == hidden_size
-        ]
-        returned = [
+        )
+        returned = (
             tensor.numel()
             for name, tensor in result.sites.items()
             if name.endswith(f".{Site.OUTPUT}") and tensor.shape[-1] == hidden_size
-        ]
-        for num_numbers in (*recorded, *returned):
-            return max(num_numbers // (batch_size * hidden_size), num_columns)
-        return num_columns
+        )
+        num_numbers = next(chain(recorded, returned), 0)
+        return max(num_numbers // (batch_size * hidden_size), num_columns)
 
     def join_cache(self, module: nn.Module, past: object) -> list[CachePair] | None:
         """Return keys and values of all kv heads by layer, on the CPU of the lead; None if they cannot be read."""

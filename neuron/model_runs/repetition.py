@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from compare.model_runs.repeated import LEAST_DIFFERENCE
 from minimax_tools.capture.passes import Repeated, Repetition
 from neuron.model_runs.assembly import last_logits
 from neuron.model_runs.model_executor import ModelExecutor, PassRefusedError, PassRequest
@@ -21,8 +22,6 @@ from neuron.model_runs.passes import Pass
 
 # Least norm to divide by.
 _TINY = 1e-30
-# A smaller difference is judged right whatever it comes from (see compare.model_runs.choices).
-_SUSPECT = 0.1
 
 
 def other_rows(num_prompts: int) -> torch.Tensor:
@@ -112,7 +111,7 @@ def _repeat(
 
 
 def _is_suspect(repetition: Repetition) -> bool:
-    return not repetition.is_finite or repetition.difference > _SUSPECT
+    return not repetition.is_finite or repetition.difference > LEAST_DIFFERENCE
 
 
 def _widened(passes: Sequence[Pass]) -> list[Pass]:

@@ -173,9 +173,9 @@ class LayerExecutor:
         stopwatch.mark_computed()
         _require_reached(border, shown, what=what)
         # `None` stands for what the port returned: all come in one transfer.
-        on_host = calls_to_host({None: Calls((rank_output,)), **shown})
-        (rank_output,) = on_host.pop(None).tensors
-        calls = {site: on_host[site] for site in sites if site in on_host}
+        wanted = {site: shown[site] for site in sites if site in shown}
+        calls = calls_to_host({None: Calls((rank_output,)), **wanted})
+        (rank_output,) = calls.pop(None).tensors
         # All ranks join, in this order.
         tensors = self._join_sites(join_calls(calls, batch_shape), assembly, sites)
         output = assembly.join(Site.OUTPUT, rank_output)

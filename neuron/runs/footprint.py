@@ -1,4 +1,4 @@
-"""DeviceFootprint: the host memory that a device run takes, computed from shapes; and the memory that is free."""
+"""DeviceFootprint: the host memory that a device run takes, computed from shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.machine.memory import MemoryBudget, available_bytes
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -30,8 +29,6 @@ _COPIES_OF_SCORES = 4
 _XLA_COPIES_OF_EXPERTS = 4
 # Room for threads and libraries: stacks, scratch memory, compiled code. More refuses runs that would fit.
 _SPARE_BYTES = 64 << 20
-# Share of the free memory to plan with. The rest is for memory that cannot be computed from shapes.
-_PLANNED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +117,3 @@ def device_footprint(setup: PortSetup, runtime: Runtime) -> DeviceFootprint:
         ),
         num_ranks=runtime.ranks.degree if setup.target.divides_weights else 1,
     )
-
-
-def free_bytes(budget: MemoryBudget) -> int:
-    """Return the memory to plan with: what the budget leaves; without a limit, a share of the machine's free memory."""
-    left_bytes = budget.left_bytes
-    return int(available_bytes() * _PLANNED_SHARE) if left_bytes is None else left_bytes

@@ -18,13 +18,13 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.read_ahead import ReadAhead, stored_layer_bytes
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import Mm2Error
-from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.memory import MemoryBudget, free_bytes
 from minimax_tools.machine.size import format_size
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader
 from neuron.ports.target import target_config
 from neuron.runs.device_request import PortSetup
-from neuron.runs.footprint import DeviceFootprint, free_bytes
+from neuron.runs.footprint import DeviceFootprint
 from neuron.weight_trace.source_lines import LineTable, NotedTensors
 
 logger = logging.getLogger(__name__)

@@ -65,9 +65,13 @@ class ResidentLayer:
             setup.budget.require(needed_bytes, f"what convert_state_dict makes of layer {layer}")
         sent = PortLines(setup.spec)
         self.loader.look = sent.note if isinstance(opened.tensors, NotedTensors) else None
-        target.load(
-            module, opened.tensors, setup.spec, loader=self.loader, ranks=ranks, prepared=opened.weights
-        )
+        try:
+            target.load(
+                module, opened.tensors, setup.spec, loader=self.loader, ranks=ranks, prepared=opened.weights
+            )
+        finally:
+            # The head is sent by the same loader, and nobody compares it.
+            self.loader.look = None
         if isinstance(opened.tensors, NotedTensors):
             self._held = check_part(module, opened.tensors, sent=sent, pool=self._pool)
             self._next.note_compared(layer)

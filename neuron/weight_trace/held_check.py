@@ -33,14 +33,18 @@ from neuron.weight_trace.expert_lines import (
 from neuron.weight_trace.port_lines import PortFamily, PortLines
 from neuron.weight_trace.port_tensors import find_port_tensors
 from neuron.weight_trace.source_lines import Direction, Flags, LineTable, NotedTensors, Numbers
-from neuron.weight_trace.source_tensors import expert_of, kind_of, word_experts, word_kinds
+from neuron.weight_trace.source_tensors import (
+    MAX_EXPERTS_LISTED,
+    expert_of,
+    kind_of,
+    word_experts,
+    word_kinds,
+)
 
 # Share of a kind from which on it counts as held.
 _MOST = 0.5
 # Flags, packed eight to a byte.
 Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-# Experts that a text lists.
-_MOST_EXPERTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,7 +105,6 @@ def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
         if not deviation.is_held
         and (deviation.kind in partial or (deviation.is_certain and deviation.kind in others))
     ]
-    num_experts = len(next(iter(table.of_experts[Direction.ROWS].values())))
     return HeldWeights(
         # With one rank there is nothing to divide.
         is_divided=len(parts) > 1 and _is_divided(parts, compared, table),
@@ -109,7 +112,7 @@ def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
         not_compared=tuple(others),
         reason=_word_reason({code for part in parts for code in part.codes}) if others else "",
         faults=(
-            *_join([*lost, *_find_nowhere(partial, lost), *held], num_experts=num_experts),
+            *_join([*lost, *_find_nowhere(partial, lost), *held], num_experts=table.num_experts),
             *_zero_faults(others, parts, table),
             *_rounded_faults(parts),
         ),
@@ -197,7 +200,7 @@ def _join(deviations: Iterable[Deviation], *, num_experts: int) -> Iterator[Weig
         kinds = tuple(sorted(of_kind[0].kind for of_kind in of_kinds))
         places = dict.fromkeys(deviation.place for of_kind in of_kinds for deviation in of_kind)
         of_experts = f" of {word_experts(experts)}" if experts else ""
-        more = f", {len(experts)} in all" if len(experts) > _MOST_EXPERTS else ""
+        more = f", {len(experts)} in all" if len(experts) > MAX_EXPERTS_LISTED else ""
         where = f" ({', '.join(places)})" if any(places) else ""
         yield WeightFault(
             kinds=kinds,

@@ -242,8 +242,10 @@ def _take_scales(scales: Scales) -> Iterator[Repair]:
 
 def _align_experts(by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors) -> Iterator[Repair]:
     """Yield repairs for experts that lie otherwise than others on the first rank: as the largest group, or another."""
+    if len(by_rank) > 1:
+        return
     groups = group_experts(by_rank[0], sources)
-    if len(by_rank) > 1 or len(groups) < 2:
+    if len(groups) < 2:
         return
     for model in groups[:_MOST_MODELS]:
         unlike = [group for group in groups if group is not model]
@@ -261,15 +263,11 @@ def _match(
     expert: ExpertMatrices, model: ExpertMatrices, sources: SourceTensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which elements of an expert lie where, as its model lies, others of it should: numbers of both, [n]."""
-    partners = {
-        source.name: sources.get(source.name.replace(f".{model.expert}.", f".{expert.expert}.", 1))
-        for source in sources.all
-        if source.expert == model.expert
-    }
     shifts = torch.zeros(len(sources.all), dtype=torch.int64)
     for index, source in enumerate(sources.all):
-        partner = partners.get(source.name)
-        shifts[index] = 0 if partner is None else partner.start - source.start
+        if source.expert == model.expert:
+            partner = sources.get(source.name.replace(f".{model.expert}.", f".{expert.expert}.", 1))
+            shifts[index] = 0 if partner is None else partner.start - source.start
     held, wanted = [], []
     for pattern, numbers in expert.numbers.items():
         of_model = model.numbers.get(pattern)

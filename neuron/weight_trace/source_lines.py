@@ -54,6 +54,7 @@ class LineTable:
         self._starts: dict[tuple[str, Direction], int] = {}
         self._stops: dict[tuple[str, Direction], int] = {}
         self.size = 0  # number of lines
+        self.num_experts = spec.num_local_experts
         widths = {CORRECTION_BIAS: 1, Q_NORM: spec.head_dim, K_NORM: spec.head_dim}
         for name, shape in expected_layer_shapes(spec).items():
             if len(shape) == 1:
@@ -168,9 +169,9 @@ class SourceLines:
     @cached_property
     def exact(self) -> Mapping[Direction, LineIndex]:
         """Lines by the sums of their values."""
+        known = np.where(self._is_known, self._sums, 0)
         return {
-            direction: LineIndex(np.where(self._is_known, self._sums, 0), numbers)
-            for direction, numbers in self.table.by_direction.items()
+            direction: LineIndex(known, numbers) for direction, numbers in self.table.by_direction.items()
         }
 
     @cached_property
@@ -193,7 +194,7 @@ class LineIndex:
 
     def __init__(self, sums: Sums, numbers: Numbers) -> None:
         numbers = numbers[sums[numbers] != 0]
-        order = np.argsort(sums[numbers], kind="stable")
+        order = np.argsort(sums[numbers])
         self._numbers, self._sums = numbers[order], sums[numbers[order]]
         # Lines that are alike have one sum: such as rows of zeros and a single one.
         is_first = np.r_[True, self._sums[1:] != self._sums[:-1]][: len(order)]
@@ -216,7 +217,9 @@ class LineIndex:
         found = np.where(sums == 0, EMPTY, FOREIGN)
         if not len(self._sums):
             return found, np.zeros(0, dtype=int)
-        places = np.searchsorted(self._sums, sums).clip(max=len(self._sums) - 1)
+        order = np.argsort(sums)  # a search in ascending order stays in the cache
+        places = np.empty(len(sums), dtype=int)
+        places[order] = np.searchsorted(self._sums, sums[order]).clip(max=len(self._sums) - 1)
         is_found = self._sums[places] == sums
         groups = self._group_of[places[is_found]]
         is_single = self._group_size[groups] == 1

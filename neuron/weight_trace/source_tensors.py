@@ -18,7 +18,7 @@ from reports.order_words import word_order
 
 _EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.")
 _ROLES = {"w1": "w1 (gate)", "w2": "w2 (down)", "w3": "w3 (up)", "gate": "gate (router)"}
-_MAX_EXPERTS_LISTED = 8
+MAX_EXPERTS_LISTED = 8  # experts that a text lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,5 +138,5 @@ def word_experts(experts: Sequence[int]) -> str:
         return f"experts {experts[0]}–{experts[-1]}"
     if sorted(experts) == list(range(min(experts), max(experts) + 1)):
         return f"experts {min(experts)}–{max(experts)} ({word_order(experts, noun='experts')})"
-    shown = ", ".join(str(expert) for expert in experts[:_MAX_EXPERTS_LISTED])
-    return f"experts {shown}{', …' if len(experts) > _MAX_EXPERTS_LISTED else ''}"
+    shown = ", ".join(str(expert) for expert in experts[:MAX_EXPERTS_LISTED])
+    return f"experts {shown}{', …' if len(experts) > MAX_EXPERTS_LISTED else ''}"

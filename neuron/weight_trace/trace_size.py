@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.memory import MemoryBudget, free_bytes
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_bytes
-from neuron.runs.footprint import free_bytes
 from neuron.weight_trace.source_tensors import SourceTensors
 
 # Peak for each traced element: two values of the port tensor, the element's number and masks, and temporaries of one

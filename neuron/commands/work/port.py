@@ -238,8 +238,8 @@ def _untested_records(results: Sequence[StageResult]) -> list[dict[str, Any]]:
     found = [
         record
         for result in results
-        if result.record is not None
-        for record in result.record.get("untested", [])
+        if (stage := result.record) is not None
+        for record in stage.get("untested", [])
         if record["by"] not in _JUDGES
     ]
     return [record for place, record in enumerate(found) if record not in found[:place]]
