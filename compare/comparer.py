@@ -20,7 +20,7 @@ from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
 from compare.model_faults import find_model_faults, without_norm
 from compare.model_runs.choices import draws_tokens
-from compare.model_runs.chunks import add_findings, join_chunks, open_chunks
+from compare.model_runs.chunks import add_findings, blame_findings, join_chunks, open_chunks
 from compare.model_runs.next_tokens import compare_passes
 from compare.model_runs.passes import is_black_box, split_passes
 from compare.model_runs.repeated import judge_own_logits
@@ -248,7 +248,13 @@ def _conclude(
     grounds = (*sites, *(result for part in layers for result in part.recomputed))
     blame = join_alike(
         _gather_blame(
-            [embedding, *layers, head, _findings_part(findings), _generated_part(generated, sides.criteria)]
+            [
+                embedding,
+                *layers,
+                head,
+                ComparedPart(blame=blame_findings(findings)),
+                _generated_part(generated, sides.criteria),
+            ]
         ),
         grounds,
     )
@@ -320,17 +326,6 @@ def _cache_notes(layers: Sequence[ComparedPart]) -> tuple[str, ...]:
 def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:
     description = target.known_description
     return description.run.model_sites if description is not None else target.model_sites()
-
-
-def _findings_part(findings: Sequence[ModelFinding]) -> ComparedPart:
-    """Return what is wrong in a whole port's run beside its sites, with a blame for each finding."""
-    return ComparedPart(
-        blame=tuple(
-            Blame(layer=finding.layer, sites=finding.sites, reason=finding.reason)
-            for finding in findings
-            if not (finding.is_of_sites or finding.is_warning)
-        )
-    )
 
 
 def _generated_part(generated: tuple[GeneratedRow, ...], criteria: Criteria) -> ComparedPart:

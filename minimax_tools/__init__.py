@@ -22,6 +22,7 @@
 - `commands/`, `cli`: the command `mm2-split`
 - `errors`: every error, with its exit code
 - `printable`: text made fit for a terminal
+- `number_ranges`: ascending numbers as ranges
 - `json_codec`: values as JSON and back, by their type hints
 - `stored_dtype`: the dtype of a stored tensor, without torch
 - `text_enum`: enums whose text is their value

@@ -101,11 +101,8 @@ def render_comparison(
         canvas.section("Notes")
         for note in comparison.notes:
             canvas.item(note)
-    last = Canvas(width=width, is_terminal=is_terminal)
-    untested = word_untested(comparison.untested)
-    if comparison.verdict.is_passed and untested:
-        last.line(untested)
-    return "\n\n".join(filter(None, (canvas.text, *further, last.text)))
+    last = word_untested(comparison.untested) if comparison.verdict.is_passed else ""
+    return "\n\n".join(filter(None, (canvas.text, *further, last)))
 
 
 def _headline(comparison: Comparison) -> str:

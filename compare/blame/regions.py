@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from minimax_tools.results.regions import Range, WrongRegion
+from minimax_tools.number_ranges import number_ranges, word_ranges
+from minimax_tools.results.regions import WrongRegion
 from reports.wording import word_ordinal
 
 # A region counts if chance would put all wrong items into one as small with less than this probability.
@@ -102,7 +103,7 @@ class TokenList:
     @property
     def size(self) -> int:
         """Number of single tokens and ranges that are listed."""
-        return sum(len(_runs(tokens)) for _, tokens in self.groups)
+        return sum(len(number_ranges(tokens)) for _, tokens in self.groups)
 
     @cached_property
     def rule(self) -> tuple[int, int, bool] | None:
@@ -128,16 +129,16 @@ class TokenList:
             num_held=num_wrong,
             of=of,
             rows=rows,
-            tokens=_runs(tokens),
+            tokens=number_ranges(tokens),
             every=self.rule[1] if self.rule is not None and self.rule[2] else None,
         )
 
     def __str__(self) -> str:
         words, num_left = [], MOST_LISTED
         for rows, tokens in self.groups:
-            runs = _runs(tokens)[:num_left]
+            runs = number_ranges(tokens)[:num_left]
             num_left -= len(runs)
-            words += [f"{_count_words('row', rows)}: {_word_runs(runs)}"] if runs else []
+            words += [f"{_count_words('row', rows)}: {', '.join(word_ranges(runs))}"] if runs else []
         more = f" and {self.size - MOST_LISTED} more" if self.size > MOST_LISTED else ""
         return ", and ".join(words) + more + self._rule_in_words
 
@@ -157,7 +158,7 @@ def list_channels(wrong: torch.Tensor, word: str) -> tuple[str, WrongRegion]:
     """List wrong channels, bool [F], in words and as a region; `word` is the noun for one."""
     numbers, num_wrong = tuple(wrong.nonzero().flatten().tolist()), int(wrong.sum())
     kind = f"{word}s"
-    held: dict[str, Any] = {kind: numbers if kind in _LISTED else _runs(numbers)}
+    held: dict[str, Any] = {kind: numbers if kind in _LISTED else number_ranges(numbers)}
     region = WrongRegion(num_wrong=num_wrong, num_held=num_wrong, of=wrong.numel(), **held)
     return _count_words(word, numbers), region
 
@@ -296,19 +297,8 @@ def _head_regions(wrong: torch.Tensor, numbers: torch.Tensor, head_dim: int) -> 
 
 def _count_words(noun: str, numbers: Sequence[int]) -> str:
     """Return ascending numbers in words, such as `heads 0-3, 7`."""
-    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {_word_runs(_runs(numbers))}"
-
-
-def _runs(numbers: Sequence[int]) -> tuple[Range, ...]:
-    """Return ascending numbers as ranges, both ends included."""
-    runs: list[Range] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    return tuple(runs)
-
-
-def _word_runs(runs: Iterable[Range]) -> str:
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs)
+    return (
+        f"{noun} {numbers[0]}"
+        if len(numbers) == 1
+        else f"{noun}s {', '.join(word_ranges(number_ranges(numbers)))}"
+    )

@@ -242,7 +242,7 @@ def _find_wrong_channels(
     wrong = ratios > bounds.channel
     return _find_part(
         wrong,
-        channel_regions(wrong, head_dim, channel_word) if bool(wrong.any()) else (),
+        channel_regions(wrong, head_dim, channel_word),
         lambda others: is_right(rows.of_channels(others)),
         may_list=int(wrong.sum()) <= MOST_LISTED,
     )

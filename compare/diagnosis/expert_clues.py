@@ -16,8 +16,8 @@ from compare.diagnosis.expert_pass import ExpertJob, Recipe, read_matrix, run_ex
 from compare.diagnosis.layer_weights import Allocate, LayerWeights
 from compare.diagnosis.yardstick import Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
-from minimax_tools.model.span import word_ranges
 from minimax_tools.model.weight_names import EXPERT_GATE
+from minimax_tools.number_ranges import number_ranges, word_ranges
 
 # Mean square of what a fit leaves, in units of noise, up to which it explains the port.
 _MOST_LEFT = 2.0
@@ -239,7 +239,7 @@ def scaled_gate(factors: torch.Tensor) -> Recipe:
 
 def word_experts(experts: Sequence[int]) -> str:
     """Word numbers of experts, as `0-2 16`."""
-    return " ".join(word_ranges(sorted(experts)))
+    return " ".join(word_ranges(number_ranges(sorted(experts))))
 
 
 def parse_experts(text: str) -> tuple[int, ...]:

@@ -137,7 +137,8 @@ def _reached_experts(sides: Sides, layer: int) -> frozenset[int]:
     """Return the experts that tokens of the golden chose; all of them if it does not tell."""
     chosen = sides.read_golden(layer, Site.ROUTER_EXPERTS)
     if chosen is None:
+        made = sides.reference.known_description
         return frozenset(
-            range(sides.reference.description.provenance.model_config.get("num_local_experts", 0))
+            range(0 if made is None else made.provenance.model_config.get("num_local_experts", 0))
         )
     return frozenset(chosen.unique().int().tolist())

@@ -57,10 +57,19 @@ class ModelJudge:
 
     def measure_golden(self, result: SiteResult) -> SiteResult:
         """Measure the golden itself against the port at a site that was judged on the port's own last layer."""
-        rows = None if result.metrics is None else self.judged_rows(ModelSite(result.site))
-        if rows is None or rows.num_tokens == 0:
+        site, batch = ModelSite(result.site), self._sides.batch
+        if result.metrics is None or site not in self._sides.reference.model_sites():
             return result
-        return measure_golden(result, rows.reference, rows.target, rows.places, criteria=self._sides.criteria)
+        golden, port = self._read(site)
+        if find_mismatch(golden, port) is not None:
+            return result
+        # No noise floor is needed: the figures are of the values alone.
+        parts = batch.rows(golden, site), batch.rows(port, site), batch.places(golden, site)
+        held = self._held(site)
+        golden_th, port_th, places = parts if held is None else (part[held] for part in parts)
+        if not len(places):
+            return result
+        return measure_golden(result, golden_th, port_th, places, criteria=self._sides.criteria)
 
     def judged_rows(self, site: ModelSite) -> Rows | None:
         """Return the tokens of a site that `judge` judges; None if both sides' values cannot be compared."""
@@ -150,13 +159,17 @@ class ModelJudge:
             widened_floor=self._widened_floor(site),
             input_error=self._input_error() if site is not ModelSite.EMBEDDING else None,
         )
-        # A dump may hold some tokens only, such as each prompt's last.
+        held = self._held(site)
+        return rows if held is None else rows.select(held)
+
+    def _held(self, site: ModelSite) -> torch.Tensor | None:
+        """Return the real tokens that both sides hold, bool [T]; None for all. A dump may hold each prompt's last."""
         held = [
-            batch.tokens(is_held)  # bool [B,S] to bool [T]
+            self._sides.batch.tokens(is_held)  # bool [B,S] to bool [T]
             for side in (self._sides.reference, self._sides.target)
             if (is_held := side.held_tokens(site)) is not None
         ]
-        return rows.select(torch.stack(held).all(dim=0)) if held else rows
+        return torch.stack(held).all(dim=0) if held else None
 
     def _twin(self, site: ModelSite, reference: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 twin of the golden's `reference`, [tokens, channels]."""

@@ -16,6 +16,7 @@ from compare.diagnosis.mistake import Parameters
 from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT, FP8_DTYPES, round_to_fp8
 from compare.noise.squared_errors import TINY_FLOAT32
 from minimax_tools.capture.passes import CachePair
+from minimax_tools.number_ranges import number_ranges, word_ranges
 
 # Largest error of an explained cache, in units of the noise of keys and values.
 _EXPLAINED_RHO = 2.0
@@ -229,11 +230,7 @@ def word_places(places: torch.Tensor) -> str:
 
 def _word_ranges(numbers: list[int]) -> str:
     """Word ascending numbers as ranges, the first few: `0-7, 12`."""
-    starts = [number for number in numbers if number - 1 not in set(numbers)]
-    ends = [number for number in numbers if number + 1 not in set(numbers)]
-    ranges = [
-        str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)
-    ]
+    ranges = word_ranges(number_ranges(numbers))
     return ", ".join(ranges[:_MOST_RANGES]) + (" …" if len(ranges) > _MOST_RANGES else "")
 
 

@@ -6,12 +6,14 @@ is a port whose prompts depend on what ran before them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from compare.blame.blame import group_blame
 from compare.model_runs.repeated import REPEATED
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import Blame, BlameGroup, ChunkedRun, Comparison, Verdict
+from minimax_tools.results.results import Blame, ChunkedRun, Comparison, Verdict
 
 _OLDER = "the run beside which they lie is another one"
 
@@ -63,7 +65,7 @@ def join_chunks(run: Comparison, chunks: Comparison, capture: CaptureSource) -> 
     widths = tuple(max(sizes) for sizes in passes.chunks)
     return replace(
         run,
-        verdict=_join_verdicts(run.verdict, findings),
+        verdict=join_verdicts(run.verdict, findings),
         findings=(*run.findings, *findings),
         blame=(*run.blame, *blame),
         blame_groups=(*run.blame_groups, *groups),
@@ -71,22 +73,23 @@ def join_chunks(run: Comparison, chunks: Comparison, capture: CaptureSource) -> 
     )
 
 
-def add_findings(comparison: Comparison, findings: tuple[ModelFinding, ...]) -> Comparison:
-    """Return a comparison with more findings, which are to blame unless they warn."""
-    blame = tuple(
+def blame_findings(findings: Sequence[ModelFinding]) -> tuple[Blame, ...]:
+    """Return a blame for each finding that no site shows, and that does not warn."""
+    return tuple(
         Blame(layer=finding.layer, sites=finding.sites, reason=finding.reason)
         for finding in findings
-        if not finding.is_warning
+        if not (finding.is_of_sites or finding.is_warning)
     )
-    groups = tuple(
-        BlameGroup(layers=(one.layer,), sites=one.sites, worst_layer=one.layer, reason=one.reason)
-        for one in blame
-    )
+
+
+def add_findings(comparison: Comparison, findings: tuple[ModelFinding, ...]) -> Comparison:
+    """Return a comparison with more findings, which are to blame unless they warn."""
+    blame = blame_findings(findings)
     return replace(
         comparison,
         findings=tuple(sorted((*comparison.findings, *findings), key=lambda finding: finding.order)),
         blame=(*comparison.blame, *blame),
-        blame_groups=(*comparison.blame_groups, *groups),
+        blame_groups=(*comparison.blame_groups, *group_blame(blame, ())),
     )
 
 
@@ -102,7 +105,8 @@ def _is_shown(finding: ModelFinding, run: Comparison) -> bool:
     )
 
 
-def _join_verdicts(verdict: Verdict, findings: tuple[ModelFinding, ...]) -> Verdict:
+def join_verdicts(verdict: Verdict, findings: Sequence[ModelFinding]) -> Verdict:
+    """Return a verdict with more findings: fail if one does not warn."""
     if any(not finding.is_warning for finding in findings):
         return Verdict.FAIL
     return Verdict.WARN if findings and verdict is Verdict.PASS else verdict

@@ -102,21 +102,15 @@ def is_right_on_own_cache(sides: Sides, layer: int) -> bool:
         held = _read_held(sides.target, layer, inputs)
         if held is None:
             return False
-        on_right, on_held = (
-            _open_trial(
-                sides,
-                layer,
-                replace(inputs, cached=cached),
-                site=site,
-                takes_own=True,
-                judged=inputs.is_decoded,
-            )
-            .null()
-            .leaves
-            for cached in (None, held)
-        )
+
+        def leaves(cached: CachePair | None) -> float:
+            given = replace(inputs, cached=cached)
+            trial = _open_trial(sides, layer, given, site=site, takes_own=True, judged=inputs.is_decoded)
+            return trial.null().leaves
+
+        on_held = leaves(held)
         # In float32 what it leaves is little, and may be more than noise.
-        return on_held <= max(RIGHT_RHO, _LEAST_LEFT * on_right)
+        return on_held <= RIGHT_RHO or on_held <= _LEAST_LEFT * leaves(None)
 
 
 def _read_held(target: CaptureSource, layer: int, inputs: DecodedInputs) -> CachePair | None:
@@ -146,7 +140,7 @@ def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights, split: PassSp
             row = torch.empty(1, weights.spec.hidden_size, dtype=weights.tensors.dtype)
             table.read_weight_into(EMBEDDING, row, rows=range(token, token + 1))
             padding[f"token {token}"] = row[0].float()
-    inputs = DecodedInputs(
+    return DecodedInputs(
         spec=weights.spec,
         weights=LayerWeights(weights.tensors),
         attention_mask=tokens.attention_mask,
@@ -157,7 +151,6 @@ def _read_inputs(sides: Sides, layer: int, weights: GoldenWeights, split: PassSp
         caches={},
         padding=padding,
     )
-    return replace(inputs, caches=dict(_other_caches(sides.target, layer, inputs)))
 
 
 def _other_caches(

@@ -6,8 +6,9 @@ what they depend on. T tokens, V the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 
 import torch
 
@@ -71,7 +72,7 @@ _ROW = _Cause(
 def judge_repetitions(sides: Sides) -> tuple[ModelFinding, ...]:
     """Judge a run's repetitions of its prompts: the first that differs, and what it depends on."""
     passes = sides.target.read_passes()
-    if passes is None:
+    if passes is None or not passes.repetitions:
         return ()
     limit = _limit(sides)
 
@@ -124,7 +125,7 @@ def judge_own_logits(run: Sides, chunks: Sides, split: PassSplit) -> tuple[Model
 
 def _judge_steps(steps: Sequence[Repetition], *, limit: float) -> tuple[ModelFinding, ...]:
     """Judge the steps by the port's own prefill of the same tokens; a few tokens may choose other experts."""
-    if not steps or _middle(item.difference for item in steps) <= limit:
+    if not steps or median_low(item.difference for item in steps) <= limit:
         return ()
     first = next(item for item in steps if item.difference > limit)
     return (
@@ -184,14 +185,9 @@ def _limit(sides: Sides) -> float:
 
 
 def _median(batch: Batch, differences: torch.Tensor, is_held: torch.Tensor) -> float:
-    of_batch = batch.tokens(differences)[batch.tokens(is_held)]
-    return _middle(of_batch.nan_to_num(nan=torch.inf).tolist())
-
-
-def _middle(values: Iterable[float]) -> float:
-    """Return the lower median; 0 of nothing."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2] if ordered else 0.0
+    """Return the lower median of the tokens that are held; 0 without any."""
+    of_batch = batch.tokens(differences)[batch.tokens(is_held)].nan_to_num(nan=torch.inf)
+    return float(of_batch.median()) if len(of_batch) else 0.0
 
 
 def _logits_error(sides: Sides) -> float:

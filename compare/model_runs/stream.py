@@ -7,7 +7,8 @@ B prompts, S columns, T real tokens, H hidden, w columns of a pass.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class _Candidate:
     mistake: str
     what: str
     look_at: str = "how the stream passes from one layer or stage to the next"
+    other: int | None = None  # the layer whose output it is, -1 for the embedding; None for something else
     skipped: tuple[int, ...] = ()  # layers whose result is passed by
     parameters: dict[str, Any] = field(default_factory=dict)
 
@@ -92,7 +94,7 @@ def judge_norm_input(
     if best is None or error > _most(sides) or error * _NEARER > right:
         return None
     reason = f"the final norm's input is not what layer {last_layer} gave: "
-    return _of_source(number, None, _NORM_INPUT, reason, best)
+    return _of_source(number, None, _NORM_INPUT, reason, _name_left_out(sides, best, layer=last_layer + 1))
 
 
 def _find_source(
@@ -103,10 +105,6 @@ def _find_source(
     if given.shape != before.shape or (mask is not None and given.shape[:2] != mask.shape):
         return None
     given_th, right_th = (sides.batch.rows(tensor, Site.INPUT).float() for tensor in (given, before))
-    candidates = [
-        (candidate, _error(given_th, candidate.states))
-        for candidate in _candidates(sides, before, layer=layer, num_layers=num_layers)
-    ]
     is_finite = (given_th.isfinite() & right_th.isfinite()).all(dim=-1)
     products = (given_th * right_th)[is_finite].sum()
     scale = float(products / right_th[is_finite].square().sum().clamp(min=TINY_FLOAT32))
@@ -117,9 +115,11 @@ def _find_source(
         what="The stream between two layers is multiplied by a factor.",
         parameters={"factor": round(scale, 5)},
     )
-    best, error = min([*candidates, (scaled, _error(given_th, scaled.states))], key=lambda pair: pair[1])
+    candidates = chain(_candidates(sides, before, layer=layer, num_layers=num_layers), [scaled])
+    judged = ((candidate, _error(given_th, candidate.states)) for candidate in candidates)
+    best, error = min(judged, key=lambda pair: pair[1])
     is_near = error <= _most(sides) and error * _NEARER < _error(given_th, right_th)
-    return best if is_near else None
+    return _name_left_out(sides, best, layer=layer) if is_near else None
 
 
 def _candidates(sides: Sides, before: torch.Tensor, *, layer: int, num_layers: int) -> Iterator[_Candidate]:
@@ -128,9 +128,15 @@ def _candidates(sides: Sides, before: torch.Tensor, *, layer: int, num_layers: i
     for other in range(-1, num_layers):
         output = _read_output(target, other)
         if output is not None and other != layer - 1 and output.shape == before.shape:
-            yield _of_another_layer(sides, batch.rows(output, Site.OUTPUT).float(), other, layer=layer)
+            yield _Candidate(
+                states=batch.rows(output, Site.OUTPUT).float(),
+                words=f"it is the output of layer {other}" if other >= 0 else "it is the embedding",
+                mistake=OUT_OF_ORDER,
+                what="Layers run in another order.",
+                look_at=_LOOK_AT,
+                other=other,
+            )
     passes, mask = target.read_passes(), sides.reference.read_attention_mask()
-    right_th = batch.rows(before, Site.OUTPUT).float()
     if layer:
         yield from _parts(sides, layer - 1)
     if passes is not None and mask is not None and before.shape[:2] == mask.shape:
@@ -139,7 +145,7 @@ def _candidates(sides: Sides, before: torch.Tensor, *, layer: int, num_layers: i
             of_token = batch.tokens(places)
             states = torch.where(of_token[:, None] < 0, torch.nan, flat[of_token])
             yield _Candidate(
-                states=states if states.shape == right_th.shape else right_th,
+                states=states,
                 words=f"it is that of other tokens of the pass, {words}",
                 mistake="tokens_exchanged",
                 what="The stream of a pass goes on with its tokens in other places.",
@@ -148,26 +154,19 @@ def _candidates(sides: Sides, before: torch.Tensor, *, layer: int, num_layers: i
             )
 
 
-def _of_another_layer(sides: Sides, states: torch.Tensor, other: int, *, layer: int) -> _Candidate:
-    """Return what another layer gave; layers that lie between, and whose result nobody takes, are left out."""
-    words = f"it is the output of layer {other}" if other >= 0 else "it is the embedding"
-    between = tuple(range(other + 1, layer))
-    if between and not any(_is_taken(sides, skipped, but=(*between, layer)) for skipped in between):
-        names = list_names([str(number) for number in between], most=4)
-        return _Candidate(
-            states=states,
-            words=f"{words}; layer{'s' * (len(between) > 1)} {names} {'are' if len(between) > 1 else 'is'} left out",
-            mistake=LAYER_LEFT_OUT,
-            what="A layer's result is not used: the stream passes it by.",
-            look_at=_LOOK_AT,
-            skipped=between,
-        )
-    return _Candidate(
-        states=states,
-        words=words,
-        mistake=OUT_OF_ORDER,
-        what="Layers run in another order.",
-        look_at=_LOOK_AT,
+def _name_left_out(sides: Sides, found: _Candidate, *, layer: int) -> _Candidate:
+    """Say of what another layer gave that those between are left out, if nobody takes their results."""
+    between = () if found.other is None else tuple(range(found.other + 1, layer))
+    if not between or any(_is_taken(sides, skipped, but=(*between, layer)) for skipped in between):
+        return found
+    names = list_names([str(number) for number in between], most=4)
+    are = "s {} are" if len(between) > 1 else " {} is"
+    return replace(
+        found,
+        words=f"{found.words}; layer{are.format(names)} left out",
+        mistake=LAYER_LEFT_OUT,
+        what="A layer's result is not used: the stream passes it by.",
+        skipped=between,
     )
 
 

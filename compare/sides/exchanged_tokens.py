@@ -5,8 +5,8 @@ B prompts, S columns, w columns of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -20,7 +20,9 @@ def exchanged_tokens(passes: ModelPasses, attention_mask: torch.Tensor) -> Itera
     """
     num_rows = attention_mask.shape[0]
     grids = _grids(passes, attention_mask)
-    ways = {f"rows rolled by {by}": _roll(by) for by in range(1, num_rows)}
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        f"rows rolled by {by}": partial(torch.roll, shifts=by, dims=0) for by in range(1, num_rows)
+    }
     ways["[S,B] read as [B,S]"] = lambda grid: grid.T.reshape(grid.shape)
     ways["[B,S] read as [S,B]"] = lambda grid: grid.reshape(grid.shape[1], grid.shape[0]).T
     for words, exchange in ways.items() if num_rows > 1 else ():
@@ -29,10 +31,6 @@ def exchanged_tokens(passes: ModelPasses, attention_mask: torch.Tensor) -> Itera
             is_real = grid >= 0
             places[grid[is_real]] = exchange(grid)[is_real]
         yield words, places.view(attention_mask.shape)
-
-
-def _roll(by: int) -> Any:
-    return lambda grid: grid.roll(by, dims=0)
 
 
 def _grids(passes: ModelPasses, mask: torch.Tensor) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from minimax_tools.errors import UsageError
+from minimax_tools.number_ranges import number_ranges, word_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,13 +242,7 @@ def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, s
 def format_positions(inputs: Inputs) -> str:
     """Format the positions of the judged tokens as ranges: `positions 0-99, 4096-4111`."""
     positions = inputs.position_ids[inputs.is_kept].unique().tolist()
-    ranges: list[tuple[int, int]] = []
-    for position in positions:
-        if ranges and position == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], position)
-        else:
-            ranges.append((position, position))
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    words = ", ".join(word_ranges(number_ranges(positions)))
     return f"position{'s' if len(positions) > 1 else ''} {words}"
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from minimax_tools.errors import UsageError, shorten
+from minimax_tools.number_ranges import number_ranges, word_ranges
 
 # More layers than any model has: a damaged file may give any number.
 MAX_LAYERS = 1 << 20
@@ -92,13 +93,7 @@ def word_layers(layers: Iterable[int | None]) -> str:
     numbers = sorted(layer for layer in wanted if layer is not None)
     words = []
     if numbers:
-        words.append(("layer " if len(numbers) == 1 else "layers ") + ", ".join(word_ranges(numbers)))
+        words.append(
+            ("layer " if len(numbers) == 1 else "layers ") + ", ".join(word_ranges(number_ranges(numbers)))
+        )
     return " and ".join([*words, *(["model"] if None in wanted else [])])
-
-
-def word_ranges(numbers: Sequence[int]) -> list[str]:
-    """Return different numbers, ascending, as ranges, such as `0-3` and `5`."""
-    starts = [number for number in numbers if number - 1 not in numbers]
-    stops = [number for number in numbers if number + 1 not in numbers]
-    pairs = zip(starts, stops, strict=True)
-    return [f"{start}" if start == stop else f"{start}-{stop}" for start, stop in pairs]

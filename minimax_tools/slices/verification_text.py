@@ -30,6 +30,7 @@ from minimax_tools.capture.read_record import ReadRecord
 from minimax_tools.errors import list_faults
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.architecture import Architecture
+from minimax_tools.number_ranges import number_ranges, word_ranges
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.download import Download, DownloadedFile, Repository, SharedFile
 from minimax_tools.slices.holding import Holding
@@ -272,13 +273,7 @@ def _describe_ends(slice_: Slice) -> str:
 
 def _format_layers(layers: Sequence[int]) -> str:
     """Render layers as `0-9`, with gaps as `0-3, 7`, and no layers as `none`."""
-    runs: list[range] = []
-    for layer in layers:
-        if runs and runs[-1].stop == layer:
-            runs[-1] = range(runs[-1].start, layer + 1)
-        else:
-            runs.append(range(layer, layer + 1))
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
+    return ", ".join(word_ranges(number_ranges(layers))) or "none"
 
 
 def _count_files(repository: Repository) -> str:

@@ -10,14 +10,13 @@ T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from compare.comparer import JudgedRun
-from compare.model_runs.chunks import add_findings
+from compare.model_runs.chunks import add_findings, join_verdicts
 from compare.model_runs.passes import split_passes
 from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
 from compare.prompts.prompt_judge import PortLogits
@@ -121,7 +120,7 @@ def _conclude(comparison: Comparison, verdict: LogitsVerdict, *, by: str = _MODE
     flipped = word_flipped(verdict.num_flipped)
     return replace(
         comparison,
-        verdict=_verdict(comparison.findings),
+        verdict=join_verdicts(Verdict.PASS, comparison.findings),
         sites=tuple(_with_verdict(site, status, verdict) for site in comparison.sites),
         notes=(_NOTE.format(by), *((flipped,) if flipped else ()), *comparison.notes),
     )
@@ -136,12 +135,6 @@ def _describe(number: int, reason: str) -> ModelFinding:
         look_at="its layers: show them by `sites`, run one by mm2-test sweep, or, if the port is compiled "
         "whole, replace its stream by mm2-test replacement",
     )
-
-
-def _verdict(findings: Sequence[ModelFinding]) -> Verdict:
-    if any(not finding.is_warning for finding in findings):
-        return Verdict.FAIL
-    return Verdict.WARN if findings else Verdict.PASS
 
 
 def _with_verdict(site: SiteResult, status: SiteStatus, verdict: LogitsVerdict) -> SiteResult:
