@@ -114,7 +114,7 @@ def score_predictions(
         without_widened.append(trimmed_mean(yardstick.misfit(yardstick.exact, variance)[judged]))
         projection = yardstick.project(prediction, variance)
         if keeps_predicted:
-            error = (prediction - yardstick.exact) / variance.sqrt() * judged[:, None]
+            error = torch.where(judged[:, None], (prediction - yardstick.exact) / variance.sqrt(), 0.0)
             predicted.append(error.bfloat16().flatten())
         product = product + projection.product
         predicted_energy = predicted_energy + projection.predicted_energy

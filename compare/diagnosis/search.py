@@ -300,7 +300,7 @@ def _pair_up(error: torch.Tensor, scores: Sequence[Score]) -> list[Hypothesis]:
         others = [score for score in singles if _may_go_together(lead.hypothesis, score.hypothesis)]
         rest = error - lead.predicted.float()
         by_direction = sorted(others, key=lambda score: _alike(rest, score.predicted.float()), reverse=True)
-        by_tokens = sorted(others, key=lambda score: _alike(lead.misfits, score.energies), reverse=True)
+        by_tokens = sorted(others, key=lambda score: _alike(lead.misfits.nan_to_num(0.0), score.energies), reverse=True)
         partners = [*best_first(by_direction[:_MOST_LIKE_REST]), *best_first(by_tokens[:_MOST_ON_ITS_TOKENS])]
         for other in partners:
             first, second = sorted((lead.hypothesis, other.hypothesis), key=_begin)

@@ -166,7 +166,11 @@ class Trial:
     def error(self) -> torch.Tensor:
         """The port's error on the settled tokens, in units of noise, all judging sites in one: [n]."""
         parts = [
-            (yardstick.port - yardstick.golden) / yardstick.variance.sqrt() * self.settled[:, None]
+            torch.where(
+                self.settled[:, None],
+                (yardstick.port - yardstick.golden) / yardstick.variance.sqrt(),
+                0.0,
+            )
             for yardstick in self.yardsticks.values()
         ]
         return torch.cat([part.flatten() for part in parts])

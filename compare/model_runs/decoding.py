@@ -66,6 +66,7 @@ def diagnose_decoding(
     takes_own = all(shown.order >= Site.ATTN_CONTEXT.order for shown in blamed)
     with sides.weights.open_layer(layer, sides.reference) as weights, torch.no_grad():
         inputs = _read_inputs(sides, layer, weights, split)
+        inputs = replace(inputs, caches=dict(_other_caches(sides.target, layer, inputs)))
         # If nothing explains it over a right cache, then perhaps over what the cache holds.
         held = _read_held(sides.target, layer, inputs)
         for cached in (None,) if held is None else (None, held):

@@ -105,7 +105,10 @@ def _find_orders(clues: Clues, *, is_permutation: bool) -> tuple[Parameters, ...
     taken = {*found.values(), *(number for number in numbers if number not in found)}
     free = iter([number for number in numbers if number not in taken])
     clashing = set(found.values()) if is_permutation else set()
-    order = [found.get(number, next(free, number) if number in clashing else number) for number in numbers]
+    order = [
+        found[number] if number in found else next(free, number) if number in clashing else number
+        for number in numbers
+    ]
     return ({"order": " ".join(map(str, order))},)
 
 
