@@ -66,8 +66,11 @@ def _layers(sides: Sides, comparison: Comparison, commands: RunCommands | None) 
     left_out = sorted(set(sides.reference.layers) - set(comparison.layers))
     port = None if commands is None else commands.port
     if left_out:
-        command = commands.sweep() if commands is not None and port is not None else ""
-        yield Untested(what="layers", detail=word_layers(left_out), by="mm2-test sweep", command=command)
+        # A whole port runs all layers at once: those that are left out have no sites.
+        is_whole = commands is not None and commands.is_whole_port
+        command = "" if commands is None or port is None or is_whole else commands.sweep()
+        by = "" if is_whole else "mm2-test sweep"
+        yield Untested(what="layers", detail=word_layers(left_out), by=by, command=command)
     elif port is not None and commands is not None and not port.run.model_sites:
         golden = commands.golden_run
         can_chain = golden is not None and bool(golden.model_sites)
