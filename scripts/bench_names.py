@@ -1,6 +1,6 @@
 """Names that mm2 gives to mistakes: to ports of public reports, and to lookalikes that no catalogue holds.
 
-- `reported`: ports with mistakes that public reports tell of: each should get its name.
+- `reported`: ports with mistakes that public reports tell of: each should get its name, or be told by a blame's words.
 - `lookalikes`: mistakes that look like entries of the catalogue and are none: no name is true of them but `Plant.akin`.
 - Each is planted in all layers of a model, run, and diagnosed twice: with all sites shown, and as a black box.
 - Each wrong name is undone in the port, as `mm2-diagnose --prove` does: none may be proved.
@@ -85,6 +85,7 @@ class NamedPort:
     blamed: tuple[str, ...]  # sites that are blamed in some layer
     unexplained: float  # largest ρ of a layer
     names: tuple[str, ...] = ()  # all names of all layers, each once
+    is_told: bool = False  # whether a blame tells the mistake in words
     proved: tuple[str, ...] = ()  # wrong names that were proved
     figures: Mapping[str, Any] = field(default_factory=dict)  # by layer and name: parameters, ρ, share, proof
     seconds: float = 0.0  # of the diagnosis
@@ -96,8 +97,8 @@ class NamedPort:
 
     @property
     def is_named(self) -> bool:
-        """True if it got a name that is true of it, and no other."""
-        return bool(self.names) and not self.wrong
+        """True if it got a name that is true of it, or is told in words, and got no other name."""
+        return (bool(self.names) or self.is_told) and not self.wrong
 
 
 def main() -> int:
@@ -167,6 +168,8 @@ def name_port(
             blamed=tuple(dict.fromkeys(blame.sites[-1] for layer in found.layers for blame in layer.blame)),
             unexplained=max((layer.unexplained for layer in found.layers), default=0.0),
             names=tuple(dict.fromkeys(finding.mistake for finding in found.findings)),
+            is_told=bool(plant.told)
+            and any(plant.told in blame.reason for layer in found.layers for blame in layer.blame),
             figures={f"{finding.layer} {finding.mistake}": _figures(finding) for finding in found.findings},
             seconds=took_s,
         )
@@ -174,7 +177,7 @@ def name_port(
         outcomes = {one.mistake: _prove(baseline, plant, one, runtime, directory) for one in wrong}
         proved = tuple(name for name, outcome in outcomes.items() if outcome is ProofOutcome.PROVED)
         case = replace(case, proved=proved)
-        told = ", ".join(case.names) or "-"
+        told = ", ".join(case.names) or ("told" if case.is_told else "-")
         mark = " WRONG" if case.wrong else ""
         mark += " PROVED" if case.proved else ""
         print(

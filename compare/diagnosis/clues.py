@@ -34,6 +34,8 @@ _POSITIONS_BEFORE = 2
 _SAME_VALUES = 4.0
 # Share of the wrong tokens that hold another token's values, at least, if that is what is wrong.
 _LEAST_MOVED = 0.9
+# Distance from the nearest token, in units of that from the next, of one that surely holds the nearest's values.
+_FAR_NEARER = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,7 +112,7 @@ class Clues:
         """
         shown = self._shows(site)
         is_wrong = self.wrong_tokens.is_wrong
-        if shown is None or not bool(is_wrong.any()):
+        if shown is None or not bool(is_wrong.any()) or self.base.attention_mask.numel() < 2:
             return {}
         yardstick = self.yardsticks[shown]
         wrong = self.settled.nonzero().flatten()[is_wrong]
@@ -118,12 +120,14 @@ class Clues:
         squares = _squared_distances(
             values, self.base.everywhere().rows(site), yardstick.variance[wrong].mean(0)
         )
-        nearest = squares.min(1)
-        is_moved = (nearest.values <= _SAME_VALUES) & (nearest.indices != self.base.tokens[wrong])
-        if float(is_moved.float().mean()) < _LEAST_MOVED:
+        (distance, second), (source, _) = (part.T for part in squares.topk(2, dim=1, largest=False))
+        is_other = source != self.base.tokens[wrong]
+        if float(((distance <= _SAME_VALUES) & is_other).float().mean()) < _LEAST_MOVED:
             return {}
+        # Of the rest, those that are far nearer to one token than to the next: noise changed an expert of it.
+        is_moved = (distance <= torch.clamp(_FAR_NEARER * second, min=_SAME_VALUES)) & is_other
         places = self.base.tokens[wrong][is_moved].tolist()
-        return dict(zip(places, nearest.indices[is_moved].tolist(), strict=True))
+        return dict(zip(places, source[is_moved].tolist(), strict=True))
 
     def repeats(self, site: Site, others: torch.Tensor) -> bool:
         """Decide whether the port gives the same values at a site to each token and another, [B·S]; -1 for none."""

@@ -149,7 +149,8 @@ def diagnose_run(
                 progress=progress,
             )
         )
-    diagnoses = withdraw_rare(withdraw_unequal(found))
+    equal = withdraw_unequal(found)
+    diagnoses = withdraw_rare(equal, _passed_over(run, judgeable, equal))
     unproved = _word_unproved(comparison, layers, diagnoses)
     # The blame of the chosen layers, and of sites outside the layers if these are diagnosed.
     wrong = [

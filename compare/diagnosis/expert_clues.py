@@ -71,8 +71,8 @@ class ExpertFactors:
 
     @property
     def text(self) -> str:
-        """The factors as text, 1 for experts that no token chose, and for those that are right."""
-        right = self.is_near(1.0) | ~self.seen
+        """The factors as text, 1 for experts that no token chose, and for those that may be right."""
+        right = ((self.factors - 1.0).abs() <= _SAME_BY_ERRORS * self.errors) | ~self.seen
         return " ".join(
             "1" if is_right else f"{factor:.4g}"
             for factor, is_right in zip(self.factors.tolist(), right, strict=True)

@@ -10,7 +10,7 @@ from functools import partial
 
 from compare.blame.blame import join_causes
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
-from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
+from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding, PassedOver
 from compare.diagnosis.mistake import is_list
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame
@@ -98,8 +98,13 @@ def withdraw_unequal(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosi
     return tuple(_withdrawn(diagnosis, unequal, partial(_word_unequal, values)) for diagnosis in diagnoses)
 
 
-def withdraw_rare(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosis, ...]:
-    """Take back a mistake that explains fewer layers than nothing explains at the same sites: it fits by chance."""
+def withdraw_rare(
+    diagnoses: Sequence[LayerDiagnosis], passed_over: Sequence[PassedOver]
+) -> tuple[LayerDiagnosis, ...]:
+    """Take back a mistake that explains no more layers than nothing explains at the same sites: it fits by chance.
+
+    Layers that were passed over, since they are like others that nothing explains, count among these.
+    """
     at_place: dict[object, list[LayerDiagnosis]] = {}
     for diagnosis in diagnoses:
         if not diagnosis.is_right:
@@ -107,8 +112,10 @@ def withdraw_rare(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosis, 
     changed: dict[int, LayerDiagnosis] = {}
     for alike in at_place.values():
         unexplained = [diagnosis.layer for diagnosis in alike if not diagnosis.named]
+        passed = [layer for one in passed_over if set(one.like) & set(unexplained) for layer in one.layers]
+        unexplained = sorted({*unexplained, *passed})
         counts = Counter(name for one in alike for name in {finding.mistake for finding in one.named})
-        rare = {name for name, count in counts.items() if count < len(unexplained)}
+        rare = {name for name, count in counts.items() if count <= len(unexplained)}
         for diagnosis in alike:
             changed[id(diagnosis)] = _withdrawn(diagnosis, rare, partial(_word_rare, unexplained))
     return tuple(changed.get(id(diagnosis), diagnosis) for diagnosis in diagnoses)

@@ -19,6 +19,9 @@ _FEWEST_TOKENS = 6
 _FEWEST_EFFECTIVE = 4.0
 # Standard errors from which a mean over tokens is beyond chance.
 _LEAST_ERRORS = 4.0
+# Mean square of a token's rest along the predicted error, in units of noise, that is noise: a right port's, and the
+# golden's own.
+_NOISE_ALONG = 4.0
 _NONE = torch.zeros(0)
 
 
@@ -38,6 +41,8 @@ class Score:
     amplitude: float  # factor on the predicted error that fits the port's best; about 1 if it is the cause
     z: float  # the amplitude in units of its own uncertainty over tokens
     likeness: float  # squared correlation of the port's error with the predicted one
+    # Distance of a token's own amplitude from `amplitude`, beyond noise: about 0 for the cause.
+    unevenness: float = 0.0
     # Mean ρ² against the hypothesis over the sites, by token: float64 [T]; NaN for tokens that do not count.
     misfits: torch.Tensor = _NONE
     energies: torch.Tensor = (
@@ -132,6 +137,7 @@ def score_predictions(
         amplitude=amplitude,
         z=z,
         likeness=_likeness(product[judged], predicted_energy[judged], error_energy[judged]),
+        unevenness=_unevenness(product[judged], predicted_energy[judged], amplitude),
         misfits=torch.where(judged, torch.stack(misfits).mean(0), torch.nan),
         energies=torch.where(judged, predicted_energy, 0.0),
         predicted=torch.cat(predicted) if predicted else _NONE,
@@ -151,6 +157,20 @@ def _fit_amplitude(product: torch.Tensor, predicted_energy: torch.Tensor) -> tup
         return amplitude, 0.0
     spread = float((product - amplitude * predicted_energy).square().sum().sqrt())
     return amplitude, amplitude * total / spread if spread > 0.0 else math.inf
+
+
+def _unevenness(product: torch.Tensor, predicted_energy: torch.Tensor, amplitude: float) -> float:
+    """Return by how much the factor on the predicted error differs between most tokens, beyond noise.
+
+    A factor on a site, say, fits the mean of what an epsilon does, and leaves a little in each channel: what it leaves
+    lies along what it predicts.
+    """
+    is_predicted = predicted_energy > 0.0
+    energy = predicted_energy[is_predicted]
+    if not len(energy):
+        return 0.0
+    rest = (product[is_predicted] - amplitude * energy).square() / energy
+    return math.sqrt(max(trimmed_mean(rest) - _NOISE_ALONG, 0.0) / float(energy.mean()))
 
 
 def _likeness(product: torch.Tensor, predicted_energy: torch.Tensor, error_energy: torch.Tensor) -> float:

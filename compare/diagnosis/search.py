@@ -52,8 +52,9 @@ _MOST_LIKE_REST, _MOST_ON_ITS_TOKENS = 12, 12
 _LEAST_OF_HALF = 2.0
 # As many as a report shows.
 _MOST_NEAREST = 3
-# Distance from 1 of a factor that no code multiplies by: an epsilon, a rounding or a norm elsewhere acts like one.
-_NEAR_ONE = 0.02
+# Distance from 1 of a factor that no code multiplies by: an epsilon, a rounding or a norm elsewhere acts like one; and
+# of one that rounding to BF16 gives.
+_NEAR_ONE, _ROUNDED_ONE = 0.02, 2**-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,14 +241,16 @@ class _Search:
         return True
 
     def _is_mere_factor(self, score: Score) -> bool:
-        """Decide whether a factor near 1 was fitted to a site that the port does not show: much else looks like it."""
+        """Decide whether a factor so near 1 was fitted that much else looks like it.
+
+        A site that the port does not show is off by little for many reasons; one that it shows, by rounding.
+        """
         hypothesis = score.hypothesis
-        if not (is_single_factor(score) and hypothesis.is_fitted) or hypothesis.sites & set(
-            self._trial.yardsticks
-        ):
+        if not (is_single_factor(score) and hypothesis.is_fitted):
             return False
+        is_shown = bool(hypothesis.sites & set(self._trial.yardsticks))
         factor = hypothesis.parameters[0][str(hypothesis.mistakes[0].fitted)]
-        return isinstance(factor, float) and abs(factor - 1.0) < _NEAR_ONE
+        return isinstance(factor, float) and abs(factor - 1.0) < (_ROUNDED_ONE if is_shown else _NEAR_ONE)
 
     def _judge_faint(self) -> list[Score]:
         """Score mistakes that the noise may cover (see `Trial.judge_faint`); none if the error is far above it."""
@@ -300,7 +303,9 @@ def _pair_up(error: torch.Tensor, scores: Sequence[Score]) -> list[Hypothesis]:
         others = [score for score in singles if _may_go_together(lead.hypothesis, score.hypothesis)]
         rest = error - lead.predicted.float()
         by_direction = sorted(others, key=lambda score: _alike(rest, score.predicted.float()), reverse=True)
-        by_tokens = sorted(others, key=lambda score: _alike(lead.misfits.nan_to_num(0.0), score.energies), reverse=True)
+        by_tokens = sorted(
+            others, key=lambda score: _alike(lead.misfits.nan_to_num(0.0), score.energies), reverse=True
+        )
         partners = [*best_first(by_direction[:_MOST_LIKE_REST]), *best_first(by_tokens[:_MOST_ON_ITS_TOKENS])]
         for other in partners:
             first, second = sorted((lead.hypothesis, other.hypothesis), key=_begin)

@@ -42,6 +42,7 @@ class Plant:
     halves: tuple[Plant, ...] = ()  # the two plants of a pair
     # For an uncatalogued mistake: catalogued ones that compute nearly the same, which the diagnosis may answer with.
     akin: tuple[str, ...] = ()
+    told: str = ""  # words of a blame that tell the mistake without a name, such as what weights stand where others do
 
     def build(self, config: Any, weights: FusedWeights) -> Arithmetic:
         """Build the arithmetic of a layer with this mistake."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,7 +183,10 @@ PLANTS: tuple[Plant, ...] = (
     replace_fused("TensorRT-LLM#12214", lambda state: _scale(state, "w1", 0.8, 1.25), "experts_scaled"),
     replace_fused("sglang#32962", lambda state: state["down"][:3].mul_(2), "experts_counted_twice"),
     replace_fused("sglang#18213", lambda state: _reorder(state, _shuffled), "experts_rearranged"),
-    replace_fused("vllm#52639", lambda state: _reorder(state, _last_before_last), "experts_of_others"),
+    replace(
+        replace_fused("vllm#52639", lambda state: _reorder(state, _last_before_last), "experts_of_others"),
+        told="in their place",
+    ),
     replace_fused("vllm-gaudi#1796", lambda state: _zero(state, 3, 5, 6), "experts_missing"),
     replace_fused("sglang#32430", _interleave_half, "gate_up_cut_in_halves"),
     replace_stages("transformers-neuronx#106", _MOE, "tokens_rearranged", finish_moe=_transpose_call),
@@ -212,8 +216,16 @@ PLANTS: tuple[Plant, ...] = (
     replace_stages("Megatron-LM#6045", _MOE, "expert_capacity", affinities=_keep_within_capacity),
     replace_fused("vllm#50761", _swap, "gate_up_swapped", "router_bias_low_precision"),
     replace_stages("mlx-lm#898", (Site.Q_NORM, Site.K_NORM), "qk_norm_per_rank", head_norm=_norm_half),
-    replace_weights(
-        "llm-compressor#2451", (Site.ROUTER_LOGITS,), lambda t, c: _smooth(t, c, gate=False, experts=True)
+    replace(
+        replace_weights(
+            "llm-compressor#2451",
+            (Site.ROUTER_LOGITS,),
+            lambda t, c: _smooth(t, c, gate=False, experts=True),
+        ),
+        told="is undone in moe_delta, and not here",
     ),
-    replace_weights("llm-compressor#1455", _MOE, lambda t, c: _smooth(t, c, gate=True, experts=False)),
+    replace(
+        replace_weights("llm-compressor#1455", _MOE, lambda t, c: _smooth(t, c, gate=True, experts=False)),
+        told="is undone in router_logits, and not here",
+    ),
 )

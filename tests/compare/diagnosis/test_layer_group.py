@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver
-from compare.diagnosis.layer_group import group_layers
+from compare.diagnosis.layer_group import group_layers, withdraw_rare
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame
@@ -97,6 +97,27 @@ class TestGroups:
     def test_no_layer_is_lost(self) -> None:
         layers = [layer(n, finding(n, f"mistake_{n % 3}")) for n in range(9)]
         assert sorted(number for group in group_layers(layers) for number in group.numbers) == list(range(9))
+
+
+class TestRareNames:
+    def test_name_of_fewer_layers_than_nothing_explains_is_taken_back(self) -> None:
+        named, other = layer(0, finding(0)), layer(1)
+        (first, second) = withdraw_rare([named, other], ())
+        assert (first.named, first.nearest, second) == ((), named.named, other)
+        assert first.notes == (
+            f"{SWAPPED} comes near here alone: at the same sites of layer 1 it explains nothing",
+        )
+        assert withdraw_rare([named, layer(2, finding(2)), other], ())[0] is named
+        # Elsewhere, something else may be wrong.
+        assert withdraw_rare([named, layer(1, site="attn_context")], ())[0] is named
+
+    def test_layers_that_were_passed_over_count(self) -> None:
+        layers = [layer(0, finding(0)), layer(1, finding(1)), layer(2), layer(3)]
+        passed = PassedOver(layers=(4, 5), like=(2, 3))
+        assert [one.named for one in withdraw_rare(layers, (passed,))] == [(), (), (), ()]
+        more = [*layers, layer(6, finding(6))]
+        assert withdraw_rare(more, ())[0].named
+        assert not withdraw_rare(more, (passed,))[0].named
 
 
 class TestText:

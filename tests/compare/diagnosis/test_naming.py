@@ -41,6 +41,11 @@ def score(name: str = "a", *, is_rounding: bool = False, **figures: Any) -> Scor
         # Of ρ² - 1 = 8, nine tenths must be taken away: 1.34² - 1 is 0.796, 1.35² - 1 is 0.823.
         ({"unexplained": 3.0, "leaves": 1.34, "z": 0.0}, True),
         ({"unexplained": 3.0, "leaves": 1.35, "z": 0.0}, False),
+        # Tokens may need a factor of their own on it as far as noise goes: 0.32 / ρ, and 0.02.
+        ({"unevenness": 0.025}, True),
+        ({"unevenness": 0.026}, False),
+        ({"unevenness": 0.026, "unexplained": 12.0}, True),
+        ({"unevenness": 0.5, "unexplained": 1.4}, True),
         # A faint error needs z, an amplitude near 1 and a share of the energy.
         ({"unexplained": 1.4, "explains": 0.02, "z": 8.0}, True),
         ({"unexplained": 1.4, "explains": 0.02, "z": 7.9}, False),

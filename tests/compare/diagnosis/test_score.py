@@ -76,6 +76,17 @@ def test_z_is_the_amplitude_over_its_spread_between_tokens(size: float) -> None:
     assert found.z == pytest.approx(2.0 * (8 * 4) / math.sqrt(8 * 4**2))
 
 
+def test_unevenness_is_how_far_tokens_lie_from_the_amplitude_beyond_noise() -> None:
+    assert score({Site.OUTPUT: (20.0, 10.0)}).unevenness == 0.0
+    # Per token, p² is 4 · 10², and e·p lies 4 · 10² from twice that: the rest is 400, of which 4 is noise.
+    uneven = score({Site.OUTPUT: ([10.0, 30.0] * 4, 10.0)})
+    assert uneven.amplitude == pytest.approx(2.0)
+    assert uneven.unevenness == pytest.approx(math.sqrt((400.0 - 4.0) / 400.0))
+    # Noise alone is even.
+    assert score({Site.OUTPUT: ([0.0, 1.0] * 4, 0.5)}).unevenness == 0.0
+    assert score({Site.OUTPUT: (2.0, 0.0)}).unevenness == 0.0
+
+
 def test_z_has_the_sign_of_the_amplitude() -> None:
     found = score({Site.OUTPUT: ([-1.0, -3.0] * 4, 1.0)})
     assert found.amplitude == pytest.approx(-2.0)
