@@ -33,7 +33,7 @@ _TINY = 1e-12
 # one row in a hundred does.
 _MOST_DOUBTFUL_SHARE, _MOST_DOUBTFUL = 0.1, 8
 # Prompts whose alternatives are in memory at a time, 0.5 GB.
-_TOGETHER = 64
+_TOGETHER = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

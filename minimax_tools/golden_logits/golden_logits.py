@@ -22,7 +22,7 @@ from minimax_tools.reference.rounding import RoundingKind
 KINDS = (RoundingKind.EXACT, RoundingKind.NEAREST, *(RoundingKind.RANDOM,) * (1 + len(FLIP_SHARES)))
 # Copies that find alternatives: three that show how far noise reaches, then the alternatives themselves, each by the
 # share of the plausible flips that each makes. A right port makes few of them, and any few.
-ALTERNATIVE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2) * 6
+ALTERNATIVE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2) * 12
 ALTERNATIVE_KINDS = (
     RoundingKind.EXACT,
     RoundingKind.NEAREST,

@@ -2,7 +2,7 @@
 
     FOLDER/<digest of the model>/model.json             the model: fingerprint, and digest of its bytes
     FOLDER/<digest of the model>/<digest of the row>.safetensors
-    FOLDER/<digest of the model>/<digest of the row>.alternatives_24.safetensors    where they were needed
+    FOLDER/<digest of the model>/<digest of the row>.alternatives_48.safetensors    where they were needed
 
 Another model, and one whose weights changed, has another digest: its rows are computed anew.
 C copies, T tokens of a row, K candidates.
