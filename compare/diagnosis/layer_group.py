@@ -20,6 +20,8 @@ _MOST_ERRORS = 4.0
 # Relative difference up to which fitted parameters are the same: they differ a little from layer to layer. Factors are
 # found more precisely.
 _SAME_VALUE, _SAME_FACTOR = 0.05, 0.003
+# Share of a layer's error from which a mistake without a number nearly explains it.
+_NEARLY_EXPLAINED = 0.95
 _FACTOR = "factor"  # name of the fitted parameter of a mistake that multiplies by one number
 
 
@@ -101,7 +103,7 @@ def withdraw_unequal(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosi
 def withdraw_rare(
     diagnoses: Sequence[LayerDiagnosis], passed_over: Sequence[PassedOver]
 ) -> tuple[LayerDiagnosis, ...]:
-    """Take back a mistake that explains no more layers than nothing explains at the same sites: it fits by chance.
+    """Take back a mistake that explains no more layers than it leaves at the same sites: it fits by chance.
 
     Layers that were passed over, since they are like others that nothing explains, count among these.
     """
@@ -111,14 +113,33 @@ def withdraw_rare(
             at_place.setdefault(diagnosis.place, []).append(diagnosis)
     changed: dict[int, LayerDiagnosis] = {}
     for alike in at_place.values():
-        unexplained = [diagnosis.layer for diagnosis in alike if not diagnosis.named]
-        passed = [layer for one in passed_over if set(one.like) & set(unexplained) for layer in one.layers]
-        unexplained = sorted({*unexplained, *passed})
         counts = Counter(name for one in alike for name in {finding.mistake for finding in one.named})
-        rare = {name for name, count in counts.items() if count <= len(unexplained)}
+        left = {name: _layers_left(name, alike, passed_over) for name in counts}
+        rare = {name for name, count in counts.items() if count <= len(left[name])}
         for diagnosis in alike:
-            changed[id(diagnosis)] = _withdrawn(diagnosis, rare, partial(_word_rare, unexplained))
+            changed[id(diagnosis)] = _withdrawn(diagnosis, rare, partial(_word_rare, left))
     return tuple(changed.get(id(diagnosis), diagnosis) for diagnosis in diagnoses)
+
+
+def _layers_left(
+    name: str, alike: Sequence[LayerDiagnosis], passed_over: Sequence[PassedOver]
+) -> tuple[int, ...]:
+    """Return the layers that nothing explains, a mistake of this name neither; those that it nearly explains aside."""
+    unexplained = {
+        diagnosis.layer for diagnosis in alike if not diagnosis.named and not _is_near(name, diagnosis)
+    }
+    passed = {layer for one in passed_over if unexplained.intersection(one.like) for layer in one.layers}
+    return tuple(sorted(unexplained | passed))
+
+
+def _is_near(name: str, diagnosis: LayerDiagnosis) -> bool:
+    """Decide whether a mistake takes most of a layer's error away; one with a number may do so by chance."""
+    mistake = CATALOGUE.get(name)
+    if mistake is None or mistake.fitted is not None:
+        return False
+    return any(
+        finding.mistake == name and finding.explains >= _NEARLY_EXPLAINED for finding in diagnosis.nearest
+    )
 
 
 def _is_unequal(findings: Sequence[MistakeFinding]) -> bool:
@@ -156,11 +177,10 @@ def _word_unequal(values: Mapping[str, Sequence[MistakeFinding]], taken: Sequenc
     return f"{name} comes near, but would need another {parameter} in each layer: {numbers[0]:.4g} to {numbers[-1]:.4g}"
 
 
-def _word_rare(unexplained: Sequence[int], taken: Sequence[MistakeFinding]) -> str:
-    names = " and ".join(dict.fromkeys(finding.mistake for finding in taken))
-    return (
-        f"{names} comes near here alone: at the same sites of {word_layers(unexplained)} it explains nothing"
-    )
+def _word_rare(left: Mapping[str, Sequence[int]], taken: Sequence[MistakeFinding]) -> str:
+    names = tuple(dict.fromkeys(finding.mistake for finding in taken))
+    layers = word_layers(sorted({layer for name in names for layer in left[name]}))
+    return f"{' and '.join(names)} comes near here alone: at the same sites of {layers} it explains nothing"
 
 
 def _belong_together(first: LayerDiagnosis, second: LayerDiagnosis) -> bool:

@@ -22,6 +22,8 @@ from compare.diagnosis.yardstick import MOST_LEFT
 # of the stream has more BF16 noise than the golden: of a ρ above 200, a hundredth may be left, at most 10.
 RIGHT_RHO = 2.0
 _LEFT_OF_LARGE_RHO = 0.01
+# The same of a mistake with a number that was fitted to the port: a number fits what is only close, too.
+_FITTED_RHO = 1.5
 # A mistake that leaves at most 1.3 of a ρ of 10 or more is proved: nothing else is tried. Of a smaller ρ, a mistake
 # that is only close leaves as little.
 _PROOF_LEFT, PROOF_RHO = 1.3, 10.0
@@ -48,9 +50,10 @@ _BETTER = 0.98
 RESEMBLING = 1.1
 
 
-def most_left(unexplained: float) -> float:
+def most_left(unexplained: float, *, is_fitted: bool = False) -> float:
     """Return the largest ρ that a mistake may leave of the port's ρ, `unexplained`."""
-    return min(max(RIGHT_RHO, _LEFT_OF_LARGE_RHO * unexplained), MOST_LEFT)
+    least = _FITTED_RHO if is_fitted else RIGHT_RHO
+    return min(max(least, _LEFT_OF_LARGE_RHO * unexplained), MOST_LEFT)
 
 
 def is_explanation(score: Score) -> bool:
@@ -68,7 +71,8 @@ def is_explanation(score: Score) -> bool:
             and score.explains >= (_ROUNDING_SHARE if is_clear else _FAINT_SHARE)
         )
     least = _LEAST_TAKEN if score.unexplained > FAINT_RHO else 0.0
-    if not score.leaves <= most_left(score.unexplained) or not score.explains > least:
+    allowed = most_left(score.unexplained, is_fitted=score.hypothesis.is_fitted)
+    if not score.leaves <= allowed or not score.explains > least:
         return False
     if is_clear:
         if score.unevenness > math.hypot(_UNEVEN_IN_NOISE / score.unexplained, _MOST_UNEVEN):

@@ -138,7 +138,7 @@ def _experts() -> Iterator[Plant]:
     )
     yield replace_fused(
         "down transposed in its first square",
-        lambda s: s["down"][:, :64, :64].copy_(s["down"][:, :64, :64].transpose(1, 2).clone()),
+        lambda s: s["down"][:, :32, :32].copy_(s["down"][:, :32, :32].transpose(1, 2).clone()),
     )
     yield replace_site("moe_delta: half of the channels × 1.1", Site.MOE_DELTA, on_half(scaled(1.1), -1))
     yield replace_site("moe_delta: later half of the tokens × 1.1", Site.MOE_DELTA, on_half(scaled(1.1), 1))

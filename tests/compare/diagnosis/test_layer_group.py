@@ -111,6 +111,13 @@ class TestRareNames:
         # Elsewhere, something else may be wrong.
         assert withdraw_rare([named, layer(1, site="attn_context")], ())[0] is named
 
+    def test_layer_that_a_mistake_without_a_number_nearly_explains_does_not_count(self) -> None:
+        named = layer(0, finding(0))
+        assert withdraw_rare([named, layer(1, nearest=(finding(1),))], ())[0] is named
+        scaled = layer(0, finding(0, "moe_delta_scaled", factor=1.1))
+        near = layer(1, nearest=(finding(1, "moe_delta_scaled", factor=1.1),))
+        assert withdraw_rare([scaled, near], ())[0].named == ()
+
     def test_layers_that_were_passed_over_count(self) -> None:
         layers = [layer(0, finding(0)), layer(1, finding(1)), layer(2), layer(3)]
         passed = PassedOver(layers=(4, 5), like=(2, 3))

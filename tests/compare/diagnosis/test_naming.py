@@ -13,7 +13,7 @@ from compare.diagnosis.score import Score
 
 
 def score(name: str = "a", *, is_rounding: bool = False, **figures: Any) -> Score:
-    usual = {"is_named": True, "is_factor": False, "has_number": False, "parameters": ()}
+    usual = {"is_named": True, "is_factor": False, "has_number": False, "is_fitted": False, "parameters": ()}
     chosen = {key: figures.pop(key, value) for key, value in usual.items()}
     hypothesis: Any = SimpleNamespace(name=name, is_rounding=is_rounding, **chosen)
     values = {
@@ -33,6 +33,10 @@ def score(name: str = "a", *, is_rounding: bool = False, **figures: Any) -> Scor
         ({}, True),
         ({"leaves": 2.0}, True),
         ({"leaves": 2.01}, False),
+        # A number that was fitted to the port also fits what is only close.
+        ({"leaves": 1.5, "is_fitted": True}, True),
+        ({"leaves": 1.51, "is_fitted": True}, False),
+        ({"leaves": 4.9, "is_fitted": True, "unexplained": 500.0}, True),
         ({"explains": 0.0}, False),
         # Of a ρ above 200, a hundredth may be left, at most 10.
         ({"unexplained": 500.0, "leaves": 4.9}, True),
