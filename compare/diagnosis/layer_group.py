@@ -135,7 +135,7 @@ def _layers_left(
 def _is_near(name: str, diagnosis: LayerDiagnosis) -> bool:
     """Decide whether a mistake takes most of a layer's error away; one with a number may do so by chance."""
     mistake = CATALOGUE.get(name)
-    if mistake is None or mistake.fitted is not None:
+    if mistake is None or mistake.fitted is not None or mistake.finds_more:
         return False
     return any(
         finding.mistake == name and finding.explains >= _NEARLY_EXPLAINED for finding in diagnosis.nearest

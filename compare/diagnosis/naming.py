@@ -138,7 +138,7 @@ def _resembling(scores: Sequence[Score]) -> list[Score]:
     explaining = []
     for score in best_first(scores):
         least = _LIKENESS_SHARE * (beyond_chance if score.hypothesis.is_rounding else largest)
-        if score.likeness >= least and is_explanation(score):
+        if score.likeness >= least and is_explanation(score) and not _is_one_factor(score, scores):
             explaining.append(score)
     return [
         score
@@ -146,6 +146,15 @@ def _resembling(scores: Sequence[Score]) -> list[Score]:
         if score.misfit <= RESEMBLING * explaining[0].misfit
         and not score.is_worse_than(explaining[0].misfits)
     ]
+
+
+def _is_one_factor(score: Score, scores: Sequence[Score]) -> bool:
+    """Decide whether a number for each expert or token is no better than one factor for all, explain it or not."""
+    return _has_list(score) and any(
+        other.misfit <= RESEMBLING * score.misfit
+        for other in scores
+        if other.hypothesis.is_factor or not other.hypothesis.is_named
+    )
 
 
 def _has_list(score: Score) -> bool:

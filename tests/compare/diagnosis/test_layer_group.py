@@ -112,8 +112,9 @@ class TestRareNames:
         assert withdraw_rare([named, layer(1, site="attn_context")], ())[0] is named
 
     def test_layer_that_a_mistake_without_a_number_nearly_explains_does_not_count(self) -> None:
-        named = layer(0, finding(0))
-        assert withdraw_rare([named, layer(1, nearest=(finding(1),))], ())[0] is named
+        missing = "qk_norm_missing"
+        named = layer(0, finding(0, missing))
+        assert withdraw_rare([named, layer(1, nearest=(finding(1, missing),))], ())[0] is named
         scaled = layer(0, finding(0, "moe_delta_scaled", factor=1.1))
         near = layer(1, nearest=(finding(1, "moe_delta_scaled", factor=1.1),))
         assert withdraw_rare([scaled, near], ())[0].named == ()

@@ -130,6 +130,10 @@ class TestNames:
         simple, listed = score(misfit=1.05), score("b", parameters=({"factors": "0.95 " * 20},))
         assert name_mistakes([listed, simple]) == (simple,)
         assert name_mistakes([listed]) == (listed,)
+        # A factor on a site that is as near speaks against it, though it does not explain the port.
+        for misfit, named in ((1.1, ()), (1.11, (listed,))):
+            factor = score("c", is_factor=True, misfit=misfit, leaves=3.0)
+            assert name_mistakes([listed, factor]) == named
 
 
 class TestDescriptions:
