@@ -171,10 +171,13 @@ def _withdrawn(
 
 
 def _word_unequal(values: Mapping[str, Sequence[MistakeFinding]], taken: Sequence[MistakeFinding]) -> str:
-    name = taken[0].mistake
-    parameter = str(CATALOGUE[name].fitted)
-    numbers = sorted(float(finding.parameters[parameter]) for finding in values[name])
-    return f"{name} comes near, but would need another {parameter} in each layer: {numbers[0]:.4g} to {numbers[-1]:.4g}"
+    told = []
+    for name in dict.fromkeys(finding.mistake for finding in taken):
+        parameter = str(CATALOGUE[name].fitted)
+        numbers = sorted(float(finding.parameters[parameter]) for finding in values[name])
+        span = f"{numbers[0]:.4g} to {numbers[-1]:.4g}"
+        told.append(f"{name} comes near, but would need another {parameter} in each layer: {span}")
+    return "; ".join(told)
 
 
 def _word_rare(left: Mapping[str, Sequence[int]], taken: Sequence[MistakeFinding]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver
-from compare.diagnosis.layer_group import group_layers, withdraw_rare
+from compare.diagnosis.layer_group import group_layers, withdraw_rare, withdraw_unequal
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame
@@ -97,6 +97,26 @@ class TestGroups:
     def test_no_layer_is_lost(self) -> None:
         layers = [layer(n, finding(n, f"mistake_{n % 3}")) for n in range(9)]
         assert sorted(number for group in group_layers(layers) for number in group.numbers) == list(range(9))
+
+
+class TestUnequalNames:
+    def test_each_factor_that_differs_by_layer_is_taken_back_and_told(self) -> None:
+        first, second = withdraw_unequal(
+            [
+                layer(
+                    number,
+                    finding(number, "moe_delta_scaled", factor=factor),
+                    finding(number, "router_weights_scaled", factor=factor),
+                    finding(number),
+                )
+                for number, factor in enumerate((1.1, 1.5))
+            ]
+        )
+        assert [one.mistake for one in first.named] == [one.mistake for one in second.named] == [SWAPPED]
+        assert first.notes == (
+            "moe_delta_scaled comes near, but would need another factor in each layer: 1.1 to 1.5; "
+            "router_weights_scaled comes near, but would need another factor in each layer: 1.1 to 1.5",
+        )
 
 
 class TestRareNames:
