@@ -3,6 +3,8 @@
 - `true_size_sweep_over_bound`: the time of a sweep over the longer of two times: a plain read of the layers' bytes by
   all threads, and running the layers on weights that are there. The sweep and the read find the page cache cold; both
   the sweep and the bare run compile.
+- `true_size_sweep_over_uncompared`, `true_size_sweep_cpu_over_uncompared`: both times of a sweep over those of one that
+  does not compare the weights that the port holds, with the shards in the page cache
 - `true_size_sweep_s`, `true_size_read_s`, `true_size_bare_s`: these three times
 - `true_size_sweep_cpu_s`, `true_size_bare_cpu_s`: processor time of all threads, which also dequantise in a sweep
 
@@ -38,7 +40,7 @@ _SEQ_LENS = (40, 24)
 
 def measure(scale: str) -> Iterator[Figure]:
     """Yield the figures of layers of the true size."""
-    sweeps, reads, bares = [], [], []
+    sweeps, reads, bares, pairs = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
         model, golden = Path(folder, "model"), Path(folder, "golden")
         write_model(model, _MODELS[scale])
@@ -53,11 +55,19 @@ def measure(scale: str) -> Iterator[Figure]:
             )
             reads.append(read["pass_s"])
             bares.append(run_way("bare", model, golden, Path(folder, f"bare-{number}")))
+            ways = ("sweep", "uncompared")
+            pairs.append([run_way(way, model, golden, Path(folder, f"{way}-warm-{number}")) for way in ways])
     ratios = [
         sweep["seconds"] / max(read, bare["seconds"])
         for sweep, read, bare in zip(sweeps, reads, bares, strict=True)
     ]
     yield Figure.at_most("true_size_sweep_over_bound", median(ratios), 1.2)
+    over = {
+        time: median(sweep[time] / uncompared[time] for sweep, uncompared in pairs)
+        for time in ("seconds", "cpu_s")
+    }
+    yield Figure.at_most("true_size_sweep_over_uncompared", over["seconds"], 1.15)
+    yield Figure.at_most("true_size_sweep_cpu_over_uncompared", over["cpu_s"], 1.15)
     yield Figure.plain("true_size_read_s", median(reads))
     for way, records in (("sweep", sweeps), ("bare", bares)):
         yield Figure.plain(f"true_size_{way}_s", median(record["seconds"] for record in records))
