@@ -109,7 +109,7 @@ def score_predictions(
     # layer with its own noise and with the hypothesis's.
     left, without, without_widened = [], [], []
     misfits, predicted = [], []
-    product = predicted_energy = error_energy = torch.zeros(len(judged), dtype=torch.float64)
+    product = rest_along = predicted_energy = error_energy = torch.zeros(len(judged), dtype=torch.float64)
     for site, yardstick in yardsticks.items():
         prediction = predictions[site].rows
         variance = yardstick.widened(predictions[site].growth)
@@ -122,6 +122,7 @@ def score_predictions(
             error = torch.where(judged[:, None], (prediction - yardstick.exact) / variance.sqrt(), 0.0)
             predicted.append(error.bfloat16().flatten())
         product = product + projection.product
+        rest_along = rest_along + projection.rest
         predicted_energy = predicted_energy + projection.predicted_energy
         error_energy = error_energy + projection.error_energy
     is_enough = int(judged.sum()) >= min(_FEWEST_TOKENS, len(judged))
@@ -137,7 +138,12 @@ def score_predictions(
         amplitude=amplitude,
         z=z,
         likeness=_likeness(product[judged], predicted_energy[judged], error_energy[judged]),
-        unevenness=_unevenness(product[judged], predicted_energy[judged], amplitude),
+        # The port's error shares roundings with the golden's; where the golden sent a token elsewhere, the rest is free
+        # of that.
+        unevenness=min(
+            _unevenness((product - amplitude * predicted_energy)[judged], predicted_energy[judged]),
+            _unevenness(rest_along[judged], predicted_energy[judged]),
+        ),
         misfits=torch.where(judged, torch.stack(misfits).mean(0), torch.nan),
         energies=torch.where(judged, predicted_energy, 0.0),
         predicted=torch.cat(predicted) if predicted else _NONE,
@@ -159,18 +165,18 @@ def _fit_amplitude(product: torch.Tensor, predicted_energy: torch.Tensor) -> tup
     return amplitude, amplitude * total / spread if spread > 0.0 else math.inf
 
 
-def _unevenness(product: torch.Tensor, predicted_energy: torch.Tensor, amplitude: float) -> float:
+def _unevenness(rest: torch.Tensor, predicted_energy: torch.Tensor) -> float:
     """Return by how much the factor on the predicted error differs between most tokens, beyond noise.
 
-    A factor on a site, say, fits the mean of what an epsilon does, and leaves a little in each channel: what it leaves
-    lies along what it predicts.
+    `rest` [T] is what is left along the predicted error. A factor on a site, say, fits the mean of what an epsilon
+    does, and leaves a little in each channel: that lies along what it predicts.
     """
     is_predicted = predicted_energy > 0.0
     energy = predicted_energy[is_predicted]
     if not len(energy):
         return 0.0
-    rest = (product[is_predicted] - amplitude * energy).square() / energy
-    return math.sqrt(max(trimmed_mean(rest) - _NOISE_ALONG, 0.0) / float(energy.mean()))
+    along = trimmed_mean(rest[is_predicted].square() / energy)
+    return math.sqrt(max(along - _NOISE_ALONG, 0.0) / float(energy.mean()))
 
 
 def _likeness(product: torch.Tensor, predicted_energy: torch.Tensor, error_energy: torch.Tensor) -> float:

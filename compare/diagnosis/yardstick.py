@@ -30,10 +30,12 @@ _TRIMMED_SHARE = 0.02
 class Projection(NamedTuple):
     """Sums over a site's channels, float64 [T] each, from which amplitude and likeness of a mistake follow.
 
-    e is the port's error and p the predicted one, both in units of the noise's standard deviation.
+    e is the port's error and p the predicted one, both in units of the noise's standard deviation; r is what the
+    prediction leaves of the port.
     """
 
     product: torch.Tensor  # Σ e·p
+    rest: torch.Tensor  # Σ r·p
     predicted_energy: torch.Tensor  # Σ p²
     error_energy: torch.Tensor  # Σ e²
 
@@ -107,6 +109,7 @@ class Yardstick:
         error = self.port - self.golden
         return Projection(
             product=(error * predicted / variance).double().sum(-1),
+            rest=((self.port - prediction) * predicted / variance).double().sum(-1),
             predicted_energy=(predicted.square() / variance).double().sum(-1),
             error_energy=(error.square() / variance).double().sum(-1),
         )

@@ -87,6 +87,26 @@ def test_unevenness_is_how_far_tokens_lie_from_the_amplitude_beyond_noise() -> N
     assert score({Site.OUTPUT: (2.0, 0.0)}).unevenness == 0.0
 
 
+def test_tokens_that_the_golden_sent_elsewhere_are_not_uneven() -> None:
+    port, golden = rows(10.0), rows([0.0, 40.0] * 4)
+    yardstick = Yardstick(
+        port=port,
+        golden=golden,
+        exact=torch.zeros_like(port),
+        variance=torch.ones_like(port),
+        dtype=torch.bfloat16,
+    )
+    found = score_predictions(
+        HYPOTHESIS,
+        {Site.OUTPUT: SitePrediction(rows=rows(10.0))},
+        yardsticks={Site.OUTPUT: yardstick},
+        judged=torch.ones(len(port), dtype=torch.bool),
+        is_decode_only=False,
+    )
+    assert (found.leaves, found.unevenness) == (0.0, 0.0)
+    assert found.amplitude == pytest.approx(-1.0)
+
+
 def test_z_has_the_sign_of_the_amplitude() -> None:
     found = score({Site.OUTPUT: ([-1.0, -3.0] * 4, 1.0)})
     assert found.amplitude == pytest.approx(-2.0)

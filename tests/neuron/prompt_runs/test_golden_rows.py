@@ -99,7 +99,7 @@ def test_alternatives_are_kept_and_computed_once(goldens: GoldenRows, row: tuple
     files = {path: path.stat().st_mtime_ns for path in goldens.store.directory.iterdir()}
     (again,) = goldens.find_alternatives([golden])
     assert {path: path.stat().st_mtime_ns for path in goldens.store.directory.iterdir()} == files
-    assert len(found.alternatives) == 24
+    assert len(found.alternatives) == 48
     for one, other in zip(found.alternatives, again.alternatives, strict=True):
         assert torch.equal(one.candidates, other.candidates)
 
