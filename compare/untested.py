@@ -162,8 +162,7 @@ def _passes(
     if made is None or not made.run.num_decoded:
         yield Untested(what="decode", detail="decoding", by="mm2-test model")
     if chunks is None or chunks.untested:
-        is_whole = commands is not None and commands.is_whole_port
-        command = commands.again() if commands is not None and is_whole else ""
+        command = commands.again() if commands is not None and commands.is_whole_port else ""
         by = "" if chunks is not None else "mm2-test model"
         yield Untested(what="chunks", detail="chunks behind a cache", by=by, command=command)
 

@@ -34,7 +34,7 @@ _CLEAR_SHARE = 0.9
 # may leave little of it, and yet explain nothing.
 _LEAST_TAKEN = 0.8
 # Largest unevenness of what explains a clear error, over 1 / ρ, and of what explains one of any size: the factor on its
-# predicted error is then the same for all tokens. Of 761 layers with a mistake of the catalogue, 7 are beyond.
+# predicted error is then the same for all tokens. Of 761 layers with a mistake of the catalogue, at most 7 are beyond.
 _UNEVEN_IN_NOISE, _MOST_UNEVEN = 0.32, 0.02
 # ρ up to which the noise may cover a mistake. Such a mistake needs a high z, since some 300 hypotheses are tried on a
 # layer; its amplitude must be close to 1, and it must take away some of the error's energy.
