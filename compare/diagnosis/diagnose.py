@@ -262,7 +262,8 @@ def _diagnose_layers(
 ) -> Iterator[LayerDiagnosis]:
     """Diagnose one layer after the other; mistakes that explain a layer are tried first on the next ones.
 
-    With `passes_over`, a cause is passed over if it names the same sites as that of two layers which nothing explains.
+    With `passes_over`, a cause is passed over if it names the same sites as that of two layers which nothing explains;
+    after the first of these, pairs of mistakes are not tried on it.
     Nothing is tried on a layer that fails by shapes alone, unless `tries_shapes`.
     """
     expected: dict[str, Hypothesis] = {}
@@ -283,7 +284,14 @@ def _diagnose_layers(
         if not causes:
             continue
         with source.open_layer(layer, golden) as weights, torch.no_grad():
-            search = LayerSearch(run=run, golden=golden, layer=layer, weights=weights, blame=blame)
+            search = LayerSearch(
+                run=run,
+                golden=golden,
+                layer=layer,
+                weights=weights,
+                blame=blame,
+                in_vain=frozenset(cause for cause in causes if passes_over and in_vain[_place(cause)]),
+            )
             found = search.explain(causes, expected=expected)
             progress.advance(layer, num_bytes=weights.tensors.reader.num_bytes_read)
         for part in found:

@@ -42,6 +42,7 @@ class LayerSearch:
     layer: int
     weights: GoldenWeights
     blame: tuple[Blame, ...]  # all blame of the layer's sites
+    in_vain: frozenset[Cause] = frozenset()  # causes like one of another layer that no pair of mistakes explains
 
     def explain(
         self, causes: Mapping[Cause, Sequence[Mistake]], *, expected: dict[str, Hypothesis]
@@ -97,6 +98,7 @@ class LayerSearch:
             suspects=suspects,
             expected=tuple(expected.values()),
             is_seen=bool(cause) and all(blame.is_of_weights for blame in cause),
+            tries_pairs=cause not in self.in_vain,
         )
         return case, outcome
 

@@ -86,6 +86,7 @@ def search_layer(
     suspects: frozenset[Site],
     expected: Sequence[Hypothesis],
     is_seen: bool = False,
+    tries_pairs: bool = True,
 ) -> SearchOutcome:
     """Find the mistakes that explain a layer, or the sites of one cause.
 
@@ -97,7 +98,7 @@ def search_layer(
     4. all other mistakes, if no site is blamed, or its error is so small that another site may hide it
     5. those of the tried mistakes that the noise may cover
     6. mistakes whose parameters the port's values give after a longer search
-    7. pairs of mistakes, where one leads somewhere
+    7. pairs of mistakes, where one leads somewhere, if `tries_pairs`
 
     Hypotheses are first scored on a few tokens. Where the error is large, one that these prove is judged on all tokens
     at once, and ends the search if all prove it too.
@@ -106,7 +107,7 @@ def search_layer(
     explained other layers of this run, with the parameters that were fitted there. With `is_seen`, wrong weights were
     seen that explain the error: turns 1 to 3 may name them, and end the search.
     """
-    search = _Search(trial, suspects=suspects, is_seen=is_seen)
+    search = _Search(trial, suspects=suspects, is_seen=is_seen, tries_pairs=tries_pairs)
     if bool(trial.is_usable.any()):
         search.run(mistakes, expected)
     return search.outcome
@@ -115,10 +116,13 @@ def search_layer(
 class _Search:
     """The search of one cause: what was tried, and what explains it."""
 
-    def __init__(self, trial: Trial, *, suspects: frozenset[Site], is_seen: bool) -> None:
+    def __init__(
+        self, trial: Trial, *, suspects: frozenset[Site], is_seen: bool, tries_pairs: bool
+    ) -> None:
         self._trial = trial
         self._suspects = suspects
         self._is_seen = is_seen
+        self._tries_pairs = tries_pairs
         self._null = trial.null()
         self._screen = open_screen(trial)
         self._first, self._is_provable = open_first(trial, self._null)
@@ -158,7 +162,7 @@ class _Search:
         # Of an error that is not clear, nothing more can be told.
         if self._null.leaves >= CLEAR_RHO:
             self._judge_found(mistakes, at_last=True)
-            if not self._is_settled:
+            if self._tries_pairs and not self._is_settled:
                 self._try_pairs()
 
     @property
