@@ -100,7 +100,7 @@ class LoadingBench:
 
     scratch: Path
     scale: LoadingScale
-    seq_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]  # () for mm2's default rows
 
     @contextmanager
     def checkpoint(
@@ -148,7 +148,8 @@ class LoadingBench:
         With `idle` it leaves out most of the reading, so that the rest of the work is measured; see `IdleReader`.
         """
         words = [*command, "--model", str(checkpoint.folder), "--output-dir", str(capture), "--overwrite"]
-        words += ["--seq-len", ",".join(map(str, self.seq_lens)), "--quiet", *options]
+        words += ["--seq-len", ",".join(map(str, self.seq_lens))] if self.seq_lens else []
+        words += ["--quiet", *options]
         return self.probe(
             RUN_COMMAND,
             cache=cache,
