@@ -153,7 +153,7 @@ def _experts() -> Iterator[Plant]:
         add_moe=lambda right, _, r, m, s: right(r, m, s) + 0.1 * s,
     )
     yield replace_stages(
-        "experts read the residual",
+        "experts read 1.02 of their input",
         _MOE,
         mix_experts=lambda right, _, t, e, w, real: right(1.02 * t, e, w, real),
     )

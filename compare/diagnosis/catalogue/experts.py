@@ -330,7 +330,7 @@ EXPERT_MISTAKES = (
     Mistake(
         name="moe_delta_scaled",
         what="What the experts add is off by a factor, such as the number of ranks that add it.",
-        look_at="how often the experts' output is reduced over ranks",
+        look_at="how often the experts' output is reduced over ranks, and any factor on their input or weights",
         build=lambda factor: scaled(Site.MOE_DELTA, factor),
         candidates=values_of("factor", 2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 64.0, 1.05),
         is_factor=True,
