@@ -11,10 +11,10 @@
 - `diagnosis/`: the known mistake that explains a wrong layer (`mm2-diagnose`)
 - `cli`: the command `mm2-compare`; `command`: its work, imported when it runs
 - `options`: options of every command that judges
-- `comparer`: the comparison of a whole run, with its evidence
+- `comparer`: the comparison of a whole run, with its evidence; all that is wrong in such a run, what came first at
+  the front; modules that another device gets in another class
 - `parts`: one layer, the embedding or the head, judged
 - `model_runs/`: a whole port's run: passes, order of layers, chosen tokens
-- `model_faults`: all that is wrong in such a run, what came first at the front
 - `notes`: sentences beside the verdict; `untested`: what was not looked at
 - `run_report`: the files of `--report-path`
 - `next_commands`: commands to run after a result

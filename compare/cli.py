@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from compare.limits.calibration import CALIBRATION
+from compare.limits.tolerances import CALIBRATION
 from compare.options import criteria_options, report_option
 from compare.sides.opening import layers_options, sides_options
 from minimax_tools.command_line.console import Mm2Command, version_option

@@ -2,10 +2,15 @@
 
 Its parts are the embedding, each layer and the head (see `ComparedPart`). The criteria are limits on noise, or the five
 classic limits, such as a cosine of 0.99, which judge layers' outputs alone.
+
+Classes: modules of a whole port that another device gets in another class, which its run did not judge.
+
+Model faults: all findings in a whole port's run, what came first at the front.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,36 +18,122 @@ from dataclasses import dataclass, replace
 from compare.blame.blame import group_blame
 from compare.blame.operations import join_alike, join_findings
 from compare.chains.curve import trace_curve
-from compare.judging.held_weights import blame_weights, judge_weights, note_weights
+from compare.judging.held_weights import blame_weights, find_router_dtypes, judge_weights, note_weights
 from compare.judging.model_judge import ModelJudge
-from compare.judging.router_dtypes import find_router_dtypes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
-from compare.model_faults import find_model_faults, without_norm
-from compare.model_runs.choices import draws_tokens
-from compare.model_runs.chunks import add_findings, blame_findings, join_chunks, open_chunks
-from compare.model_runs.next_tokens import compare_passes
-from compare.model_runs.passes import is_black_box, split_passes
-from compare.model_runs.repeated import judge_own_logits
+from compare.model_runs.choices import draws_tokens, judge_choices
+from compare.model_runs.chunks import (
+    add_findings,
+    blame_findings,
+    join_chunks,
+    judge_own_logits,
+    judge_repetitions,
+    open_chunks,
+)
+from compare.model_runs.passes import compare_passes, is_black_box, split_passes
+from compare.model_runs.stream import LAYER_SKIPPED, judge_layer_order, judge_norm_input
 from compare.notes import gather_notes, word_tokens
 from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
-from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput
 from compare.sides.golden_weights import WeightSource, keep_layer_open
 from compare.sides.pairing import declared_layers, refuse_other_runs, select_layers
 from compare.sides.proving import proved
-from compare.sides.sides import Sides
+from compare.sides.sides import Batch, Sides
 from compare.untested import find_untested
 from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.passes import ModelPasses
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.opening import without_expert_tokens
-from minimax_tools.errors import IncomparableError
+from minimax_tools.errors import IncomparableError, list_names
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.choices import PassLogits
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Blame, Comparison, GeneratedRow, SiteResult, SiteStatus, Verdict
+
+_SITE = "classes"
+# Of the layers, the first stands for all.
+_FIRST_LAYER, _EACH_LAYER = "layers.0.", "layers.*."
+_MOST_NAMED = 6
+
+
+def judge_classes(passes: ModelPasses) -> ModelFinding | None:
+    """Warn of modules that the device gets in another class; None if there are none, or nobody looked."""
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path, pair in (passes.other_classes or {}).items():
+        here, there = pair
+        places[here, there].append(path.replace(_FIRST_LAYER, _EACH_LAYER, 1))
+    if not places:
+        return None
+    return ModelFinding(
+        number=None,
+        layer=None,
+        sites=(_SITE,),
+        reason="; ".join(_word(here, there, paths) for (here, there), paths in places.items()),
+        mistake="class_of_the_cpu",
+        what="The run had classes of the CPU where the device has others.",
+        look_at="where the port chooses a class by its device; run on the device too",
+        is_warning=True,
+    )
+
+
+def _word(here: str, there: str, paths: list[str]) -> str:
+    where = list_names(paths, most=_MOST_NAMED)
+    if not there:
+        return f"the device has no {where}, a {here} in this run"
+    ran = f"this run had {here}" if here else "this run had none"
+    return f"the device gets {there} for {where}, where {ran}: that class is not judged here"
+
+
+def find_model_faults(
+    sides: Sides, embedding: ComparedPart, layers: Sequence[ComparedPart], head: ComparedPart
+) -> tuple[ModelFinding, ...]:
+    """Gather the findings of a whole port's run: wrong sites by pass, order of layers, chosen tokens; () otherwise."""
+    passes = sides.target.read_passes()
+    if passes is None:
+        return ()
+    classes = judge_classes(passes)
+    order = judge_layer_order(sides, len(declared_layers(sides.target)))
+    # A layer that never ran lacks all its sites: its own finding says why.
+    skipped = {finding.layer for finding in order if finding.mistake == LAYER_SKIPPED}
+    parts = [embedding, *(part for part in layers if part.layer not in skipped), head]
+    findings = [*order, *judge_choices(sides), *judge_repetitions(sides)]
+    findings += [finding for part in parts for finding in _of_sites(part)]
+    findings += [finding for part in parts for finding in part.cache.findings]
+    findings += [] if classes is None else [classes]
+    return tuple(sorted(findings, key=lambda finding: finding.order))
+
+
+def without_norm(
+    sides: Sides, head: ComparedPart, *, last_layer: int
+) -> tuple[ComparedPart, tuple[ModelFinding, ...]]:
+    """Return the head without blame, and a finding, if its norm is wrong because of what it is given."""
+    is_blamed = any(str(ModelSite.FINAL_NORM) in blame.sites for blame in head.blame)
+    if not is_blamed or sides.weights is None or sides.target.read_passes() is None:
+        return head, ()
+    number = 0 if head.fault is None else head.fault.number
+    with sides.weights.open_head(sides.reference) as weights:
+        found = judge_norm_input(sides, weights, last_layer=last_layer, number=number)
+    return (head, ()) if found is None else (replace(head, blame=(), fault=None), (found,))
+
+
+def _of_sites(part: ComparedPart) -> list[ModelFinding]:
+    """Return the blamed sites of a part, with the pass in which they are wrong first."""
+    fault = part.fault
+    blame = part.blame if fault is None else fault.blame
+    return [
+        ModelFinding(
+            number=None if fault is None else fault.number,
+            layer=part.layer,
+            sites=blamed.sites,
+            reason=blamed.reason,
+            is_of_sites=True,
+        )
+        for blamed in blame
+    ]
+
 
 # Name in the place of a site, in the blame of generated tokens.
 GENERATED_TOKENS = "generated_tokens"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from compare.limits.limit_context import backend_of, computes_in_float32
+from compare.limits.limits import backend_of, computes_in_float32
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource

@@ -9,7 +9,7 @@ from itertools import islice
 
 from compare.blame.blame import blame_layer, excused_sites
 from compare.blame.location import locate_blamed
-from compare.blame.recomputed_judge import Recomputed, RecomputingJudge
+from compare.blame.recompute import Recomputed, RecomputingJudge
 from compare.blame.second_look import SecondLook, look_again
 from compare.chains.curve import measure_point
 from compare.judging.coverage import is_proved, leave_undecided
@@ -20,8 +20,7 @@ from compare.model_runs.decoding import is_right_on_own_cache
 from compare.model_runs.passes import PassFault, PassSplit, find_pass_fault
 from compare.sides.captured_input import CapturedInput, read_captured_input
 from compare.sides.pairing import declared_layers
-from compare.sides.port_head import on_port_output
-from compare.sides.port_input import on_port_input
+from compare.sides.port_head import on_port_input, on_port_output
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compare.comparer import JudgedRun
-from compare.diagnosis.confirmed_causes import confirm_causes
-from compare.diagnosis.finding import Diagnosis
+from compare.diagnosis.finding import Diagnosis, confirm_causes
 from compare.diagnosis.report import render_diagnosis
 from compare.evidence.collection import collect_evidence
 from compare.evidence.mistakes import word_diagnosis

@@ -1,8 +1,8 @@
-"""The drift of right ports in chains of layers, for which compare/chains/chain_limits.py leaves room.
+"""The drift of right ports in chains of layers, for which compare/chains/chain_judge.py leaves room.
 
 Right ports run on synthetic models of several seeds and shapes, in chains that begin at each layer with the golden's
 input. For each length of a chain, the benchmark prints the largest of each part of the error, in the unit of
-`compare.chains.chain_noise`, and the unit's share of the output. The limits, set by hand in chain_limits.py, are twice
+`compare.chains.chain_judge`, and the unit's share of the output. The limits, set by hand in chain_limits.py, are twice
 the figures of the default settings.
 """
 
@@ -20,10 +20,9 @@ from cpu_golden import NARROW, capture_cpu_golden, write_model
 from figures import Figure, benchmark_parser, print_figures
 from port_runs import EXAMPLES
 
-from compare.chains.chain_limits import chain_limits
-from compare.chains.chain_noise import PARTS, ChainError, measure_error, measure_unit
+from compare.chains.chain_judge import PARTS, ChainError, chain_limits, measure_error, measure_unit
 from compare.chains.largest_errors import LONGEST_CHAIN
-from compare.sides.batch import Batch
+from compare.sides.sides import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import Site
@@ -55,7 +54,7 @@ class ChainEnd:
     """The end of one chain."""
 
     length: int
-    error: ChainError  # error of the chain's last output, in the unit of `compare.chains.chain_noise`
+    error: ChainError  # error of the chain's last output, in the unit of `compare.chains.chain_judge`
     unit: float  # that unit, relative to the output
 
 

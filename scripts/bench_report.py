@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from figures import Figure, benchmark_parser, print_figures
 
-from compare.evidence.site_errors import measure_site
+from compare.evidence.collection import measure_site
 from compare.noise.rows import Rows
 from minimax_tools.metrics.noise_floor import massive_channels
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors

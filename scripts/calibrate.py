@@ -25,8 +25,7 @@ from figures import describe_machine
 from fit_limits import Table, capped, fit_floorless, fit_ratios, widen, with_model_margin
 from measure_noise import FLOORS, measure
 
-from compare.limits.limit import Limit
-from compare.limits.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits
+from compare.limits.limits import ALL_SITES, RATIO_FIGURES, Limit, NoiseLimits
 from compare.limits.limits_file import read_limits
 from minimax_tools.provenance import library_versions
 

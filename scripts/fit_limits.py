@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from compare.limits.limit import Limit, quantile
 from compare.limits.limits import (
     ALL_SITES,
     FEWEST_FOR_STRUCTURE,
     NOISE_FIGURES,
     RATIO_FIGURES,
     STRUCTURE_FIGURES,
+    Limit,
+    quantile,
 )
 from minimax_tools.model.sites import ModelSite, Site
 

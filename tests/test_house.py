@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("minimax_tools", "reports", "gpu_reference", "compare", "neuron", "mm2")
 SOURCES = (*PACKAGES, "scripts")
-MOST_LINES = 400
+MOST_LINES = 600
 
 # A docstring says what a thing is or does: it begins with a noun or a verb.
 NO_OPENING = frozenset(
@@ -176,7 +176,7 @@ def plant(root: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
-        ("compare/noise.py", "x = 1\n" * 401, "compare/noise.py: 401 lines, more than 400"),
+        ("compare/noise.py", "x = 1\n" * 601, "compare/noise.py: 601 lines, more than 600"),
         ("compare/__init__.py", '"""- `cli`: the command"""', "its map does not name judging, noise"),
         ("compare/noise.py", '"""What is left."""', "compare/noise.py:1: the docstring begins with 'What'"),
         (

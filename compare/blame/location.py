@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from compare.blame.recomputed_judge import Recomputed
+from compare.blame.recompute import Recomputed
 from compare.blame.sentences import Bounds, TokenFacts, Where, describe_regions
 from compare.judging.layer_judge import LayerJudge
 from compare.noise.rows import Rows

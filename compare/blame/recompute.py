@@ -4,30 +4,128 @@ A site that fails behind a failing one may be right, and only inherit its error.
 from the port's values; the remaining difference is the site's own error. The noise to expect is the golden's noise
 floor, scaled to these values.
 T real tokens, t of them judged, k experts per token, F channels of a site.
+
+SiteInputs: the inputs of one site, as both sides show them, and the inputs that the port may have computed with.
+
+T real tokens, F channels of a site.
+
+RecomputingJudge: judges sites of one layer, each recomputed from the port's own values of its inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from compare.blame.site_inputs import SiteInputs, Values
+from compare.judging.layer_judge import LayerJudge
 from compare.judging.routing import RouterNoise
 from compare.noise.rho import foreseen_error_at
-from compare.noise.rows import Rows
-from compare.noise.squared_errors import TINY, square_difference
-from compare.sides.batch import spread_evenly
+from compare.noise.rows import TINY, Rows, square_difference
 from compare.sides.golden_weights import GoldenWeights
-from compare.sides.sides import Sides
+from compare.sides.pairing import find_mismatch
+from compare.sides.sides import Sides, spread_evenly
 from minimax_tools.metrics.noise_floor import choice_margin, token_rows
 from minimax_tools.model.inputs import Inputs, decoded_columns
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.reference.float32_layer import Float32Layer
+from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.reference.upcast import upcast_experts
+from minimax_tools.results.results import SiteResult, SiteStatus
+
+# Rows [T,F] by site, float32; experts are int64.
+Values = Mapping[Site, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SiteInputs:
+    """Inputs of one site, on both sides."""
+
+    site: Site
+    golden: Values
+    port: Values
+    usable: torch.Tensor  # tokens whose values in `port` are finite, and whose experts exist, bool [T]
+
+    @classmethod
+    def read(cls, site: Site, *, sides: Sides, layer: int, prompt_of: torch.Tensor) -> SiteInputs | None:
+        """Read both sides' inputs of a site; None if a side lacks one, or holds it in another shape.
+
+        `prompt_of` [T] is the prompt that each token belongs to.
+        """
+        if site is Site.ATTN_CONTEXT and sides.reference.keeps_last_tokens:
+            # Attention reads the keys and values of every token, and those of the last are here.
+            return None
+        golden: dict[Site, torch.Tensor] = {}
+        port: dict[Site, torch.Tensor] = {}
+        usable = torch.ones_like(prompt_of, dtype=torch.bool)
+        for source in SITE_INPUTS[site]:
+            rows = sides.read_rows(layer, source)
+            if rows is None:
+                return None
+            golden[source], port[source] = (_as_computed(source, side, site) for side in rows)
+            usable &= _are_usable(port[source], sides, layer)
+        if site is Site.ATTN_CONTEXT:
+            # Tokens attend to others of their prompt: one that is not usable spoils all of its prompt.
+            usable = ~torch.isin(prompt_of, prompt_of[~usable])
+        return cls(site=site, golden=golden, port=port, usable=usable)
+
+    def possible_inputs(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
+        """Yield possible inputs of the port's site, to recompute it from each: first the values that the port shows.
+
+        What a port shows may be copies of the values that it computes with, scaled or in another order. So next, values
+        of `doubted` sites, which may be wrong by themselves, are replaced by the golden's. For `moe_delta`, `router`
+        holds the inputs of the router's weights, to recompute these from the port's logits; it is None for other sites.
+        """
+        groups = [[source] for source in SITE_INPUTS[self.site]]
+        if self.site is Site.MOE_DELTA:
+            # A choice and its weights go together.
+            groups = [[Site.POST_NORM], [Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS]]
+        alternatives = [list(self._alternatives(group, doubted, router)) for group in groups]
+        for combination in itertools.product(*alternatives):
+            values = {source: rows for part in combination for source, rows in part.items()}
+            # Without any of the port's values, the golden's own site would be judged.
+            if any(values[source] is not self.golden[source] for source in values):
+                yield values
+
+    def _alternatives(
+        self, group: list[Site], doubted: frozenset[Site], router: SiteInputs | None
+    ) -> Iterator[Values]:
+        """Yield the port's values of a group of sites, and values that may stand in for doubted ones."""
+        yield {site: self.port[site] for site in group}
+        if not doubted & set(group):
+            return
+        if Site.ROUTER_WEIGHTS in group and router is not None and bool(router.usable.all()):
+            # The right weights in the order of the experts, whatever order the port shows its weights in.
+            experts = self.port[Site.ROUTER_EXPERTS]
+            shares = expert_shares(router.port[Site.ROUTER_LOGITS].sigmoid(), experts)
+            yield {Site.ROUTER_EXPERTS: experts, Site.ROUTER_WEIGHTS: shares}
+        yield {site: self.golden[site] for site in group}
+
+
+def _as_computed(site: Site, rows: torch.Tensor, consumer: Site) -> torch.Tensor:
+    """Return rows [T,F] of a site in the form in which its consumer is computed from them."""
+    if site is not Site.ROUTER_EXPERTS:
+        return rows.float()
+    # The router's weights are judged in the order of their experts.
+    return rows.long().sort(dim=-1).values if consumer is Site.ROUTER_WEIGHTS else rows.long()
+
+
+def _are_usable(rows: torch.Tensor, sides: Sides, layer: int) -> torch.Tensor:
+    """Find tokens whose values can be computed with, bool [T]: finite ones, and experts that exist."""
+    if rows.is_floating_point():
+        return rows.isfinite().all(dim=-1)
+    # The golden's logits tell which experts exist.
+    if Site.ROUTER_LOGITS not in sides.reference.sites(layer):
+        return torch.zeros(len(rows), dtype=torch.bool)
+    num_experts = sides.reference.read(layer, Site.ROUTER_LOGITS).shape[-1]
+    return ((rows >= 0) & (rows < num_experts)).all(dim=-1)
+
 
 # Tokens for which the experts are run, at most: those furthest from the golden, and others evenly spread.
 _MOST_FURTHEST, _MOST_SPREAD = 64, 192
@@ -254,3 +352,117 @@ def _as_one_prompt(position_ids: torch.Tensor) -> Inputs:
         position_ids=positions,
         source="the port's own values",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recomputed:
+    """A site judged on the port's own values of its inputs."""
+
+    result: SiteResult
+    rows: Rows | None = None  # the judged rows; None for a choice of experts, and for a wrong shape or dtype
+    own: frozenset[Site] = frozenset()  # the inputs of which the port's values were taken, not the golden's
+
+
+class RecomputingJudge:
+    """Judges sites of one layer on the port's own values of their inputs; the layer's input is the golden's.
+
+    A context manager: the weights are opened when the first site needs them, and closed with the block.
+    """
+
+    def __init__(self, sides: Sides, *, layer: int, judge: LayerJudge) -> None:
+        self._sides = sides
+        self._layer = layer
+        self._judge = judge
+        self._stack = ExitStack()
+
+    @cached_property
+    def _recomputation(self) -> Recomputation | None:
+        source, golden = self._sides.weights, self._sides.reference
+        if source is None or self._sides.is_classic or golden.known_description is None:
+            return None
+
+        def open_weights() -> GoldenWeights:
+            return self._stack.enter_context(source.open_layer(self._layer, golden))
+
+        return Recomputation(self._sides, layer=self._layer, open_weights=open_weights)
+
+    def __enter__(self) -> RecomputingJudge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def judge_sites(self, sites: tuple[Site, ...], *, failing: frozenset[Site]) -> Mapping[Site, Recomputed]:
+        """Judge some sites, in execution order; `failing` are all failing sites of the layer.
+
+        A site is left out if:
+
+        - the golden is not mm2's own, or the weights are not known
+        - a side lacks one of the site's inputs, or holds NaN or Inf there
+        - the golden has no floor, and the site is the choice of experts or attention
+
+        Raises:
+            IncomparableError: The weights are another model's.
+            CheckpointError: They cannot be read.
+        """
+        judged: dict[Site, Recomputed] = {}
+        # Sites that may be wrong by themselves; one that is right on the port's own values is not.
+        doubted = set(failing)
+        for site in sites:
+            recomputed = self._judge_site(site, doubted=frozenset(doubted))
+            if recomputed is not None:
+                judged[site] = recomputed
+                if recomputed.result.status is not SiteStatus.FAIL:
+                    doubted.discard(site)
+        return judged
+
+    def judgements(self, site: Site, *, doubted: frozenset[Site]) -> Iterator[Recomputed]:
+        """Yield the judgements of one site on each of its possible inputs; none if it cannot be computed.
+
+        Possible are the port's values, which come first, and the golden's in place of those of `doubted` sites (see
+        `Recomputation.rows`).
+        """
+        reference, target = self._sides.reference, self._sides.target
+        if self._recomputation is None:
+            return
+        held = set(reference.sites(self._layer)) & set(target.sites(self._layer))
+        if not {site, *SITE_INPUTS[site]} <= held:
+            return
+        result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
+        mismatch = find_mismatch(reference.read(self._layer, site), target.read(self._layer, site))
+        if mismatch is not None:
+            # A wrong shape or dtype is the site's own fault if its inputs have the right ones.
+            if self._recomputation.has_inputs(site):
+                yield Recomputed(result=replace(result, reason=mismatch))
+        elif site is Site.ROUTER_EXPERTS:
+            yield from self._judge_choice(result)
+        else:
+            stored = self._judge.stored_rows(site)
+            for rows, own in self._recomputation.rows(site, stored, doubted=doubted):
+                yield Recomputed(result=_name_inputs(self._judge.judge_rows(site, rows)), rows=rows, own=own)
+
+    def _judge_choice(self, result: SiteResult) -> Iterator[Recomputed]:
+        noise = self._judge.router_noise
+        assert self._recomputation is not None, "only what can be recomputed is judged"
+        choice = None if noise is None else self._recomputation.choice(noise)
+        if choice is not None:
+            judged = self._judge.judge_choice(result, *choice)
+            yield Recomputed(result=_name_inputs(judged), own=frozenset({Site.ROUTER_LOGITS}))
+
+    def _judge_site(self, site: Site, *, doubted: frozenset[Site]) -> Recomputed | None:
+        """Judge one site on each of its possible inputs: it passes if it does on any; None if none can be computed."""
+        first: Recomputed | None = None
+        for recomputed in self.judgements(site, doubted=doubted):
+            if recomputed.result.status is not SiteStatus.FAIL:
+                return recomputed
+            first = first or recomputed
+        return first
+
+
+def _name_inputs(result: SiteResult) -> SiteResult:
+    """Add the inputs that a result rests on to its reason."""
+    if not result.reason:
+        return result
+    inputs = sorted(SITE_INPUTS[Site(result.site)], key=lambda site: site.order)
+    names = ", ".join(str(site) for site in inputs)
+    return replace(result, reason=f"{result.reason}, given the port's own {names}")

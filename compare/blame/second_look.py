@@ -15,10 +15,10 @@ from functools import partial
 from types import MappingProxyType
 
 from compare.blame.blame import blame_layer, carries, inputs_carrying
-from compare.blame.recomputed_judge import Recomputed, RecomputingJudge
-from compare.blame.scales import find_scale, unscaled
+from compare.blame.recompute import Recomputed, RecomputingJudge
+from compare.blame.regions import find_scale, unscaled
+from compare.judging.judge import describe_figure
 from compare.judging.layer_judge import LayerJudge
-from compare.judging.noise_judge import describe_figure
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 

@@ -4,25 +4,39 @@ A layer that ran alone is judged by its noise floor, a chain by the limits of it
 The judge also tells how small an error it would have seen. `visible` is the smallest noise on every token that breaks a
 limit, relative to the token's output without its massive channels. It holds for noise at the chain's end: the layers
 behind a mistake change the size of its error.
+
+Chain noise: the error at the end of a chain of layers, in units of what BF16 alone costs the layers one by one.
+
+    unit² = sum over the chain's layers of 2 · floor², the squared difference of two right implementations of the layer
+
+The unit takes each layer to pass on the error that it inherits unchanged. In fact layers amplify it, and a flip (a
+token sent to other experts) adds an error that no floor foretells. So right ports exceed the unit, the more the longer
+the chain is: `chain_limits` tells by how much. T judged tokens, F channels of the output.
+
+Chain limits: the largest error that a right port may have at the end of a chain of layers, by the chain's length.
+
+A chain is a few layers that run one after the other, from the golden's input to the first. The error is in the unit of
+`chain_noise`: what BF16 costs the chain's layers one by one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from compare.chains.chain_limits import chain_limits
-from compare.chains.chain_noise import PARTS, ChainError, measure_error, measure_unit
+from compare.chains.largest_errors import LARGEST_ERRORS, LONGEST_CHAIN
 from compare.judging.layer_judge import LayerJudge
 from compare.limits.criteria import Criteria
-from compare.limits.limit_context import computes_in_float32
-from compare.limits.limits import RATIO_FIGURES
-from compare.sides.batch import Batch
+from compare.limits.limits import RATIO_FIGURES, computes_in_float32
+from compare.noise.rows import TINY, Squares, square_difference, square_rows
 from compare.sides.captured_input import CapturedInput
-from compare.sides.sides import Sides
+from compare.sides.layer_floor import LayerFloor
+from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError, IncomparableError
@@ -31,6 +45,141 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Chain
 from minimax_tools.results.results import SiteResult, SiteStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainError:
+    """The error at the end of a chain, in the unit of this file.
+
+    The first four are quantiles over the tokens, of the error in the ordinary channels. In right ports too a few tokens
+    have large errors, so no limit is on the worst.
+    """
+
+    lower_quartile: float
+    median: float
+    upper_quartile: float
+    ninth_decile: float
+    massive: float  # error over all tokens in the massive channels
+
+    def excess(self, limits: ChainError) -> float:
+        """Return the largest of its parts, each in units of its limit."""
+        return max(float(getattr(self, name) / getattr(limits, name)) for name in PARTS)
+
+    def worst_part(self, limits: ChainError) -> str:
+        """Return the name of the part that is largest in units of its limit."""
+        return max(PARTS, key=lambda name: getattr(self, name) / getattr(limits, name))
+
+    def times(self, factor: float) -> ChainError:
+        """Return this error times a factor."""
+        return ChainError(**{name: factor * getattr(self, name) for name in PARTS})
+
+
+# The parts of a `ChainError`, in words.
+PARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "lower_quartile": "of three tokens in four",
+        "median": "of every second token",
+        "upper_quartile": "of one token in four",
+        "ninth_decile": "of one token in ten",
+        "massive": "of the massive channels",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChainUnit:
+    """The unit at the end of one chain, per token."""
+
+    squares: Squares  # the unit squared, [T]
+    norms: Squares  # squared norms of the golden's output there, [T]
+
+    @property
+    def relative(self) -> float:
+        """The unit of the median token relative to its output, in the ordinary channels."""
+        return float((self.squares.ordinary / self.norms.ordinary.clamp(min=TINY)).sqrt().median())
+
+
+def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error: float) -> ChainUnit:
+    """Measure the unit at the end of the chain `span`.
+
+    For a golden without a floor, `layer_error` is the usual difference of two right implementations of a layer,
+    relative to its output.
+
+    Raises:
+        CaptureError: A tensor cannot be read.
+    """
+    total = _floor(golden, span.start, batch=batch, layer_error=layer_error)
+    for layer in range(span.start + 1, span.stop):
+        total = total.plus(_floor(golden, layer, batch=batch, layer_error=layer_error), factor=1.0)
+    # Twice each floor: two right implementations each have an error of that size.
+    return ChainUnit(squares=total.times(2.0), norms=_norms(golden, span.last, batch=batch))
+
+
+def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit) -> ChainError:
+    """Measure the error of a chain's output, both [T,F] and finite."""
+    massive = massive_channels(reference)
+    error = square_difference(reference, target, massive=massive)
+    ordinary = unit.squares.ordinary
+    # A token whose own unit is below the median token's is judged by the median.
+    tokens = (error.ordinary / torch.maximum(ordinary, ordinary.median()).clamp(min=TINY)).sqrt()
+    shares = torch.tensor((0.25, 0.5, 0.75, 0.9), dtype=tokens.dtype)
+    lower, median, upper, ninth = torch.quantile(tokens, shares).tolist()
+    total = float(unit.squares.massive.sum())
+    return ChainError(
+        lower_quartile=lower,
+        median=median,
+        upper_quartile=upper,
+        ninth_decile=ninth,
+        massive=float((error.massive.sum() / total).sqrt()) if total > TINY else 0.0,
+    )
+
+
+def _floor(golden: CaptureSource, layer: int, *, batch: Batch, layer_error: float) -> Squares:
+    """Return the squared noise floor of a layer's output; without one, the square of the usual error of a layer.
+
+    Raises:
+        CaptureError: The stored floor does not fit the golden's own values.
+    """
+    floor = LayerFloor(golden, batch, layer=layer)
+    squares = floor.squares(Site.OUTPUT)
+    if squares is not None:
+        twin = golden.read_twin(layer, Site.OUTPUT)
+        if twin is not None:
+            # Measured only to refuse a stored floor that the golden's own values contradict.
+            rows, exact = (batch.rows(side, Site.OUTPUT) for side in (golden.read(layer, Site.OUTPUT), twin))
+            floor.prove(Site.OUTPUT, square_difference(exact, rows, massive=massive_channels(rows)))
+        return squares
+    # Half of its square, since `measure_unit` adds it twice.
+    return _norms(golden, layer, batch=batch).times(layer_error**2 / 2)
+
+
+def _norms(golden: CaptureSource, layer: int, *, batch: Batch) -> Squares:
+    """Return the squared norms of a layer's output."""
+    rows = batch.rows(golden.read(layer, Site.OUTPUT), Site.OUTPUT)
+    return square_rows(rows, massive=massive_channels(rows))
+
+
+# A limit is this many times the largest error measured: right ports on other models may have larger ones.
+_MARGIN = 2.0
+# Default lengths. A longer chain needs fewer runs, and its wider limits let larger mistakes pass. In BF16 the limits of
+# two layers let an error below 2 % of the output pass, three layers 8 %, four a third. Limits in float32 do not widen.
+_DEFAULT_IN_BFLOAT16, _DEFAULT_IN_FLOAT32 = 2, LONGEST_CHAIN
+
+
+def chain_limits(length: int, dtype: torch.dtype) -> ChainError:
+    """Return the limits at the end of a chain of `length` layers, at most `LONGEST_CHAIN`.
+
+    If the golden computed in float32, they are those of one layer for any length: noise flips hardly an expert and does
+    not grow. Right ports stayed below 0.4 of the unit up to the longest chain.
+    """
+    errors = LARGEST_ERRORS[0 if dtype is torch.float32 else length - 1]
+    return ChainError(**dict(zip(PARTS, errors, strict=True))).times(_MARGIN)
+
+
+def default_chain_length(dtype: torch.dtype) -> int:
+    """Return the default number of layers of a chain, for a golden that computed in `dtype`."""
+    return _DEFAULT_IN_FLOAT32 if dtype is torch.float32 else _DEFAULT_IN_BFLOAT16
+
 
 # Usual difference of two right implementations of a layer, relative to its output, for a golden without a floor. The
 # limits of chains were measured in this unit.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from compare.noise.input_error import InputError
-from compare.noise.squared_errors import TINY, square_difference, square_rows
+from compare.noise.rows import TINY, InputError, square_difference, square_rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.run_commands import RunCommands

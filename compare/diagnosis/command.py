@@ -1,14 +1,24 @@
-"""`mm2-diagnose` at work: a run diagnosed, and its mistakes proved."""
+"""`mm2-diagnose` at work: a run diagnosed, and its mistakes proved.
+
+KeptDiagnosis: the latest diagnosis of a run, kept in the run's folder, so that `--prove` need not search again.
+
+Port source: tells whether a port's file has changed since its run, without executing it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+import json
+import logging
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from compare.comparer import JudgedRun
+from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.diagnose import diagnose
-from compare.diagnosis.kept_diagnosis import DiagnosisQuestion, KeptDiagnosis
+from compare.diagnosis.finding import Diagnosis
+from compare.diagnosis.model.search import MODEL_CATALOGUE
 from compare.diagnosis.proof.proving import prove_diagnosis
 from compare.diagnosis.report import (
     catalogue_record,
@@ -21,14 +31,109 @@ from compare.next_commands import after_diagnosis
 from compare.run_report import print_then_report, report_run
 from compare.sides.opening import NamedSides
 from compare.sides.pairing import select_layers
-from compare.sides.port_source import has_changed
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.command_line.console import end_command, print_json, print_text
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
+from minimax_tools.json_codec import DecodeError, decode, encode
+from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.provenance import digest_sources
+
+logger = logging.getLogger(__name__)
+
+
+# A new run into the folder removes it, like every file of the capture.
+_FILE_NAME = "diagnosis.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnosisQuestion:
+    """The question that a diagnosis answers: the same question has the same answer."""
+
+    golden: str  # sha256 of the golden's manifest
+    run: str  # sha256 of the run's manifest
+    places: tuple[str, str]  # the two folders, as they were named
+    model: str  # the checkpoint, as it was named
+    layers: tuple[int, ...] | None  # the layers that were asked for; None for those to blame
+    mistakes: tuple[str, ...]  # the mistakes that were asked for; () for all
+    catalogue: str  # sha256 of the names of all known mistakes
+
+    @classmethod
+    def of(
+        cls,
+        reference: CaptureSource,
+        target: CaptureSource,
+        *,
+        model: str,
+        layers: tuple[int, ...] | None,
+        mistakes: tuple[str, ...],
+    ) -> DiagnosisQuestion | None:
+        """Return the question about two captures; None if mm2 did not write both."""
+        if reference.known_description is None or target.known_description is None:
+            return None
+        names = " ".join((*CATALOGUE, *MODEL_CATALOGUE))
+        return cls(
+            golden=_digest_manifest(reference),
+            run=_digest_manifest(target),
+            places=(str(reference.directory), str(target.directory)),
+            model=model,
+            layers=layers,
+            mistakes=mistakes,
+            catalogue=hashlib.sha256(names.encode()).hexdigest(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptDiagnosis:
+    """A diagnosis with its question."""
+
+    question: DiagnosisQuestion
+    diagnosis: Diagnosis
+
+    def keep(self, run: Path) -> None:
+        """Write it into the run's folder; a folder that cannot be written to keeps none."""
+        try:
+            with whole_file(run / _FILE_NAME) as file:
+                json.dump(encode(self), file)
+        except OSError as error:
+            logger.debug("The diagnosis was not kept: %s", error)
+
+    @classmethod
+    def find(cls, run: Path, question: DiagnosisQuestion) -> Diagnosis | None:
+        """Read the diagnosis that answers a question from the run's folder; None if there is none."""
+        try:
+            kept = decode(cls, read_json(run / _FILE_NAME))
+        except (OSError, ValueError, DecodeError) as error:
+            logger.debug("No diagnosis was kept: %s", error)
+            return None
+        return kept.diagnosis if kept.question == question else None
+
+
+def _digest_manifest(capture: CaptureSource) -> str:
+    return hashlib.sha256((capture.directory / MANIFEST_NAME).read_bytes()).hexdigest()
+
+
+def has_changed(run: CaptureSource) -> bool:
+    """Decide whether the file of a run's port has changed since the run.
+
+    False if it cannot be told: the port is no file, or lies elsewhere, or mm2 did not make the run. The digest of a run
+    covers the modules that the port imports too, which are not known here. So a file with another digest counts as
+    changed only if it is also newer than the run.
+    """
+    description = run.known_description
+    if description is None or not description.provenance.target_digest:
+        return False
+    file = Path(description.provenance.target.rpartition(":")[0])
+    if file.suffix != ".py" or not file.is_file():
+        return False
+    if digest_sources({file.name: file}) == description.provenance.target_digest:
+        return False
+    return file.stat().st_mtime > (run.directory / MANIFEST_NAME).stat().st_mtime
 
 
 def diagnose_sides(

@@ -21,9 +21,8 @@ from compare.diagnosis.layer_group import withdraw_rare, withdraw_unequal
 from compare.diagnosis.layer_search import LayerSearch
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.model.case import ModelCases, SiteCase
-from compare.diagnosis.model.catalogue import MODEL_CATALOGUE, find_model_mistakes
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.search import search_site
+from compare.diagnosis.model.search import MODEL_CATALOGUE, find_model_mistakes, search_site
 from compare.diagnosis.naming import RIGHT_RHO
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL

@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.expert_pass import ExpertJob, Recipe, run_experts
-from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.expert_pass import ExpertJob, LayerWeights, Recipe, run_experts
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.spec import ModelSpec

@@ -21,13 +21,13 @@ from compare.diagnosis.evaluation import (
     finite_padding,
     with_given,
 )
-from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.expert_pass import LayerWeights
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
-from compare.sides.batch import Batch, spread_evenly
 from compare.sides.captured_input import fed_sites
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
+from compare.sides.sides import Batch, spread_evenly
 from minimax_tools.capture.kept_tokens import MIXED_SITES
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError

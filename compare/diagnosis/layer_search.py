@@ -1,17 +1,22 @@
-"""LayerSearch: the mistakes that explain one layer of a run, cause by cause."""
+"""LayerSearch: the mistakes that explain one layer of a run, cause by cause.
+
+Descriptions of a port's values that are no known mistakes: a site is off by a factor.
+
+They compete with the mistakes: where a factor explains the port, what only resembles it is no name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from compare.comparer import JudgedRun
-from compare.diagnosis.catalogue.descriptions import DESCRIPTIONS
+from compare.diagnosis.evaluation import scaled
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
 from compare.diagnosis.layer_case import LayerCase, comparable_sites
-from compare.diagnosis.mistake import Hypothesis, Mistake
-from compare.diagnosis.proof.stage_cut import sites_behind
+from compare.diagnosis.mistake import Hypothesis, Mistake, values_of
+from compare.diagnosis.proof.right_stages import sites_behind
 from compare.diagnosis.score import Score
 from compare.diagnosis.search import SearchOutcome, search_layer
 from compare.sides.golden_weights import GoldenWeights
@@ -19,6 +24,27 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame
 from reports.wording import word_figure
+
+# Sites of which the catalogue has no mistake that is a factor.
+_SITES = (
+    *(Site.INPUT_NORM, Site.Q_ROPE, Site.K_ROPE, Site.ATTN_CONTEXT, Site.ATTN_RESIDUAL),
+    *(Site.POST_NORM, Site.ROUTER_LOGITS, Site.OUTPUT),
+)
+
+DESCRIPTIONS = tuple(
+    Mistake(
+        name=f"{site} scaled",
+        what=f"{site} is off by a factor.",
+        look_at=f"what computes {site}",
+        build=partial(scaled, site),
+        candidates=values_of("factor", 0.9, 1.1),
+        fitted="factor",
+        is_factor=True,
+        is_named=False,
+    )
+    for site in _SITES
+)
+
 
 # The blame of one cause; () for a layer that is not blamed.
 Cause = tuple[Blame, ...]
@@ -42,7 +68,9 @@ class LayerSearch:
     layer: int
     weights: GoldenWeights
     blame: tuple[Blame, ...]  # all blame of the layer's sites
-    in_vain: frozenset[Cause] = frozenset()  # causes like one of another layer that no pair of mistakes explains
+    in_vain: frozenset[Cause] = (
+        frozenset()
+    )  # causes like one of another layer that no pair of mistakes explains
 
     def explain(
         self, causes: Mapping[Cause, Sequence[Mistake]], *, expected: dict[str, Hypothesis]

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.diagnosis.fitting import is_single_factor, step_factors
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.naming import (
     CLEAR_RHO,
@@ -30,6 +29,7 @@ from compare.diagnosis.naming import (
 )
 from compare.diagnosis.score import Score
 from compare.diagnosis.screening import (
+    is_single_factor,
     judge_faint,
     judge_finalists,
     judge_proved,
@@ -38,6 +38,7 @@ from compare.diagnosis.screening import (
     most_alike,
     open_first,
     open_screen,
+    step_factors,
 )
 from compare.diagnosis.trial import Trial
 from minimax_tools.model.sites import Site
@@ -116,9 +117,7 @@ def search_layer(
 class _Search:
     """The search of one cause: what was tried, and what explains it."""
 
-    def __init__(
-        self, trial: Trial, *, suspects: frozenset[Site], is_seen: bool, tries_pairs: bool
-    ) -> None:
+    def __init__(self, trial: Trial, *, suspects: frozenset[Site], is_seen: bool, tries_pairs: bool) -> None:
         self._trial = trial
         self._suspects = suspects
         self._is_seen = is_seen

@@ -17,7 +17,7 @@ from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.score import Score, SitePrediction, score_predictions
 from compare.diagnosis.yardstick import MOST_LEFT, Yardstick, trimmed_mean
-from compare.noise.squared_errors import TINY_FLOAT32
+from compare.noise.rows import TINY_FLOAT32
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import has_all_tokens
 

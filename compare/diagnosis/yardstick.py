@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from compare.noise.squared_errors import TINY_FLOAT32
+from compare.noise.rows import TINY_FLOAT32
 from minimax_tools.model.sites import Site
 
 # Largest ρ that a mistake may leave at a site, however large ρ was without it (see `naming`).

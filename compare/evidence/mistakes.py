@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from compare.diagnosis.finding import Diagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_group import LayerGroup, gather_alike
-from compare.diagnosis.proof.wording import (
+from compare.diagnosis.proof.proof import (
     MEND_FIRST,
     PROVE_THE_PLACE,
     proved_edits,
     word_lines_place,
     word_proofs,
 )
-from compare.diagnosis.wording import (
+from compare.diagnosis.report import (
     NOT_OF_SHAPE,
     WRONG_WEIGHTS,
     parts_of,

@@ -13,9 +13,13 @@ from functools import cached_property
 
 import torch
 
-from compare.judging.derived_choice import DerivedChoice, derive_choice, find_contradictions
+from compare.judging.derived_choice import (
+    DerivedChoice,
+    derive_choice,
+    find_contradictions,
+    find_nearest_choice,
+)
 from compare.judging.judge import judge_values, measure_golden
-from compare.judging.nearest_choice import find_nearest_choice
 from compare.judging.replay import Replay
 from compare.judging.routing import (
     RouterNoise,
@@ -25,9 +29,8 @@ from compare.judging.routing import (
     judge_routing,
 )
 from compare.limits.criteria import OUTPUTS_ALONE
-from compare.limits.limit_context import LimitContext
-from compare.noise.rows import BothErrors, Rows
-from compare.noise.squared_errors import Squares
+from compare.limits.limits import LimitContext
+from compare.noise.rows import BothErrors, Rows, Squares
 from compare.sides.captured_input import CapturedInput
 from compare.sides.layer_floor import LayerFloor
 from compare.sides.pairing import find_mismatch

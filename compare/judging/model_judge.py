@@ -7,15 +7,18 @@ from dataclasses import replace
 
 import torch
 
-from compare.judging.generated import FirstLogits, compare_generated
 from compare.judging.judge import judge_values, measure_golden
-from compare.judging.logits import TokenLimits, compare_logits, judge_logits, logit_noise
-from compare.noise.input_error import InputError, measure_input_error
-from compare.noise.rows import Rows
-from compare.noise.squared_errors import Squares, square_difference
-from compare.sides.layer_floor import read_squares
+from compare.judging.logits import (
+    FirstLogits,
+    TokenLimits,
+    compare_generated,
+    compare_logits,
+    judge_logits,
+    logit_noise,
+)
+from compare.noise.rows import InputError, Rows, Squares, measure_input_error, square_difference
+from compare.sides.layer_floor import read_squares, refuse_other_floor, refuse_wrong_sums
 from compare.sides.pairing import find_mismatch
-from compare.sides.proven_floor import refuse_other_floor, refuse_wrong_sums
 from compare.sides.sides import Sides
 from minimax_tools.metrics.noise_floor import error_name, massive_channels, variant_name
 from minimax_tools.model.sites import ModelSite, Site

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compare.judging.routing import flipped_tokens
-from compare.noise.rows import Rows
-from compare.noise.squared_errors import TINY, Squares, square_difference
+from compare.noise.rows import TINY, Rows, Squares, square_difference
 from compare.sides.golden_weights import GoldenWeights, WeightSource
 from compare.sides.layer_floor import LayerFloor
 from compare.sides.sides import Sides

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from compare.limits.criteria import Judgement
-from compare.limits.limit import most_hits
-from compare.limits.limit_context import LimitContext
-from compare.limits.limits import NoiseLimits
+from compare.limits.limits import LimitContext, NoiseLimits, most_hits
 from minimax_tools.model.sites import Site
 from minimax_tools.results.choices import Flip, RoutingResult
 from minimax_tools.results.results import SiteStatus

@@ -1,10 +1,8 @@
 """Limits: figures that right ports stay below.
 
-- `limit`: one limit, by the number of tokens and the share of false alarms
-- `limits`: limits by site and figure
+- `limits`: limits by site and figure; one limit, by the number of tokens and the share of false alarms; facts beside
+  the figures that limits depend on
 - `limits_file`: limits read from YAML
-- `calibration`: the file with mm2's own, `calibration.yaml`
-- `limit_context`: facts beside the figures that limits depend on
-- `tolerances`: the usual tolerances of close elements
+- `tolerances`: the usual tolerances of close elements; the file with mm2's own, `calibration.yaml`
 - `criteria`: all limits and tolerances of a comparison, the classic ones too
 """

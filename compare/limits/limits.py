@@ -3,17 +3,107 @@
 scripts/calibrate.py measured mm2's own limits on ports without mistakes; they are in calibration.yaml. `limits_file`
 reads that file, and a user's. A `Limit` is no fixed number: it grows if fewer tokens are judged, and if a smaller share
 of false alarms is allowed.
+
+Limit: the value that a figure of a right port stays below, except in an allowed share of false alarms.
+
+    limit = usual · exp(z · (spread + token_spread / √T))
+
+T is the number of tokens judged: most figures are averages over them, and with few, chance moves these further. For the
+worst token or channel T is the same, and the caller divides the share by their number. The two spreads are added, as
+scripts/fit_limits.py fits them. z is the standard normal quantile of the allowed share: a comparison of many figures
+allows each of them a smaller share, so its limits are wider.
+
+LimitContext: facts beside a site's figures that its limits depend on.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from compare.limits.limit import Limit
+from scipy.special import bdtrc, ndtri
+
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import UsageError
+
+# Smaller shares count as this one: a share of 0 would make a limit infinite.
+_SMALLEST_SHARE = 1e-15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A limit on a figure whose logarithm is about normally distributed among right ports.
+
+    Raises:
+        ValueError: `usual` is not above 0, a spread is below 0, or a value is not finite.
+    """
+
+    # Value that no limit falls below. As calibrated: mostly the median figure of the right implementation whose median
+    # is largest; for the worst token or channel the golden's own error times a margin; for `flipped_share` a
+    # probability, which `most_hits` gets.
+    usual: float
+    spread: float = 0.0  # at least the standard deviation of the figure's logarithm with many tokens
+    token_spread: float = 0.0  # what chance adds to it with one token; T tokens: token_spread / √T
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.usual) and self.usual > 0.0):
+            raise ValueError(f"usual must be above 0, found {self.usual:g}")
+        for name in ("spread", "token_spread"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name} must be at least 0, found {value:g}")
+
+    def at(self, *, num_tokens: int, share: float) -> float:
+        """Compute the limit that a right port's figure, of `num_tokens` judged, exceeds in a `share` of the cases."""
+        deviation = self.spread + self.token_spread / math.sqrt(max(num_tokens, 1))
+        return self.usual * math.exp(quantile(share) * deviation)
+
+    def scaled(self, factor: float) -> Limit:
+        """Return this limit times a factor above 0."""
+        return replace(self, usual=self.usual * factor)
+
+
+def quantile(share: float) -> float:
+    """Return the value that a standard normal variable exceeds in a `share` of the cases; 0 for shares above 0.5."""
+    return -float(ndtri(min(max(share, _SMALLEST_SHARE), 0.5)))
+
+
+def most_hits(num_trials: int, *, chance: float, share: float) -> int:
+    """Return the largest number of hits that chance explains: more occur in at most a `share` of the cases.
+
+    The trials are independent, and each hits with probability `chance`. A `chance` above 1 counts as 1.
+    """
+    # bdtrc is the chance of more than `hits`, which falls with their number: bisection finds the first small enough.
+    return bisect_left(
+        range(num_trials), True, key=lambda hits: bool(bdtrc(hits, num_trials, min(chance, 1.0)) <= share)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitContext:
+    """Facts of both sides that limits depend on."""
+
+    backend: str | None  # backend that the port ran on; None if its capture does not say
+    is_float32: bool  # whether the golden computed in float32, which has no BF16 noise
+    share: float  # share of false alarms allowed to each judged figure
+    hides_flips: bool = False  # whether flips (tokens sent to other experts) cannot be told from other tokens
+
+
+def computes_in_float32(reference: CaptureSource) -> bool:
+    """Decide whether a golden computed in float32; a capture that does not say counts as BF16."""
+    description = reference.known_description
+    return description is not None and description.provenance.dtypes.get("weights") == "float32"
+
+
+def backend_of(target: CaptureSource) -> str | None:
+    """Return the backend that a port ran on; None if its capture does not say."""
+    description = target.known_description
+    return None if description is None else description.provenance.backend
+
 
 ALL_SITES = "all"
 # Figures of ρ: of all values, without and of the massive channels alone, and of the median, 99th percentile and worst

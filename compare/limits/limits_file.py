@@ -20,16 +20,16 @@ from typing import Any
 
 import yaml
 
-from compare.limits.calibration import CALIBRATION
-from compare.limits.limit import Limit
 from compare.limits.limits import (
     ALL_SITES,
     FLOORLESS_FIGURES,
     NOISE_FIGURES,
     RATIO_FIGURES,
+    Limit,
     NoiseLimits,
     SiteLimits,
 )
+from compare.limits.tolerances import CALIBRATION
 from minimax_tools.errors import UsageError, shorten
 from minimax_tools.machine.yaml_file import compose_yaml
 from minimax_tools.model.sites import ModelSite, Site

@@ -22,9 +22,8 @@ from compare.model_runs.cache_mistakes import (
 )
 from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT
 from compare.model_runs.passes import PassSplit
-from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput
-from compare.sides.sides import Sides
+from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import CacheChange, CachePair
 from minimax_tools.capture.reader import Capture

@@ -14,7 +14,7 @@ import torch
 
 from compare.diagnosis.mistake import Parameters
 from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT, FP8_DTYPES, round_to_fp8
-from compare.noise.squared_errors import TINY_FLOAT32
+from compare.noise.rows import TINY_FLOAT32
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.number_ranges import number_ranges, word_ranges
 

@@ -2,18 +2,218 @@
 
 What the steps' run shows is not said again of the chunks: what is wrong in a layer there is wrong in chunks too, and so
 is a port whose prompts depend on what ran before them.
+
+Repeated: prompts that a whole port computed more than once, which must have the same logits each time.
+
+The prompts come again in other rows of the batch. Where that changes their logits, further runs of the port have told
+what they depend on. T tokens, V the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from statistics import median_low
+
+import torch
 
 from compare.blame.blame import group_blame
-from compare.model_runs.repeated import REPEATED
+from compare.limits.limits import computes_in_float32
+from compare.model_runs.passes import PassSplit, is_black_box
+from compare.sides.sides import Batch, Sides
+from minimax_tools.capture.passes import ModelPasses, Repeated, Repetition
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.sites import ModelSite
 from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.results import Blame, ChunkedRun, Comparison, Verdict
+
+REPEATED = "repeated_run"
+# Largest difference of two runs of one prompt, relative to the logits: that of right ports is noise of their own size.
+_NOISE_FACTOR = 4.0
+LEAST_DIFFERENCE, _LEAST_IN_FLOAT32 = 0.1, 1e-3
+# A few tokens may choose other experts in another pass: fewer than these are judged with those of other passes.
+_FEWEST_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cause:
+    """Cause of other logits: something that a prompt must not depend on."""
+
+    mistake: str
+    what: str
+    look_at: str
+    seen: str  # what the further runs have shown
+
+
+_STALE = _Cause(
+    mistake="cache_stale",
+    what="Something of earlier prompts remains, in the cache or beside it.",
+    look_at="where a new prompt resets the cache, and the mask over cached entries that it has not written",
+    seen="the same prompts in the same rows of the batch gave other logits the second time",
+)
+_BY_SHAPE = _Cause(
+    mistake="kept_by_shape",
+    what="Something is kept from an earlier pass of the same shape, such as a table of angles or a mask.",
+    look_at="what is cached by the shape of a pass: cos and sin, and masks, depend on positions and mask too",
+    seen="in other rows of the batch the same prompts gave other logits, and the same ones in a shape that was new",
+)
+_BY_STEP = replace(
+    _BY_SHAPE,
+    seen="of the steps, which have one shape, the first agrees with the port's own prefill and later ones do not",
+)
+_NEIGHBOURS = _Cause(
+    mistake="depends_on_neighbours",
+    what="What a prompt gets depends on the other rows of the batch.",
+    look_at="what the rows of a batch share: pages of the cache, the capacity of experts, sums over the batch",
+    seen="a prompt gave other logits where the other rows of the batch held other tokens",
+)
+_ROW = _Cause(
+    mistake="depends_on_row",
+    what="What a prompt gets depends on the row of the batch in which it lies.",
+    look_at="what is found by the row's number: pages and slots of the cache, masks, sequence ids",
+    seen="in other rows of the batch the same prompts gave other logits, whatever tokens lay beside them; in the same "
+    "rows they gave the same ones",
+)
+
+
+def judge_repetitions(sides: Sides) -> tuple[ModelFinding, ...]:
+    """Judge a run's repetitions of its prompts: the first that differs, and what it depends on."""
+    passes = sides.target.read_passes()
+    if passes is None or not passes.repetitions:
+        return ()
+    limit = _limit(sides)
+
+    def find_wrong(kind: Repeated) -> list[Repetition]:
+        of_kind = (item for item in passes.repetitions if item.kind is kind)
+        return [item for item in of_kind if not item.is_finite or item.difference > limit]
+
+    wrong = find_wrong(Repeated.OTHER_ROWS)
+    if wrong:
+        cause = _find_cause(passes, {kind: find_wrong(kind) for kind in Repeated})
+        return (_describe(wrong, cause, limit=limit),)
+    steps = [item for item in passes.repetitions if item.kind is Repeated.WHOLE]
+    return _judge_steps(steps, limit=limit) if is_black_box(sides.target) else ()
+
+
+def judge_own_logits(run: Sides, chunks: Sides, split: PassSplit) -> tuple[ModelFinding, ...]:
+    """Judge the logits of a port in chunks by those that it has of the same tokens in prefill and steps.
+
+    Both have the noise of one right port. `split` divides the tokens of the chunks.
+    """
+    sides = (run.target, chunks.target)
+    if any(ModelSite.LOGITS not in side.model_sites() for side in sides):
+        return ()
+    before, again = (side.read_model(ModelSite.LOGITS).double() for side in sides)
+    if before.shape != again.shape:
+        return ()
+    is_held = torch.ones_like(split.numbers, dtype=torch.bool)
+    for side in sides:
+        held = side.held_tokens(ModelSite.LOGITS)
+        is_held &= is_held if held is None else held
+    differences = (again - before).norm(dim=-1) / before.norm(dim=-1)  # [B,S]
+    limit = _limit(run)
+    together = _median(split.decoded, differences, is_held) if split.decoded else 0.0
+    for number, batch in enumerate((split.prefill, *split.steps)):
+        num_tokens = int(batch.tokens(is_held).sum())
+        found = _median(batch, differences, is_held)
+        if found > limit and (num_tokens >= _FEWEST_TOKENS or (number and together > limit)):
+            return (
+                ModelFinding(
+                    number=number,
+                    layer=None,
+                    sites=(str(ModelSite.LOGITS),),
+                    reason=f"the logits of its {num_tokens} tokens differ by {found:.3g} of their norm from the port's "
+                    f"own of a prefill or steps, limit {limit:.3g}",
+                    look_at="the mask and positions of a pass of several tokens behind a cache, and what it writes",
+                ),
+            )
+    return ()
+
+
+def _judge_steps(steps: Sequence[Repetition], *, limit: float) -> tuple[ModelFinding, ...]:
+    """Judge the steps by the port's own prefill of the same tokens; a few tokens may choose other experts."""
+    if not steps or median_low(item.difference for item in steps) <= limit:
+        return ()
+    first = next(item for item in steps if item.difference > limit)
+    return (
+        ModelFinding(
+            number=first.number,
+            layer=None,
+            sites=(str(ModelSite.LOGITS),),
+            reason=f"the steps have other logits than the port's own prefill of the same tokens: {_word(first)}, limit "
+            f"{limit:.3g}",
+            look_at="how the cache is written and read, and the mask and position of a step",
+        ),
+    )
+
+
+def _find_cause(passes: ModelPasses, wrong: dict[Repeated, list[Repetition]]) -> _Cause | None:
+    """Return what the further runs speak for; None if they were not made, or speak for nothing."""
+    made = {item.kind for item in passes.repetitions}
+    first = wrong[Repeated.OTHER_ROWS][0].number
+    if wrong[Repeated.SAME_ROWS]:
+        return _STALE
+    if Repeated.OTHER_SHAPE in made and all(item.number != first for item in wrong[Repeated.OTHER_SHAPE]):
+        return _BY_SHAPE
+    # Steps that are told from each other by nothing but their number.
+    late = {item.number for item in wrong[Repeated.WHOLE]}
+    if first and late and min(late) > 1:
+        return _BY_STEP
+    if wrong[Repeated.OTHER_NEIGHBOURS]:
+        return _NEIGHBOURS
+    return _ROW if {Repeated.OTHER_SHAPE, Repeated.OTHER_NEIGHBOURS} <= made else None
+
+
+def _describe(wrong: Sequence[Repetition], cause: _Cause | None, *, limit: float) -> ModelFinding:
+    first = wrong[0]
+    seen = "the same prompts, run once more in other rows of the batch, gave other logits"
+    return ModelFinding(
+        number=first.number,
+        layer=None,
+        sites=(REPEATED,),
+        reason=f"{seen if cause is None else cause.seen}: {_word(first)}, limit {limit:.3g}",
+        mistake=None if cause is None else cause.mistake,
+        what="" if cause is None else cause.what,
+        look_at="what a prompt shares with earlier prompts, and with the others of its batch"
+        if cause is None
+        else cause.look_at,
+    )
+
+
+def _word(repetition: Repetition) -> str:
+    if not repetition.is_finite:
+        return f"NaN or Inf for prompt {repetition.row}"
+    return f"those of prompt {repetition.row} differ by {repetition.difference:.3g} of their norm"
+
+
+def _limit(sides: Sides) -> float:
+    least = _LEAST_IN_FLOAT32 if computes_in_float32(sides.reference) else LEAST_DIFFERENCE
+    return max(least, _NOISE_FACTOR * _logits_error(sides))
+
+
+def _median(batch: Batch, differences: torch.Tensor, is_held: torch.Tensor) -> float:
+    """Return the lower median of the tokens that are held; 0 without any."""
+    of_batch = batch.tokens(differences)[batch.tokens(is_held)].nan_to_num(nan=torch.inf)
+    return float(of_batch.median()) if len(of_batch) else 0.0
+
+
+def _logits_error(sides: Sides) -> float:
+    """Return the median token's relative error of the logits against the golden's; 0 if a side lacks them."""
+    if any(ModelSite.LOGITS not in side.model_sites() for side in (sides.reference, sides.target)):
+        return 0.0
+    golden, port = (
+        sides.batch.rows(side.read_model(ModelSite.LOGITS), ModelSite.LOGITS)
+        for side in (sides.reference, sides.target)
+    )
+    held = sides.target.held_tokens(ModelSite.LOGITS)
+    if golden.shape != port.shape or not bool(port.isfinite().all()):
+        return 0.0
+    if held is not None:
+        is_held = sides.batch.tokens(held)
+        golden, port = golden[is_held], port[is_held]
+    errors = (port.double() - golden.double()).norm(dim=-1) / golden.double().norm(dim=-1)
+    return float(errors.median())
+
 
 _OLDER = "the run beside which they lie is another one"
 

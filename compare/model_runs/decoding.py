@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from compare.diagnosis.evaluation import Evaluation, GraphNode, Stage, with_given
-from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.expert_pass import LayerWeights
 from compare.diagnosis.mistake import Value
 from compare.diagnosis.naming import RIGHT_RHO, name_mistakes
 from compare.diagnosis.score import Score
@@ -21,11 +21,10 @@ from compare.diagnosis.yardstick import Yardstick
 from compare.model_runs.cached_attention import DecodedInputs, attend_view, right_view
 from compare.model_runs.decoding_mistakes import DECODING_MISTAKES
 from compare.model_runs.passes import PassSplit, split_passes
-from compare.sides.batch import Batch
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
-from compare.sides.port_input import on_port_input
-from compare.sides.sides import Sides
+from compare.sides.port_head import on_port_input
+from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import Site

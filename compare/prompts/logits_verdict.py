@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.prompts.noise_level import NoiseLevel
-from compare.prompts.prompt_judge import GoldenSource, PortLogits, PromptJudge
+from compare.prompts.prompt_judge import GoldenSource, NoiseLevel, PortLogits, PromptJudge
 from minimax_tools.results.prompt_results import PhaseResult, PhaseShare, PromptResult
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 

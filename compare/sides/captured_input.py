@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.noise.input_error import InputError, measure_input_error
+from compare.noise.rows import InputError, measure_input_error
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.run_commands import RUN_ON_THIS_GOLDEN, run_on_this_golden

@@ -1,18 +1,154 @@
-"""Sides: the two captures of a comparison, their common batch, and what they are judged by."""
+"""Sides: the two captures of a comparison, their common batch, and what they are judged by.
+
+Batch: the real tokens of two captures; padding is never judged.
+
+B prompts, S sequence, T real tokens, F channels of a site. `rows` are tokens here, and not the glossary's sequences.
+
+Exchanged tokens: the ways in which a pass may take tokens for others.
+
+B prompts, S columns, w columns of a pass.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from compare.limits.criteria import Criteria
-from compare.limits.limit_context import LimitContext, backend_of, computes_in_float32
-from compare.sides.batch import Batch
+from compare.limits.limits import LimitContext, backend_of, computes_in_float32
 from compare.sides.golden_weights import WeightSource
 from compare.sides.pairing import find_mismatch
+from minimax_tools.capture.passes import ModelPasses
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.sites import Site
+from minimax_tools.errors import IncomparableError
+from minimax_tools.metrics.noise_floor import token_rows
+from minimax_tools.model.sites import ModelSite, Site
+
+
+class Batch:
+    """The real tokens of a batch.
+
+    Args:
+        mask: [B,S], true on real tokens; None if neither side keeps it, so that every token counts as real.
+
+    Raises:
+        IncomparableError: No token is real.
+    """
+
+    def __init__(self, mask: torch.Tensor | None) -> None:
+        if mask is not None and not bool(mask.any()):
+            raise IncomparableError("no token is real: the attention mask is 0 everywhere")
+        self._mask = None if mask is None else mask.bool()
+        # Numbers of the real tokens; None if all are real, and none need be copied.
+        self._real = None if mask is None or bool(mask.all()) else mask.flatten().nonzero().squeeze(-1)
+
+    @classmethod
+    def of(cls, reference: CaptureSource, target: CaptureSource) -> Batch:
+        """Return the batch that two captures have in common.
+
+        Raises:
+            IncomparableError: Their masks differ, or no token is real.
+        """
+        golden, port = reference.read_attention_mask(), target.read_attention_mask()
+        if golden is not None and port is not None and not torch.equal(golden.bool(), port.bool()):
+            raise IncomparableError(
+                "the captures have different inputs: attention_mask differs",
+                expected=f"rows of {_lengths(golden)} tokens (golden)",
+                found=_lengths(port),
+            )
+        kept = reference.read_kept_mask()
+        return cls(port if kept is None else kept)
+
+    def rows(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
+        """Return the real tokens [T,F] of a site's tensor, which is [B,S,…] or [B·S,F].
+
+        Raises:
+            IncomparableError: The tensor is of another batch.
+        """
+        return self.tokens(self._laid_out(tensor, site))
+
+    def tokens(self, statistic: torch.Tensor) -> torch.Tensor:
+        """Select the real tokens, [T,…], of [B,S,…].
+
+        Raises:
+            IncomparableError: The tensor is of another batch.
+        """
+        if self._mask is None:
+            return statistic.flatten(0, 1)
+        if statistic.shape[:2] != self._mask.shape:
+            raise IncomparableError(
+                "a tensor and the attention mask are of different batches",
+                expected=f"[B,S] of {tuple(self._mask.shape)}",
+                found=str(tuple(statistic.shape[:2])),
+                next_step="Capture again: nothing tells which of its tokens are real.",
+            )
+        tokens = statistic.flatten(0, 1)
+        return tokens if self._real is None else tokens.index_select(0, self._real)
+
+    def places(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
+        """Return prompt (0 to B-1) and index in S of every real token of a site's tensor, [T,2]."""
+        if self._mask is not None:
+            return self._mask.nonzero()
+        return torch.ones(self._laid_out(tensor, site).shape[:2]).nonzero()
+
+    def _laid_out(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
+        """Reshape a tensor to [B,S,F]; a flat tensor that does not fit the mask becomes one row, [1,T,F]."""
+        if tensor.ndim > 2:
+            # Sites of heads are [B,N,S,D] for N heads of D channels: `token_rows` makes [B,S,N·D] of them.
+            return token_rows(tensor, site) if isinstance(site, Site) else tensor
+        batch: tuple[int, ...] = (1, -1)
+        if self._mask is not None and self._mask.numel() == tensor.shape[0]:
+            batch = tuple(self._mask.shape)
+        return tensor.reshape(*batch, tensor.shape[-1])
+
+
+def spread_evenly(num_tokens: int, most: int) -> torch.Tensor:
+    """Return the indices of at most `most` tokens, evenly spread: int64, ascending."""
+    return torch.linspace(0, num_tokens - 1, min(num_tokens, most)).round().long()
+
+
+def _lengths(mask: torch.Tensor) -> str:
+    return ", ".join(str(int(length)) for length in mask.reshape(-1, mask.shape[-1]).sum(dim=-1))
+
+
+def exchanged_tokens(passes: ModelPasses, attention_mask: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ways to mistake tokens for others of the same pass: in words, and the place of each token's values.
+
+    Places are int64 [B,S], indices into the flat batch; -1 for padding. `attention_mask` is [B,S] of 0/1.
+    """
+    num_rows = attention_mask.shape[0]
+    grids = _grids(passes, attention_mask)
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        f"rows rolled by {by}": partial(torch.roll, shifts=by, dims=0) for by in range(1, num_rows)
+    }
+    ways["[S,B] read as [B,S]"] = lambda grid: grid.T.reshape(grid.shape)
+    ways["[B,S] read as [S,B]"] = lambda grid: grid.reshape(grid.shape[1], grid.shape[0]).T
+    for words, exchange in ways.items() if num_rows > 1 else ():
+        places = torch.full((attention_mask.numel(),), -1)
+        for grid in grids:
+            is_real = grid >= 0
+            places[grid[is_real]] = exchange(grid)[is_real]
+        yield words, places.view(attention_mask.shape)
+
+
+def _grids(passes: ModelPasses, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tokens of each pass as it lays them out, int64 [B,w]: indices into the flat batch; -1 for padding."""
+    numbers = passes.number_tokens(mask).masked_fill(mask == 0, -1)
+    num_columns, num_later = mask.shape[1], passes.num_passes - 1
+    grids = []
+    for number in range(passes.num_passes):
+        rows = [(one == number).nonzero().flatten() for one in numbers]
+        is_prefill = number == 0 and not passes.chunks
+        width = num_columns - num_later if is_prefill else max(map(len, rows))
+        grid = torch.full((len(rows), width), -1)
+        for row, columns in enumerate(rows):
+            start = 0 if mask[row, 0] else width - len(columns)
+            grid[row, start : start + len(columns)] = row * num_columns + columns
+        grids.append(grid)
+    return grids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

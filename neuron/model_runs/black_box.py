@@ -20,7 +20,7 @@ from compare.model_runs.chunks import add_findings, join_verdicts
 from compare.model_runs.passes import split_passes
 from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
 from compare.prompts.prompt_judge import PortLogits
-from compare.sides.batch import Batch
+from compare.sides.sides import Batch
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.golden_logits.logits_store import LogitsStore

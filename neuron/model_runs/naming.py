@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compare.comparer import JudgedRun, judge_run
-from compare.diagnosis.confirmed_causes import confirm_causes
 from compare.diagnosis.diagnose import diagnose_run
-from compare.diagnosis.finding import Diagnosis, MistakeFinding
+from compare.diagnosis.finding import Diagnosis, MistakeFinding, confirm_causes
 from compare.limits.criteria import Criteria
 from compare.model_runs.decoding import diagnose_decoding
 from compare.sides.golden_weights import WeightSource

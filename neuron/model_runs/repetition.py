@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from compare.model_runs.repeated import LEAST_DIFFERENCE
+from compare.model_runs.chunks import LEAST_DIFFERENCE
 from minimax_tools.capture.passes import Repeated, Repetition
 from neuron.model_runs.assembly import last_logits
 from neuron.model_runs.model_executor import ModelExecutor, PassRefusedError, PassRequest

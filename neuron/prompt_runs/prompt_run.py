@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compare.prompts.noise_level import NoiseLevel
-from compare.prompts.prompt_judge import PortLogits, PromptJudge
+from compare.prompts.prompt_judge import NoiseLevel, PortLogits, PromptJudge
 from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.progress import Progress
 from minimax_tools.errors import IncomparableError, TargetError, list_faults

@@ -13,7 +13,7 @@ from pathlib import Path
 from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.layer_case import comparable_sites
-from compare.diagnosis.proof.own_input import fit_on_own_input
+from compare.diagnosis.mistake import lines_for_layers
 from compare.diagnosis.proof.proof import (
     MistakeProof,
     ProofOutcome,
@@ -22,10 +22,9 @@ from compare.diagnosis.proof.proof import (
     StageProof,
     not_provable,
 )
-from compare.diagnosis.proof.right_stages import RightStages
-from compare.diagnosis.proof.stage_cut import cut_behind, readers_of, sites_behind
+from compare.diagnosis.proof.recomputed import fit_on_own_input
+from compare.diagnosis.proof.right_stages import RightStages, cut_behind, readers_of, sites_behind
 from compare.diagnosis.proof.undo import Undo, join_hypotheses, undo_finding
-from compare.diagnosis.repair import lines_for_layers
 from compare.diagnosis.score import Score
 from compare.limits.criteria import Criteria
 from compare.sides.golden_weights import GoldenWeights, WeightSource

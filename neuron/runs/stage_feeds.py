@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from compare.diagnosis.proof.right_stages import RightStages
-from compare.diagnosis.proof.stage_cut import waves
+from compare.diagnosis.proof.right_stages import RightStages, waves
 from minimax_tools.model.sites import Site
 from neuron.runs.layer_run import LayerRequest, LayerRun
 

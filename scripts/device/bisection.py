@@ -16,7 +16,7 @@ import torch
 from cpu_golden import NARROW, capture_cpu_golden, write_model
 from figures import Figure
 
-from compare.chains.chain_limits import default_chain_length
+from compare.chains.chain_judge import default_chain_length
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.reader import Capture

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from compare.sides.batch import Batch
+from compare.sides.sides import Batch
 from faults.baseline import Baseline
 from faults.plant import Plant
 from faults.port import PlantedLayer

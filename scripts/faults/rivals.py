@@ -12,7 +12,7 @@ import torch
 
 from compare.limits.criteria import ClassicLimits
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.sides.batch import Batch
+from compare.sides.sides import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.pair_metrics import compare_tensors
 from minimax_tools.model.sites import Site

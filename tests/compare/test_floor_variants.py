@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.tampering import sign
 
 from compare.noise.rho import noise_ratio
-from compare.noise.rows import Rows
-from compare.noise.squared_errors import Squares
+from compare.noise.rows import Rows, Squares
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import (

@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from calibrate import calibrate
 from fit_limits import fit_floorless, fit_ratios
 
-from compare.limits.limit import Limit
-from compare.limits.limits import NOISE_FIGURES, RATIO_FIGURES
+from compare.limits.limits import NOISE_FIGURES, RATIO_FIGURES, Limit
 from compare.limits.limits_file import read_limits
 
 SITES = ("attn_delta", "router_logits", "moe_delta", "output")

@@ -10,10 +10,8 @@ from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
 from compare.diagnosis.catalogue.experts_by_number import EXPERT_NUMBER_MISTAKES
 from compare.diagnosis.catalogue.fp8 import FP8_MISTAKES
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
-from compare.diagnosis.catalogue.other_layer import OTHER_LAYER_MISTAKES
-from compare.diagnosis.catalogue.residual import RESIDUAL_MISTAKES
-from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
-from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
+from compare.diagnosis.catalogue.other_layer import OTHER_LAYER_MISTAKES, RESIDUAL_MISTAKES
+from compare.diagnosis.catalogue.rope import ROPE_MISTAKES, ROPE_POSITION_MISTAKES
 from compare.diagnosis.catalogue.router import ROUTER_MISTAKES
 from compare.diagnosis.catalogue.tokens import TOKEN_MISTAKES
 from compare.diagnosis.mistake import Mistake

@@ -15,11 +15,10 @@ import torch
 from torch.nn import functional
 
 from compare.diagnosis.catalogue import repairs
-from compare.diagnosis.catalogue.low_bits import bfloat16
+from compare.diagnosis.catalogue.fp8 import bfloat16
 from compare.diagnosis.catalogue.splits import rank_of, share
-from compare.diagnosis.clues import Clues
+from compare.diagnosis.clues import Clues, parse_experts, word_experts
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, replace_stage, scaled
-from compare.diagnosis.expert_clues import parse_experts, word_experts
 from compare.diagnosis.expert_pass import Mix, Recipe
 from compare.diagnosis.mistake import Finder, Mistake, Parameters, each, once_if, values_of
 from minimax_tools.model.sites import Site

@@ -9,9 +9,8 @@ import torch
 
 from compare.diagnosis.catalogue import repairs
 from compare.diagnosis.catalogue.splits import rank_slices
-from compare.diagnosis.clues import Clues
+from compare.diagnosis.clues import Clues, ExpertFactors, parse_experts, scaled_gate, word_experts
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, replace_stage
-from compare.diagnosis.expert_clues import ExpertFactors, parse_experts, scaled_gate, word_experts
 from compare.diagnosis.mistake import Mistake, Parameters, nothing_listed
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compare.diagnosis.repair import Tensors, WeightRepair
+from compare.diagnosis.mistake import Tensors, WeightRepair
 from minimax_tools.model.sites import Site
 
 # Sites whose heads hold their dims in another order once the rows of q_proj and k_proj do.

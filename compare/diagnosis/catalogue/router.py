@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from compare.diagnosis.catalogue import repairs
-from compare.diagnosis.catalogue.low_bits import (
+from compare.diagnosis.catalogue.fp8 import (
     bfloat16,
     fp8_blocks,
     fp8_groups,

@@ -1,6 +1,8 @@
 """SiteCase: one site outside the layers, from two captures and the checkpoint, by which mistakes are judged.
 
 B batch, S sequence, T real tokens or those judged, H hidden, C judged columns of the vocabulary, F channels: H or C.
+
+SiteNoise: the noise of a site outside the layers, the unit of its errors. T judged tokens, F channels.
 """
 
 from __future__ import annotations
@@ -16,17 +18,52 @@ from compare.diagnosis.mistake import Parameters
 from compare.diagnosis.model.embedding import embed
 from compare.diagnosis.model.final_norm import norm_states
 from compare.diagnosis.model.head import score, score_states
-from compare.diagnosis.model.inputs import ModelInputs
-from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.site_noise import SiteNoise
-from compare.diagnosis.model.weights import ModelWeights
-from compare.noise.squared_errors import TINY_FLOAT32
-from compare.sides.batch import Batch
-from compare.sides.exchanged_tokens import exchanged_tokens
+from compare.diagnosis.model.mistake import ModelInputs, ModelMistake, ModelWeights
+from compare.noise.rows import TINY_FLOAT32
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
+from compare.sides.sides import Batch, exchanged_tokens
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SiteNoise:
+    """Noise at a site, by channel."""
+
+    variance: torch.Tensor  # mean square of the golden's error, at least that of one rounding: float32 [F]
+    size: torch.Tensor  # mean square of the golden's values, float32 [F]
+
+    @classmethod
+    def measure(cls, golden: torch.Tensor, exact: torch.Tensor, *, rounding: float) -> SiteNoise:
+        """Measure the noise of the golden's values against `exact` ones, float32 from the golden's inputs: [T,F] each.
+
+        `rounding` is the relative error of one rounding.
+        """
+        size = golden.square().mean(dim=0)
+        # The mean over channels bounds it from below: a channel may be zero on all of these tokens.
+        least = rounding**2 * torch.maximum(size, 1e-4 * size.mean()) + TINY_FLOAT32
+        return cls(variance=torch.maximum((golden - exact).square().mean(dim=0), least), size=size)
+
+    def widened(self, prediction: torch.Tensor) -> torch.Tensor:
+        """Return the noise's variance [F] on values as large as a prediction [T,F]: larger values round coarser."""
+        growth = prediction.square().mean(dim=0) / self.size.clamp(min=TINY_FLOAT32)
+        # The upper bound is for channels in which the golden is 0: float32 could not hold their growth.
+        return self.variance * growth.clamp(min=1.0, max=1e12)
+
+    def rho(self, port: torch.Tensor, prediction: torch.Tensor) -> float:
+        """Return ρ of the port's values [T,F] against a prediction; 1 is as good as the golden.
+
+        Tokens without a prediction, NaN, are left out.
+        """
+        is_predicted = prediction.isfinite().all(dim=-1)
+        if not bool(is_predicted.any()):
+            return math.inf
+        port, prediction = port[is_predicted], prediction[is_predicted]
+        squares = (port - prediction).square() / self.widened(prediction)
+        mean = float(squares.double().mean())
+        return math.sqrt(mean) if math.isfinite(mean) else math.inf
+
 
 # Relative error of one rounding, by dtype; in float32, of a sum in another order.
 _ROUNDING = {torch.bfloat16: 1.7e-3, torch.float32: 2e-6}

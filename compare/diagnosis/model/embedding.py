@@ -13,11 +13,10 @@ from functools import partial
 
 import torch
 
-from compare.diagnosis.catalogue.low_bits import ROUNDINGS, rounding_dtypes
+from compare.diagnosis.catalogue.fp8 import ROUNDINGS, rounding_dtypes
 from compare.diagnosis.mistake import each
 from compare.diagnosis.model import shards
-from compare.diagnosis.model.inputs import ModelInputs
-from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.model.mistake import ModelInputs, ModelMistake
 from minimax_tools.model.sites import ModelSite
 
 

@@ -12,8 +12,7 @@ import torch
 
 from compare.diagnosis.mistake import each, values_of
 from compare.diagnosis.model import shards
-from compare.diagnosis.model.inputs import ModelInputs
-from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.model.mistake import ModelInputs, ModelMistake
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.reference.float32_stages import normalise
 

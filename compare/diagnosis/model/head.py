@@ -12,11 +12,10 @@ from functools import partial
 
 import torch
 
-from compare.diagnosis.catalogue.low_bits import ROUNDINGS, rounding_dtypes
+from compare.diagnosis.catalogue.fp8 import ROUNDINGS, rounding_dtypes
 from compare.diagnosis.mistake import each, values_of
 from compare.diagnosis.model import shards
-from compare.diagnosis.model.inputs import ModelInputs
-from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.model.mistake import ModelInputs, ModelMistake
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.reference.float32_stages import normalise
 

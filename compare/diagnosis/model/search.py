@@ -1,17 +1,39 @@
-"""The search outside the layers: the mistakes that explain what a port gives at one site. T tokens, F channels."""
+"""The search outside the layers: the mistakes that explain what a port gives at one site. T tokens, F channels.
+
+The catalogue of mistakes outside the layers, by name; if two explain a site alike, the earlier is named first.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
 from compare.diagnosis.finding import MistakeFinding, SiteDiagnosis
 from compare.diagnosis.model.case import SiteCase
+from compare.diagnosis.model.embedding import EMBEDDING_MISTAKES
+from compare.diagnosis.model.final_norm import FINAL_NORM_MISTAKES
+from compare.diagnosis.model.head import HEAD_MISTAKES
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.naming import RESEMBLING, RIGHT_RHO, most_left
+
+MODEL_CATALOGUE: Mapping[str, ModelMistake] = MappingProxyType(
+    {entry.name: entry for entry in (*EMBEDDING_MISTAKES, *FINAL_NORM_MISTAKES, *HEAD_MISTAKES)}
+)
+
+
+def find_model_mistakes(names: tuple[str, ...]) -> tuple[ModelMistake, ...]:
+    """Return the mistakes of these names that lie outside the layers; all of them if no name is given.
+
+    Other names are passed over: `find_mistakes` has refused unknown ones.
+    """
+    if not names:
+        return tuple(MODEL_CATALOGUE.values())
+    return tuple(MODEL_CATALOGUE[name] for name in names if name in MODEL_CATALOGUE)
+
 
 _MOST_NEAREST = 3
 # Ratio of squares of ρ below which two predictions are equally good: the catalogue's order decides between them.

@@ -11,7 +11,7 @@ import torch
 
 from compare.diagnosis.catalogue.splits import degree_of, degrees, rank_of
 from compare.diagnosis.mistake import Parameters, values_of
-from compare.diagnosis.model.inputs import ModelInputs
+from compare.diagnosis.model.mistake import ModelInputs
 
 # Orders of shards: the last rank's first; rank r holds every n-th row, from row r on, where a block was meant; and the
 # reverse, rank r holds a block where every n-th row was meant.

@@ -1,11 +1,20 @@
-"""MistakeProof: what became of a port when a named mistake was undone in it."""
+"""MistakeProof: what became of a port when a named mistake was undone in it.
+
+Wording: a proof as sentences, and the lines that `convert_state_dict` needs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from compare.diagnosis.mistake import lines_for_layers
+from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Verdict
 from minimax_tools.text_enum import TextEnum
+from reports.canvas import Canvas
+from reports.wording import word_figure
 
 
 class ProofOutcome(TextEnum):
@@ -83,3 +92,168 @@ class MistakeProof:
 def not_provable(reason: str, next_step: str = "", *, before: Verdict | None = None) -> MistakeProof:
     """Return the proof of a mistake that cannot be undone."""
     return MistakeProof(outcome=ProofOutcome.NOT_PROVABLE, reason=reason, next_step=next_step, before=before)
+
+
+MEND_FIRST = "Mend the port first, then run it again."
+PROVE_THE_PLACE = (
+    "They prove the place. The fault is where conversion and forward disagree: if the weights are right "
+    "(mm2-test weights), mend the forward instead."
+)
+_MOST_EDITS = 3  # lines that differ by a number from layer to layer are told for so many layers
+
+
+class Provable(Protocol):
+    """A finding that may have a proof."""
+
+    @property
+    def layer(self) -> int | None:
+        """The layer; None outside the layers."""
+
+    @property
+    def proof(self) -> MistakeProof | None:
+        """The proof; None if none was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvedEdit:
+    """Lines that undo a mistake in the weights."""
+
+    lines: tuple[str, ...]
+    has_conversion: bool  # whether they belong into `convert_state_dict`, rather than into the port's class
+
+
+def render_proof(proof: MistakeProof, *, layer: int, undone: str) -> str:
+    """Render the proof of one layer as text; `undone` words the mistakes."""
+    canvas = Canvas(width=None, is_terminal=None)
+    canvas.line(f"Layer {layer} without {undone}: {proof.outcome}", style="bold")
+    for sentence in word_proof(proof):
+        canvas.paragraph(sentence)
+    if proof.is_proved:
+        draw_lines(canvas, proof.lines, has_conversion=proof.has_conversion)
+        canvas.line(MEND_FIRST, style="bold")
+    return canvas.text
+
+
+def draw_proofs(canvas: Canvas, findings: Sequence[Provable]) -> None:
+    """Draw the proofs of one mistake, a finding for each layer; nothing if there are none."""
+    for sentence in word_proofs(findings):
+        canvas.paragraph(sentence)
+    edits = proved_edits(findings)
+    for edit in edits[:_MOST_EDITS]:
+        draw_lines(canvas, edit.lines, has_conversion=edit.has_conversion)
+    if len(edits) > _MOST_EDITS:
+        canvas.paragraph(f"{len(edits) - _MOST_EDITS} more, with other numbers: see --json.")
+
+
+def word_proofs(findings: Sequence[Provable]) -> tuple[str, ...]:
+    """Return sentences on the proofs of one mistake, a finding for each layer; () if there are none.
+
+    Layers of one outcome are told together, by the first of them.
+    """
+    proofs = _proofs(findings)
+    sentences: list[str] = []
+    for outcome in ProofOutcome:
+        alike = [(layer, proof) for layer, proof in proofs if proof.outcome is outcome]
+        if alike:
+            where = "" if len(proofs) == 1 else f"{_in_layers(alike)}: "
+            first, *others = word_proof(alike[0][1])
+            sentences += [where + first, *others]
+    return tuple(sentences)
+
+
+def proved_edits(findings: Sequence[Provable]) -> tuple[ProvedEdit, ...]:
+    """Return the lines that undo a mistake in the weights, as the proofs ran them; those for several layers once."""
+    layers_by_edit: dict[tuple[str, ...], list[int]] = {}
+    proofs = [(layer, proof) for layer, proof in _proofs(findings) if proof.is_proved]
+    for layer, proof in proofs:
+        if proof.edit and layer is not None:
+            layers_by_edit.setdefault(proof.edit, []).append(layer)
+    edits = []
+    for edit, layers in layers_by_edit.items():
+        proof = next(proof for _, proof in proofs if proof.edit == edit)
+        lines = lines_for_layers(
+            edit, tuple(layers), num_layers=proof.num_layers, has_conversion=proof.has_conversion
+        )
+        edits.append(ProvedEdit(lines=lines, has_conversion=proof.has_conversion))
+    return tuple(edits)
+
+
+def word_outcomes(findings: Sequence[Provable]) -> str:
+    """Word the outcomes of the proofs of a mistake's findings; an empty text without proofs."""
+    outcomes = dict.fromkeys(str(finding.proof.outcome) for finding in findings if finding.proof is not None)
+    return f" ({', '.join(outcomes)})" if outcomes else ""
+
+
+def word_proof(proof: MistakeProof) -> Iterator[str]:
+    """Yield sentences on a proof."""
+    if proof.outcome is ProofOutcome.NOT_PROVABLE:
+        yield f"Not provable here: {proof.reason}. {proof.next_step}".rstrip()
+        return
+    is_proved = "Proved" if proof.is_proved else "Not proved"
+    if proof.way is None:
+        yield f"{is_proved}: {proof.reason}{_word_stage(proof)}."
+        return
+    where = {
+        ProofWay.WEIGHTS: "with the weights changed before the port converts them",
+        ProofWay.STAGE: f"with the right values at {_word_replaced(proof)}",
+        ProofWay.WEIGHTS_AND_STAGE: f"with the weights changed, and the right values at {_word_replaced(proof)}",
+        ProofWay.RECOMPUTED: "recomputed from the run's own values",
+    }[proof.way]
+    figures = _word_figures(proof)
+    if proof.is_proved:
+        subject = "all else" if proof.way is ProofWay.RECOMPUTED else "the port's layer"
+        yield f"{is_proved}: {where}, {subject} is right{figures}{_word_stage(proof)}."
+        return
+    yield f"{is_proved}: {where}, {proof.reason}{figures}."
+    if proof.remaining:
+        yield f"What is left matches {proof.remaining[0]}."
+
+
+def draw_lines(canvas: Canvas, lines: tuple[str, ...], *, has_conversion: bool) -> None:
+    """Draw the lines to paste, never broken; nothing if there are none."""
+    if not lines:
+        return
+    canvas.paragraph(word_lines_place(has_conversion=has_conversion))
+    for line in lines:
+        canvas.line(f"      {line}")
+    canvas.paragraph(PROVE_THE_PLACE)
+
+
+def word_lines_place(*, has_conversion: bool) -> str:
+    """Return the words over lines to paste."""
+    place = "at the beginning of convert_state_dict" if has_conversion else "in the port's class"
+    return f"Lines that undo it, {place}:"
+
+
+def _proofs(findings: Sequence[Provable]) -> list[tuple[int | None, MistakeProof]]:
+    return [(finding.layer, finding.proof) for finding in findings if finding.proof is not None]
+
+
+def _in_layers(proofs: Sequence[tuple[int | None, MistakeProof]]) -> str:
+    words = word_layers(layer for layer, _ in proofs)
+    return words[0].upper() + words[1:]
+
+
+def _word_replaced(proof: MistakeProof) -> str:
+    return ", ".join(site.site for site in proof.sites if site.is_replaced)
+
+
+def _word_figures(proof: MistakeProof) -> str:
+    """Word ρ before and after, at the worst site and at the output, of those that hold the port's own values."""
+    own = {site.site: site for site in proof.sites if not site.is_replaced}
+    chosen = [proof.worst, own.get("output")]
+    words = [
+        _word_site(site) for site in dict.fromkeys(chosen) if site is not None and site.before is not None
+    ]
+    return f" ({'; '.join(words)})" if words else ""
+
+
+def _word_site(site: SiteProof) -> str:
+    return f"{site.site} ρ {word_figure(site.before)} → {word_figure(site.after)}"
+
+
+def _word_stage(proof: MistakeProof) -> str:
+    if proof.stage is None:
+        return ""
+    leaves, before = word_figure(proof.stage.leaves), word_figure(proof.stage.unexplained)
+    return f"; the mistake leaves ρ {leaves} of {before} of what the stage gave"

@@ -12,8 +12,15 @@ from typing import Any
 
 from compare.diagnosis.catalogue.catalogue import find_mistakes
 from compare.diagnosis.evaluation import LayerInputs
-from compare.diagnosis.mistake import Hypothesis, Mistake, Parameters, Value, nothing_listed
-from compare.diagnosis.repair import Tensors, WeightRepair
+from compare.diagnosis.mistake import (
+    Hypothesis,
+    Mistake,
+    Parameters,
+    Tensors,
+    Value,
+    WeightRepair,
+    nothing_listed,
+)
 from minimax_tools.errors import UsageError
 
 # Digits of a fitted parameter: more than a fit is sure of, and few enough to read.

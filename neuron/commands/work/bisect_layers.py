@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from compare.chains.chain_limits import default_chain_length
+from compare.chains.chain_judge import default_chain_length
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.address_records import address_of

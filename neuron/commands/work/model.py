@@ -12,7 +12,7 @@ from typing import Any
 from compare.comparer import JudgedRun, judge_run, with_untested
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from compare.limits.criteria import Criteria
-from compare.limits.limit_context import computes_in_float32
+from compare.limits.limits import computes_in_float32
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.model_runs.chunks import join_chunks
 from compare.model_runs.passes import is_black_box

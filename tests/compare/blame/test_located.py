@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from compare.blame.location import locate_blamed
-from compare.blame.recomputed_judge import Recomputed
+from compare.blame.recompute import Recomputed
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.noise.rho import token_ratios
 from compare.noise.rows import Rows
-from compare.sides.batch import Batch
-from compare.sides.sides import Sides
+from compare.sides.sides import Batch, Sides
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame, SiteResult, SiteStatus
 

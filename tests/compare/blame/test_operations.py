@@ -16,8 +16,8 @@ from compare.blame.blame import group_blame
 from compare.blame.operations import join_alike, join_findings
 from compare.cli import main as mm2_compare
 from compare.comparer import judge_run
-from compare.diagnosis.confirmed_causes import confirm_causes
 from compare.diagnosis.diagnose import diagnose_run
+from compare.diagnosis.finding import confirm_causes
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from compare.blame.recomputed_judge import RecomputingJudge
+from compare.blame.recompute import RecomputingJudge
 from minimax_tools.model.sites import Site
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from compare.blame.reordering import describe_order
+from compare.blame.sentences import describe_order
 from compare.noise.rows import Rows
 
 ROWS, LENGTH, HEAD_DIM, HEADS = 2, 40, 16, 4

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from compare.chains.bisection import find_all, find_exhaustively, find_first, find_until_proof
+from compare.chains.stream_search import find_all, find_exhaustively, find_first, find_until_proof
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import BisectionFinding, Chain, Probe

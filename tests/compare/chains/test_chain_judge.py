@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import sign
 
-from compare.chains.chain_judge import ChainJudge
-from compare.chains.chain_limits import chain_limits, default_chain_length
-from compare.chains.chain_noise import PARTS
+from compare.chains.chain_judge import PARTS, ChainJudge, chain_limits, default_chain_length
 from compare.chains.largest_errors import LONGEST_CHAIN
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL

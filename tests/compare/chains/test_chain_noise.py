@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compare.chains.chain_noise import ChainUnit, measure_error, measure_unit
-from compare.noise.squared_errors import square_rows
-from compare.sides.batch import Batch
+from compare.chains.chain_judge import ChainUnit, measure_error, measure_unit
+from compare.noise.rows import square_rows
+from compare.sides.sides import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.span import Span
 

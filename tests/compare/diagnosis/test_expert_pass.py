@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.diagnosis.expert_pass import ExpertJob, Recipe, run_experts
-from compare.diagnosis.layer_weights import Allocate
+from compare.diagnosis.expert_pass import Allocate, ExpertJob, Recipe, run_experts
 
 NUM_TOKENS, HIDDEN, WIDTH = 5, 4, 3
 EXPERTS = torch.tensor([[0, 2], [2, 1], [1, 0], [2, 0], [0, 1]])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from compare.diagnosis.evaluation import replace_stage
-from compare.diagnosis.fitting import fit_parameters
 from compare.diagnosis.mistake import Hypothesis, Mistake, values_of
 from compare.diagnosis.score import Score
+from compare.diagnosis.screening import fit_parameters
 from minimax_tools.model.sites import Site
 
 

@@ -13,7 +13,7 @@ import torch
 
 from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
-from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
+from compare.diagnosis.model.search import MODEL_CATALOGUE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model import weight_names
 from minimax_tools.model.run import full_run

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from compare.diagnosis.repair import WeightRepair, lines_for_layers
+from compare.diagnosis.mistake import WeightRepair, lines_for_layers
 
 LINES = ("for name in names:", "    tensors[name] = -tensors[name]")
 

@@ -10,13 +10,13 @@ import pytest
 
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver, SiteDiagnosis
 from compare.diagnosis.layer_group import LayerGroup, group_layers
-from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome
-from compare.diagnosis.proof.wording import MEND_FIRST
-from compare.diagnosis.report import diagnosis_record, render_diagnosis
-from compare.diagnosis.wording import (
+from compare.diagnosis.proof.proof import MEND_FIRST, MistakeProof, ProofOutcome
+from compare.diagnosis.report import (
+    diagnosis_record,
     formulas_of,
     parts_of,
     passed_over_like,
+    render_diagnosis,
     untold_blame,
     word_headline,
     word_lies_between,

@@ -5,8 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver
-from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome
-from compare.diagnosis.proof.wording import MEND_FIRST
+from compare.diagnosis.proof.proof import MEND_FIRST, MistakeProof, ProofOutcome
 from compare.diagnosis.report import render_diagnosis
 from compare.evidence.mistakes import word_diagnosis
 from minimax_tools.model.sites import Site

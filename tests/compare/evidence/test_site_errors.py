@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from compare.evidence.site_errors import measure_site
+from compare.evidence.collection import measure_site
 from compare.noise.rows import Rows
 from reports.page.evidence import SiteErrors
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from compare.judging.nearest_choice import find_nearest_choice
+from compare.judging.derived_choice import find_nearest_choice
 from compare.judging.routing import RouterNoise
-from compare.noise.rows import Rows
-from compare.noise.squared_errors import Squares
+from compare.noise.rows import Rows, Squares
 from minimax_tools.metrics.noise_floor import choice_margin
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, expert_weight

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compare.judging.generated import FirstLogits, compare_generated
-from compare.judging.logits import REACH
+from compare.judging.logits import REACH, FirstLogits, compare_generated
 from minimax_tools.capture.generation import Continuation, Generation, Likely
 from minimax_tools.results.results import GeneratedRow, SiteStatus
 

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from compare.judging.judge import judge_values
-from compare.judging.noise_judge import floorless_limit
+from compare.judging.judge import floorless_limit, judge_values
 from compare.judging.routing import count_unflipped
 from compare.limits.criteria import OUTPUTS_ALONE, Criteria
-from compare.limits.limit_context import LimitContext
+from compare.limits.limits import LimitContext
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.noise.input_error import InputError
 from compare.noise.rho import noise_ratio
-from compare.noise.rows import Rows
+from compare.noise.rows import InputError, Rows
 from minimax_tools.errors import IncomparableError
 from minimax_tools.results.results import RelativeError, SiteResult, SiteStatus
 

@@ -17,11 +17,9 @@ from compare.judging.logits import (
     logit_noise,
 )
 from compare.limits.criteria import Judgement
-from compare.limits.limit_context import LimitContext
+from compare.limits.limits import LimitContext
 from compare.limits.limits_file import calibrated_limits
-from compare.noise.input_error import InputError
-from compare.noise.rows import Rows
-from compare.noise.squared_errors import Squares
+from compare.noise.rows import InputError, Rows, Squares
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.results.choices import LogitsResult, TokenChoice

@@ -13,9 +13,8 @@ import torch
 from compare.judging.model_judge import ModelJudge
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.noise.squared_errors import square_difference
-from compare.sides.batch import Batch
-from compare.sides.sides import Sides
+from compare.noise.rows import square_difference
+from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.generation import Continuation, Generation, Likely
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import (

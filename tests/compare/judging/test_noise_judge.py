@@ -6,16 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compare.judging.noise_judge import (
+from compare.judging.judge import (
     floorless_limit,
     judge_broken,
     judge_noise,
     judge_without_floor,
 )
 from compare.judging.routing import count_unflipped, judge_routing
-from compare.limits.limit import Limit
-from compare.limits.limit_context import LimitContext
-from compare.limits.limits import NOISE_FIGURES, RATIO_FIGURES, STRUCTURE_FIGURES, NoiseLimits, SiteLimits
+from compare.limits.limits import (
+    NOISE_FIGURES,
+    RATIO_FIGURES,
+    STRUCTURE_FIGURES,
+    Limit,
+    LimitContext,
+    NoiseLimits,
+    SiteLimits,
+)
 from compare.limits.limits_file import calibrated_limits
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.choices import RoutingResult

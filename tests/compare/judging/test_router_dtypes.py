@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from compare.judging.router_dtypes import find_router_dtypes
+from compare.judging.held_weights import find_router_dtypes
 from minimax_tools.results.choices import RoutingResult
 from minimax_tools.results.results import RouterDtype, SiteResult, SiteStatus
 

@@ -15,8 +15,7 @@ from compare.judging.routing import (
     flip_chance,
     flipped_tokens,
 )
-from compare.limits.limit_context import LimitContext
-from compare.limits.limits import NoiseLimits
+from compare.limits.limits import LimitContext, NoiseLimits
 from compare.limits.limits_file import calibrated_limits
 from minimax_tools.model.sites import Site
 from minimax_tools.results.choices import Flip, RoutingResult

@@ -18,11 +18,9 @@ from compare.judging.replay import Replay
 from compare.judging.routing import align_by_expert, align_by_size
 from compare.limits.criteria import OUTPUTS_ALONE, Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.noise.input_error import InputError
-from compare.noise.squared_errors import square_difference
-from compare.sides.batch import Batch
+from compare.noise.rows import InputError, square_difference
 from compare.sides.captured_input import CapturedInput
-from compare.sides.sides import Sides
+from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import floor_statistics
 from minimax_tools.model.sites import ModelSite, Site

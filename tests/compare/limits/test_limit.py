@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from compare.limits.limit import Limit, most_hits, quantile
+from compare.limits.limits import Limit, most_hits, quantile
 
 
 def test_number_alone_is_the_limit_of_all_cases() -> None:

@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from compare.judging.noise_judge import judge_noise
-from compare.limits.limit import Limit
-from compare.limits.limit_context import LimitContext, backend_of, computes_in_float32
-from compare.limits.limits import FLOORLESS_FIGURES, NOISE_FIGURES, STRUCTURE_FIGURES, NoiseLimits, SiteLimits
+from compare.judging.judge import judge_noise
+from compare.limits.limits import (
+    FLOORLESS_FIGURES,
+    NOISE_FIGURES,
+    STRUCTURE_FIGURES,
+    Limit,
+    LimitContext,
+    NoiseLimits,
+    SiteLimits,
+    backend_of,
+    computes_in_float32,
+)
 from compare.limits.limits_file import calibrated_limits
 from minimax_tools.errors import UsageError
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from compare.limits.calibration import CALIBRATION
-from compare.limits.limit import Limit
-from compare.limits.limits import FLOORLESS_FIGURES, NOISE_FIGURES
+from compare.limits.limits import FLOORLESS_FIGURES, NOISE_FIGURES, Limit
 from compare.limits.limits_file import calibrated_limits, read_limits
+from compare.limits.tolerances import CALIBRATION
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import Site
 

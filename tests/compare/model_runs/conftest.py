@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from compare.diagnosis.evaluation import Evaluation, with_given
-from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.expert_pass import LayerWeights
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.model_runs.cached_attention import DecodedInputs
-from compare.sides.batch import Batch
 from compare.sides.golden_weights import CheckpointWeights
-from compare.sides.sides import Sides
+from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.passes import PASSES_NAME, CachePair, ModelPasses
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE

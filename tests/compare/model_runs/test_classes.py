@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compare.model_runs.classes import judge_classes
+from compare.comparer import judge_classes
 from minimax_tools.capture.passes import ModelPasses
 
 

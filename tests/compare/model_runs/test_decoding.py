@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compare.diagnosis.evaluation import Evaluation, LayerInputs, with_given
-from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.expert_pass import LayerWeights
 from compare.model_runs.decoding import diagnose_decoding, is_right_on_own_cache
 from compare.sides.sides import Sides
 from minimax_tools.capture.passes import CachePair

@@ -14,12 +14,17 @@ import torch
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.model_runs.choices import judge_choices
-from compare.model_runs.layer_order import judge_layer_order
-from compare.model_runs.next_tokens import compare_passes
-from compare.model_runs.passes import PassSplit, find_pass_fault, is_black_box, real_tokens, split_passes
-from compare.model_runs.repeated import judge_own_logits, judge_repetitions
-from compare.sides.batch import Batch
-from compare.sides.sides import Sides
+from compare.model_runs.chunks import judge_own_logits, judge_repetitions
+from compare.model_runs.passes import (
+    PassSplit,
+    compare_passes,
+    find_pass_fault,
+    is_black_box,
+    real_tokens,
+    split_passes,
+)
+from compare.model_runs.stream import judge_layer_order
+from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.passes import Choice, MisplacedLogits, ModelPasses, Repeated, Repetition
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.model_findings import ModelFinding

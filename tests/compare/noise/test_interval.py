@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import t as student
 
-from compare.noise.interval import rho_interval
+from compare.noise.rho import rho_interval
 
 NUM_TOKENS = 60
 ERROR = torch.rand(NUM_TOKENS, generator=torch.Generator().manual_seed(0)) + 1.0

@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compare.noise.input_error import InputError, measure_input_error
 from compare.noise.rho import foreseen_error, foreseen_error_at, noise_ratio, token_ratios
-from compare.noise.rows import Rows
-from compare.noise.squared_errors import Squares, square_difference, square_rows
+from compare.noise.rows import InputError, Rows, Squares, measure_input_error, square_difference, square_rows
 from minimax_tools.metrics.error_structure import measure_structure
 from minimax_tools.metrics.noise_floor import massive_channels
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compare.noise.squared_errors import Squares, square_difference, square_rows
+from compare.noise.rows import Squares, square_difference, square_rows
 
 # More tokens than are summed at once.
 ROWS = torch.randn(150, 6, generator=torch.Generator().manual_seed(0))

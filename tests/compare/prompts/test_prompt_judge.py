@@ -8,8 +8,14 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 import torch
 
-from compare.prompts.noise_level import NoiseLevel, rounding_noise, token_noise
-from compare.prompts.prompt_judge import PortLogits, PromptJudge, PromptLimits
+from compare.prompts.prompt_judge import (
+    NoiseLevel,
+    PortLogits,
+    PromptJudge,
+    PromptLimits,
+    rounding_noise,
+    token_noise,
+)
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, following_tokens
 from minimax_tools.golden_logits.token_logits import TokenLogits, divergence
 from minimax_tools.results.prompt_results import PromptResult, rank_prompts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.sides.batch import Batch, spread_evenly
+from compare.sides.sides import Batch, spread_evenly
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 

@@ -12,9 +12,8 @@ import torch
 
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput, read_captured_input
-from compare.sides.sides import Sides
+from compare.sides.sides import Batch, Sides
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 

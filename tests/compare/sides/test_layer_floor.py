@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from compare.noise.squared_errors import Squares
-from compare.sides.batch import Batch
+from compare.noise.rows import Squares
 from compare.sides.layer_floor import LayerFloor, read_squares
+from compare.sides.sides import Batch
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import Site
 

@@ -12,10 +12,9 @@ import torch
 
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.sides.batch import Batch
 from compare.sides.golden_weights import CheckpointWeights, HeadWeights
 from compare.sides.port_head import PortHeadGolden, on_port_output
-from compare.sides.sides import Sides
+from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import full_run

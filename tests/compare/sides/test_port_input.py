@@ -18,7 +18,7 @@ from damage.tampering import write_manifest
 
 from compare.cli import main as mm2_compare
 from compare.sides.golden_weights import CheckpointWeights
-from compare.sides.port_input import PortInputGolden
+from compare.sides.port_head import PortInputGolden
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import MANIFEST_NAME

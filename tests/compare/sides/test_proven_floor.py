@@ -18,7 +18,7 @@ from damage.tampering import change_tensor, sign
 from compare.chains.chain_judge import ChainJudge
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.sides.proven_floor import refuse_other_choice, refuse_other_router_noise
+from compare.sides.layer_floor import refuse_other_choice, refuse_other_router_noise
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import Site

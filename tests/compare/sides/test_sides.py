@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from compare.diagnosis.command import has_changed
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.sides.batch import Batch
 from compare.sides.pairing import find_mismatch, is_of_shape, refuse_other_runs, select_layers
-from compare.sides.port_source import has_changed
-from compare.sides.sides import Sides
+from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import IncomparableError, UsageError

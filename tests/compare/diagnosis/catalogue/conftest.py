@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compare.diagnosis.evaluation import STAGES, Evaluation, ExpertValue, LayerInputs
-from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.expert_pass import LayerWeights
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec

@@ -10,8 +10,7 @@ import torch
 
 from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
-from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
-from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
+from compare.diagnosis.catalogue.rope import ROPE_MISTAKES, ROPE_POSITION_MISTAKES
 from compare.diagnosis.evaluation import Evaluation
 from compare.diagnosis.mistake import Mistake, Parameters, Value
 from minimax_tools.model import weight_names

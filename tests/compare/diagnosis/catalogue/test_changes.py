@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
-from compare.diagnosis.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups, offset_groups
+from compare.diagnosis.catalogue.fp8 import fp8_blocks, fp8_groups, integer_groups, offset_groups
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
-from compare.diagnosis.catalogue.residual import RESIDUAL_MISTAKES
+from compare.diagnosis.catalogue.other_layer import RESIDUAL_MISTAKES
 from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
 from compare.diagnosis.catalogue.router import ROUTER_MISTAKES
 from compare.diagnosis.evaluation import Evaluation, ExpertValue

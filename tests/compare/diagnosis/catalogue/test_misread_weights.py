@@ -9,11 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from compare.diagnosis.catalogue.fp8 import FP8_MISTAKES, has_fp8_weights
-from compare.diagnosis.catalogue.low_bits import ROUNDINGS, fp8_groups
+from compare.diagnosis.catalogue.fp8 import FP8_MISTAKES, ROUNDINGS, fp8_groups, has_fp8_weights
 from compare.diagnosis.catalogue.other_layer import OTHER_LAYER_MISTAKES
 from compare.diagnosis.evaluation import Evaluation, ExpertValue
-from compare.diagnosis.layer_weights import Allocate, Decoding, LayerWeights
+from compare.diagnosis.expert_pass import Allocate, Decoding, LayerWeights
 from compare.diagnosis.mistake import Mistake
 from minimax_tools.checkpoint.fp8 import decode_codes
 from minimax_tools.model import weight_names

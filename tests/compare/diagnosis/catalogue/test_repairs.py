@@ -11,9 +11,8 @@ import torch
 
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.evaluation import STAGES, Evaluation, LayerInputs
-from compare.diagnosis.layer_weights import LayerWeights
-from compare.diagnosis.mistake import Parameters
-from compare.diagnosis.repair import lines_for_layers
+from compare.diagnosis.expert_pass import LayerWeights
+from compare.diagnosis.mistake import Parameters, lines_for_layers
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import Site

@@ -12,9 +12,9 @@ import torch
 from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
 from compare.diagnosis.catalogue.catalogue import CATALOGUE, find_mistakes
 from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
-from compare.diagnosis.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups, offset_groups
+from compare.diagnosis.catalogue.fp8 import fp8_blocks, fp8_groups, integer_groups, offset_groups
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
-from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
+from compare.diagnosis.catalogue.rope import ROPE_POSITION_MISTAKES
 from compare.diagnosis.catalogue.splits import degrees, rank_of, share
 from compare.diagnosis.clues import Clues, WrongTokens
 from compare.diagnosis.evaluation import Evaluation, LayerInputs

@@ -13,13 +13,11 @@ import torch
 from torch.nn import functional
 
 from compare.diagnosis.mistake import Parameters, Value
+from compare.diagnosis.model.case import SiteNoise
 from compare.diagnosis.model.embedding import EMBEDDING_MISTAKES, embed
 from compare.diagnosis.model.final_norm import FINAL_NORM_MISTAKES, norm_states
 from compare.diagnosis.model.head import HEAD_MISTAKES, score
-from compare.diagnosis.model.inputs import ModelInputs
-from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.site_noise import SiteNoise
-from compare.diagnosis.model.weights import ModelWeights
+from compare.diagnosis.model.mistake import ModelInputs, ModelMistake, ModelWeights
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 

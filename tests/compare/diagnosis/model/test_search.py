@@ -13,13 +13,11 @@ import torch
 
 from compare.diagnosis.finding import SiteDiagnosis
 from compare.diagnosis.mistake import values_of
-from compare.diagnosis.model.case import ModelCases, SiteCase
-from compare.diagnosis.model.inputs import ModelInputs
-from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.model.case import ModelCases, SiteCase, SiteNoise
+from compare.diagnosis.model.mistake import ModelInputs, ModelMistake
 from compare.diagnosis.model.search import search_site
-from compare.diagnosis.model.site_noise import SiteNoise
-from compare.sides.batch import Batch
 from compare.sides.golden_weights import CheckpointWeights
+from compare.sides.sides import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite, Site

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compare.diagnosis.proof.stage_cut import cut_behind, sites_behind, waves
+from compare.diagnosis.proof.right_stages import cut_behind, sites_behind, waves
 from minimax_tools.model.sites import Site
 
 ALL = frozenset(Site) - {Site.INPUT, Site.OUTPUT}

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome, ProofWay, SiteProof, StageProof
-from compare.diagnosis.proof.wording import (
+from compare.diagnosis.proof.proof import (
     MEND_FIRST,
     PROVE_THE_PLACE,
+    MistakeProof,
+    ProofOutcome,
+    ProofWay,
+    SiteProof,
+    StageProof,
     draw_proofs,
     proved_edits,
     render_proof,
