@@ -49,9 +49,16 @@ from minimax_tools.errors import IncomparableError, list_names
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.choices import PassLogits
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import Blame, Comparison, GeneratedRow, SiteResult, SiteStatus, Verdict
+from minimax_tools.results.results import (
+    Blame,
+    Comparison,
+    GeneratedRow,
+    ModelFinding,
+    PassLogits,
+    SiteResult,
+    SiteStatus,
+    Verdict,
+)
 
 _SITE = "classes"
 # Of the layers, the first stands for all.

@@ -19,8 +19,7 @@ from collections.abc import Iterator
 
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.command_line.capture_commands import golden_words
-from minimax_tools.command_line.run_commands import RunCommands
+from minimax_tools.command_line.run_commands import RunCommands, golden_words
 from minimax_tools.errors import format_count
 from minimax_tools.model.run import Mode
 from minimax_tools.model.span import word_layers

@@ -11,8 +11,8 @@ import click
 from gpu_reference.golden.sampling import Sampling
 from gpu_reference.model.implementations import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
 from gpu_reference.streaming.streaming_request import STREAM_MODES, StreamingRequest
-from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.options import (
+    CaptureStore,
     grouped_as,
     input_options,
     memory_budget_option,

@@ -20,9 +20,8 @@
 - `machine/`: memory, cores, compiled loops, whole files and folders
 - `command_line/`: options, console output and progress of all commands
 - `commands/`, `cli`: the command `mm2-split`
-- `errors`: every error, with its exit code
+- `errors`: every error, with its exit code; ascending numbers as ranges
 - `printable`: text made fit for a terminal
-- `number_ranges`: ascending numbers as ranges
 - `json_codec`: values as JSON and back, by their type hints
 - `stored_dtype`: the dtype of a stored tensor, without torch
 - `text_enum`: enums whose text is their value

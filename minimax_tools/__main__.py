@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minimax_tools.command_line.entry import run_command
+from minimax_tools.command_line.group import run_command
 
 
 def main() -> None:

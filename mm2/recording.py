@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.capture.calls import Calls, join_calls
 from minimax_tools.capture.further import (
     FurtherRecorder,
     parse_further,
     require_further,
     verify_further,
 )
-from minimax_tools.capture.recorder import Recorder, copy_on_device
+from minimax_tools.capture.recorder import Calls, Recorder, copy_on_device, join_calls
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import Site
 from neuron.devices.backend import Backend

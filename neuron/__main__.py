@@ -9,7 +9,7 @@ import os
 import sys
 from typing import NoReturn
 
-from minimax_tools.command_line.entry import begin
+from minimax_tools.command_line.group import begin
 
 _NAME = "mm2-test"
 

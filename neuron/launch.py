@@ -19,10 +19,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from minimax_tools.ranks.failure import RESUME, RankFailedError, RankFailure, record_end
-from minimax_tools.ranks.process import read_state
-from minimax_tools.ranks.store import attempt_store
-from minimax_tools.ranks.watch import SILENT_S
+from minimax_tools.ranks.failure import RESUME, RankFailedError, RankFailure, attempt_store, record_end
+from minimax_tools.ranks.watch import SILENT_S, read_state
 from neuron.process.ending import describe_end, describe_timeout
 from neuron.process.record import StatusRecord
 from neuron.process.status import RECORD_VARIABLE, discard_output

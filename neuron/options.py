@@ -11,10 +11,10 @@ import click
 
 from compare.options import criteria_options, report_option
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.command_line.capture_store import CaptureStore
-from minimax_tools.command_line.completion import complete_captures
-from minimax_tools.command_line.late_value import LateValue
+from minimax_tools.command_line.console import LateValue
 from minimax_tools.command_line.options import (
+    CaptureStore,
+    complete_captures,
     grouped_as,
     input_options,
     judging_output_options,

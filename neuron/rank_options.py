@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from minimax_tools.command_line.named_dtype import DTYPE_NAMES, NamedDtype
-from minimax_tools.command_line.options import stack_options
+from minimax_tools.command_line.options import DTYPE_NAMES, NamedDtype, stack_options
 from minimax_tools.command_line.work import Work, add_work
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.afterwards import take_afterwards
 from minimax_tools.command_line.console import (
     end_command,
     show_warnings_only,
     speak_as,
+    take_afterwards,
 )
 from minimax_tools.command_line.given_line import given_arguments
 from minimax_tools.errors import CannotRunError, UsageError

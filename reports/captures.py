@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.address_records import address_of
-from minimax_tools.capture.inspection import CaptureInspection
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.source import CaptureInspection, CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import format_count
 from minimax_tools.json_codec import encode

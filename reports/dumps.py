@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minimax_tools.capture.listing import DumpListing, ListedTensor
-from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.usual_names import INPUT_IDS
+from minimax_tools.capture.source import CaptureSource, DumpListing, ListedTensor
+from minimax_tools.dumps.name_map import INPUT_IDS
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers

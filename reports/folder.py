@@ -22,7 +22,7 @@ from typing import Any
 
 from minimax_tools.command_line.console import NEXT_TITLE, versioned
 from minimax_tools.errors import CannotRunError, install_command
-from minimax_tools.machine.whole_file import whole_file
+from minimax_tools.machine.files import whole_file
 from minimax_tools.printable import printable, printable_json
 from minimax_tools.results.results import Comparison
 from reports.data import comparison_record, comparison_table, summary_record

@@ -8,8 +8,7 @@ from operator import itemgetter
 
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.choices import Flip
-from minimax_tools.results.results import Comparison, NoiseRatio, SiteResult, SiteStatus
+from minimax_tools.results.results import Comparison, Flip, NoiseRatio, SiteResult, SiteStatus
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure, word_fraction, word_index, word_place
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from minimax_tools.capture.passes import pass_name
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.choices import PassLogits
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import ChunkedRun
+from minimax_tools.results.results import ChunkedRun, ModelFinding, PassLogits
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure, word_sites
 

@@ -7,10 +7,14 @@ from typing import Any
 
 from minimax_tools.errors import format_count
 from minimax_tools.json_codec import decode
-from minimax_tools.results.followed import Followed
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.prompt_results import PhaseResult, PromptRanking, PromptResult, word_flipped
-from minimax_tools.results.results import Verdict
+from minimax_tools.results.prompt_results import (
+    Followed,
+    PhaseResult,
+    PromptRanking,
+    PromptResult,
+    word_flipped,
+)
+from minimax_tools.results.results import ModelFinding, Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.model_findings import draw_findings, word_first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minimax_tools.errors import format_count
-from minimax_tools.results.replacements import ReplacedRun, StreamSearch, name_part, name_point, part_layer
+from minimax_tools.results.probes import ReplacedRun, StreamSearch, name_part, name_point, part_layer
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json

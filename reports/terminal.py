@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.choices import LogitsResult
 from minimax_tools.results.results import (
     NOT_EXPOSED,
     BlameGroup,
     Comparison,
     GeneratedRow,
+    LogitsResult,
     NoiseRatio,
     SiteResult,
     SiteStatus,

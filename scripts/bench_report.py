@@ -26,7 +26,6 @@ from compare.noise.rows import Rows
 from minimax_tools.metrics.noise_floor import massive_channels
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.choices import RoutingResult
 from minimax_tools.results.results import (
     Blame,
     BlameGroup,
@@ -34,6 +33,7 @@ from minimax_tools.results.results import (
     Curve,
     CurvePoint,
     NoiseRatio,
+    RoutingResult,
     SiteResult,
     SiteStatus,
     Verdict,

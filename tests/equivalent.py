@@ -32,7 +32,7 @@ import torch
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.new_folder import new_folder
+from minimax_tools.machine.files import new_folder
 from minimax_tools.model import weight_names
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.checkpoint import write_json, write_shards

@@ -10,7 +10,7 @@ import torch
 
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory_tracker import MemoryTracker
-from minimax_tools.model.param_mapper import ParamMapper
+from minimax_tools.model.architecture import ParamMapper
 from minimax_tools.slices.splitter import ModelSplitter, SplitConfig, SplitPlan
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory

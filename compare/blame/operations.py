@@ -14,9 +14,7 @@ from typing import Any
 
 from compare.blame.blame import badness
 from minimax_tools.model.sites import SHARED_OPERATIONS
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.regions import Range, WrongRegion
-from minimax_tools.results.results import Blame, SiteResult
+from minimax_tools.results.results import Blame, ModelFinding, Range, SiteResult, WrongRegion
 
 # Largest ratio of two errors that are about as large, in noise floors. Of planted mistakes of one operation, rotary
 # ones have 0.78 to 1.14, and norms over the wrong width up to 3.8.

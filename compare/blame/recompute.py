@@ -34,8 +34,7 @@ from minimax_tools.model.inputs import Inputs, decoded_columns
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
-from minimax_tools.reference.float32_layer import Float32Layer
-from minimax_tools.reference.float32_stages import expert_shares
+from minimax_tools.reference.float32_stages import Float32Layer, expert_shares
 from minimax_tools.reference.upcast import upcast_experts
 from minimax_tools.results.results import SiteResult, SiteStatus
 

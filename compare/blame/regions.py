@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from compare.noise.rows import TINY_FLOAT32, Rows
-from minimax_tools.number_ranges import number_ranges, word_ranges
-from minimax_tools.results.regions import WrongRegion
+from minimax_tools.errors import number_ranges, word_ranges
+from minimax_tools.results.results import WrongRegion
 from reports.wording import word_figure, word_ordinal
 
 # With fewer tokens, a factor for each channel explains noise. With fewer channels, one for each token does.

@@ -34,7 +34,7 @@ from compare.blame.regions import (
 from compare.limits.limits import FEWEST_FOR_STRUCTURE
 from compare.noise.rho import noise_ratio, token_ratios
 from compare.noise.rows import TINY_FLOAT32, Rows
-from minimax_tools.results.regions import WrongRegion
+from minimax_tools.results.results import WrongRegion
 from reports.order_words import word_order
 from reports.wording import word_figure
 

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from minimax_tools.model.span import Span
-from minimax_tools.results.probes import BisectionFinding, Chain, Probe
-from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch
+from minimax_tools.results.probes import BisectionFinding, Chain, Point, Probe, ReplacedRun, StreamSearch
 
 # Runs and judges a span of layers; given by the caller.
 RunProbe = Callable[[Span], Probe]

@@ -19,9 +19,9 @@ import torch
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue
 from compare.diagnosis.expert_pass import Allocate, ExpertJob, LayerWeights, Recipe, read_matrix, run_experts
 from compare.diagnosis.yardstick import Yardstick, trimmed_mean
+from minimax_tools.errors import number_ranges, word_ranges
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import EXPERT_GATE
-from minimax_tools.number_ranges import number_ranges, word_ranges
 
 # Mean square of what a fit leaves, in units of noise, up to which it explains the port.
 _MOST_LEFT = 2.0

@@ -39,8 +39,8 @@ from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
 from minimax_tools.json_codec import DecodeError, decode, encode
+from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_json
-from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import digest_sources
 

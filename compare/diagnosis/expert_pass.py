@@ -25,7 +25,7 @@ import torch
 
 from minimax_tools.checkpoint.fp8 import CODE_NUMBERS, decode_codes
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.machine.core_pool import CorePool
+from minimax_tools.machine.compiled import CorePool
 from minimax_tools.model.weight_names import (
     EXPERT_DOWN,
     EXPERT_GATE,

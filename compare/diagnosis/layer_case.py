@@ -28,7 +28,7 @@ from compare.sides.captured_input import fed_sites
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Batch, spread_evenly
-from minimax_tools.capture.kept_tokens import MIXED_SITES
+from minimax_tools.capture.reader import MIXED_SITES
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.inputs import decoded_columns, decoded_tokens

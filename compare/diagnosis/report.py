@@ -18,8 +18,7 @@ from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.search import MODEL_CATALOGUE
 from compare.diagnosis.proof.proof import MEND_FIRST, draw_proofs, word_outcomes
 from minimax_tools.errors import format_count
-from minimax_tools.model.formulas import FORMULAS
-from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.sites import FORMULAS, ModelSite, Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame, Verdict
 from reports.canvas import Canvas, Column, Row

@@ -31,7 +31,7 @@ from compare.diagnosis.report import (
     word_what,
     word_where,
 )
-from minimax_tools.model.formulas import FORMULAS
+from minimax_tools.model.sites import FORMULAS
 from minimax_tools.model.span import word_layers
 from reports.page.diagnosed import DiagnosedPlace, DiagnosedRun, TriedMistake
 from reports.wording import word_figure, word_layer

@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from compare.sides.sides import Sides
-from minimax_tools.capture.held_weights import HeldWeights, WeightFault
+from minimax_tools.capture.manifest import HeldWeights, WeightFault
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers

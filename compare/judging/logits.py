@@ -29,9 +29,8 @@ from compare.limits.criteria import Judgement
 from compare.limits.limits import LimitContext, NoiseLimits
 from compare.noise.rho import foreseen_error
 from compare.noise.rows import TINY, Rows, square_rows
-from minimax_tools.capture.generation import Continuation, Generation, Likely
-from minimax_tools.results.choices import LogitsResult, TokenChoice
-from minimax_tools.results.results import GeneratedRow, SiteStatus
+from minimax_tools.capture.passes import Continuation, Generation, Likely
+from minimax_tools.results.results import GeneratedRow, LogitsResult, SiteStatus, TokenChoice
 
 # Overlap is measured among so many likeliest tokens of both sides.
 TOP = (1, 5, 10)

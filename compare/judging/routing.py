@@ -15,8 +15,7 @@ import torch
 from compare.limits.criteria import Judgement
 from compare.limits.limits import LimitContext, NoiseLimits, most_hits
 from minimax_tools.model.sites import Site
-from minimax_tools.results.choices import Flip, RoutingResult
-from minimax_tools.results.results import SiteStatus
+from minimax_tools.results.results import Flip, RoutingResult, SiteStatus
 
 # Noise may turn a margin round that is up to this many times a score's noise: two scores err, on two sides.
 _NOISE_FACTOR = 4.0

@@ -110,7 +110,7 @@ ALL_SITES = "all"
 # token. Those that say most come first: of equally broken limits, the first is named.
 RATIO_FIGURES = ("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst")
 # ρ of averages of the error, in which rounding cancels and a systematic mistake does not (their meaning is in
-# minimax_tools/metrics/error_structure.py). They need a float32 twin, and a layer whose input is the golden's.
+# minimax_tools/metrics/noise_floor.py). They need a float32 twin, and a layer whose input is the golden's.
 STRUCTURE_FIGURES = ("token_gain", "channel_gain", "channel_offset", "channel_worst")
 # Fewest tokens to judge these by: an average over fewer is noise itself.
 FEWEST_FOR_STRUCTURE = 16

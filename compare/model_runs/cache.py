@@ -31,8 +31,7 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import format_count
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import split_heads
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import SiteStatus
+from minimax_tools.results.results import ModelFinding, SiteStatus
 
 CACHE = "cache"
 _KINDS = {Site.K_ROPE: "keys", Site.V_PROJ: "values"}

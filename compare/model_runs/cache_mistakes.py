@@ -16,7 +16,7 @@ from compare.diagnosis.mistake import Parameters
 from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT, FP8_DTYPES, round_to_fp8
 from compare.noise.rows import TINY_FLOAT32
 from minimax_tools.capture.passes import CachePair
-from minimax_tools.number_ranges import number_ranges, word_ranges
+from minimax_tools.errors import number_ranges, word_ranges
 
 # Largest error of an explained cache, in units of the noise of keys and values.
 _EXPLAINED_RHO = 2.0

@@ -18,7 +18,7 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.passes import Choice, ModelPasses, Repeated, pass_name
 from minimax_tools.errors import format_count
 from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.results import ModelFinding
 
 # Largest probability that a rule fits by coincidence.
 _MOST_CHANCE = 0.01

@@ -24,8 +24,7 @@ from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.passes import ModelPasses, Repeated, Repetition
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import Blame, ChunkedRun, Comparison, Verdict
+from minimax_tools.results.results import Blame, ChunkedRun, Comparison, ModelFinding, Verdict
 
 REPEATED = "repeated_run"
 # Largest difference of two runs of one prompt, relative to the logits: that of right ports is noise of their own size.

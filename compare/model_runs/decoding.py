@@ -30,7 +30,7 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import EMBEDDING
 from minimax_tools.reference.float32_stages import split_heads
-from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.results import ModelFinding
 
 # The first of these that the port shows judges a mistake.
 _JUDGING = (Site.ATTN_CONTEXT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, Site.OUTPUT)

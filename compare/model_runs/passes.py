@@ -18,8 +18,7 @@ from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.passes import pass_name
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.choices import PassLogits
-from minimax_tools.results.results import Blame
+from minimax_tools.results.results import Blame, PassLogits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,8 +25,8 @@ from minimax_tools.capture.passes import pass_name
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import list_names
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.reference.head import Float32Head
-from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.reference.rounding import Float32Head
+from minimax_tools.results.results import ModelFinding
 
 LAYER_LEFT_OUT, OUT_OF_ORDER = "layer_left_out", "layers_out_of_order"
 ORDER = "layer_order"

@@ -21,7 +21,7 @@ import torch
 from scipy.special import stdtrit
 
 from compare.noise.rows import TINY, BothErrors, Rows, Squares, square_difference, square_rows
-from minimax_tools.metrics.error_structure import Structure, compare_sums
+from minimax_tools.metrics.noise_floor import Structure, compare_sums
 from minimax_tools.results.results import NoiseRatio
 
 # The interval leaves out 2.5 % at either end.
@@ -225,7 +225,7 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
 def _structure(rows: Rows, floor: Squares, errors: BothErrors) -> Structure | None:
     """Measure ρ of the averages of the port's error, relative to the variants' if the golden has any.
 
-    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.error_structure`). None if the port's
+    The averages are gains, offsets and worst channels (see `minimax_tools.metrics.noise_floor`). None if the port's
     error is not the layer's BF16 noise alone: a chained layer, or a value that the golden holds in float32 and the port
     rounded.
     """

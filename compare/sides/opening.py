@@ -16,17 +16,17 @@ from minimax_tools.capture.store import (
     newest_capture,
     stored_layers,
 )
-from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.options import (
     RenamedOption,
     captures_option,
+    complete_captures,
     grouped_as,
     reading_options,
     stack_options,
 )
 from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.read_ahead import read_ahead
+from minimax_tools.machine.files import read_ahead
 
 if TYPE_CHECKING:
     from minimax_tools.capture.source import CaptureSource

@@ -6,9 +6,8 @@ import fnmatch
 
 import torch
 
-from minimax_tools.capture.listing import DumpListing
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.source import CaptureSource, DumpListing
 from minimax_tools.command_line.run_commands import RUN_ON_THIS_GOLDEN, run_on_this_golden
 from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.inputs import Inputs

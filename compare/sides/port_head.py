@@ -33,9 +33,8 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import error_norms, floor_statistics, variant_name, variant_statistics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
-from minimax_tools.reference.head import Float32Head
 from minimax_tools.reference.rounded_layer import RoundedLayer
-from minimax_tools.reference.rounding import RoundingKind
+from minimax_tools.reference.rounding import Float32Head, RoundingKind
 
 # A golden's name for its first variant with random roundings.
 _VARIANT = "random_1"  # a golden's name for its first variant with random roundings

@@ -16,7 +16,7 @@ from gpu_reference.certification.checked_capture import CheckedCapture
 from gpu_reference.certification.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier
 from gpu_reference.certification.trust import refuse_run
 from gpu_reference.certification.variant_check import check_variants
-from minimax_tools.capture.certificate import Certificate, Check, Outcome
+from minimax_tools.capture.manifest import Certificate, Check, Outcome
 from minimax_tools.capture.mirror import CaptureMirror
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import store_certificate
@@ -24,7 +24,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import LayerProgress, Progress
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
-from minimax_tools.machine.file_digest import digest_file
+from minimax_tools.machine.files import digest_file
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import library_versions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from minimax_tools.capture.certificate import Check, Outcome
+from minimax_tools.capture.manifest import Check, Outcome
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,10 +10,9 @@ import torch
 
 from gpu_reference.certification.check_tally import Tally
 from gpu_reference.certification.golden_checks import count_nonfinite
-from minimax_tools.capture.certificate import Check
-from minimax_tools.capture.inspection import inspect_capture
-from minimax_tools.capture.manifest import Entry
+from minimax_tools.capture.manifest import Check, Entry
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import inspect_capture
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import error_name, error_norms
 from minimax_tools.model.inputs import Inputs

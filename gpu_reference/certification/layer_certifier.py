@@ -24,14 +24,14 @@ from gpu_reference.certification.golden_checks import (
     rotated_dims,
     scale_error,
 )
-from minimax_tools.capture.certificate import Check
+from minimax_tools.capture.manifest import Check
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS
-from minimax_tools.reference.float32_layer import Float32Layer
+from minimax_tools.reference.float32_stages import Float32Layer
 from minimax_tools.reference.modules import read_config
 from minimax_tools.reference.twin import Float32Twin
 

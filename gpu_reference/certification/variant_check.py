@@ -13,7 +13,7 @@ import torch
 
 from gpu_reference.certification.check_tally import Worst
 from gpu_reference.certification.golden_checks import bf16_limit
-from minimax_tools.capture.certificate import Check, Outcome
+from minimax_tools.capture.manifest import Check, Outcome
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import error_name, token_rows, variant_name

@@ -5,9 +5,13 @@ from __future__ import annotations
 import click
 
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command
-from minimax_tools.command_line.options import captures_option, optional_model_option, output_options
+from minimax_tools.command_line.options import (
+    captures_option,
+    complete_captures,
+    optional_model_option,
+    output_options,
+)
 from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.command_line.work import done_by
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.command_line.completion import complete_captures
 from minimax_tools.command_line.console import Mm2Command
-from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.options import complete_captures, output_options
 from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.command_line.work import done_by
 from minimax_tools.dumps.format_names import VLLM_NEURON

@@ -30,7 +30,7 @@ from gpu_reference.export.site_modules import SiteModules
 from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.new_folder import new_folder
+from minimax_tools.machine.files import new_folder
 from minimax_tools.model.sites import Site
 
 _FLOAT32_BYTES = 4

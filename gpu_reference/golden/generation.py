@@ -11,7 +11,7 @@ import torch
 
 from gpu_reference.golden.sampling import Sampling
 from gpu_reference.model.placement import input_device, watched_memory
-from minimax_tools.capture.generation import NUM_LIKELIEST, Generation, Likely
+from minimax_tools.capture.passes import NUM_LIKELIEST, Generation, Likely
 from minimax_tools.model.inputs import Inputs, num_tokens_left
 
 if TYPE_CHECKING:

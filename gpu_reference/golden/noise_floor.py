@@ -15,9 +15,9 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS
-from minimax_tools.reference.head import Float32Head
+from minimax_tools.reference.rounded_layer import run_variants
+from minimax_tools.reference.rounding import Float32Head
 from minimax_tools.reference.twin import Float32Twin
-from minimax_tools.reference.variants import run_variants
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2Config

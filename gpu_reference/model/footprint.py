@@ -14,7 +14,7 @@ import torch
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EXPERTS, expected_layer_shapes, layer_bytes, vocabulary_bytes
-from minimax_tools.partition.stage import Stage
+from minimax_tools.partition.node import Stage
 
 # Layers' worth of memory that loading holds beside the layers loaded: the experts of one layer before they are stacked.
 # Loading a model of one layer took 1.8 times the layer.

@@ -9,7 +9,7 @@ import torch
 
 from gpu_reference.model.offload import weight_of
 from minimax_tools.checkpoint.fp8 import find_ragged_widths
-from minimax_tools.checkpoint.layer_storage import PackedMatrices
+from minimax_tools.checkpoint.layer_loader import PackedMatrices
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import GoldenRefusedError, install_command

@@ -38,8 +38,7 @@ from gpu_reference.streaming.streaming import StreamedModel, Streaming
 from minimax_tools.capture.manifest import Entry, Manifest
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.shared_files import read_shared, refuse_other_owner
-from minimax_tools.capture.writer import CaptureWriter
+from minimax_tools.capture.writer import CaptureWriter, read_shared, refuse_other_owner
 from minimax_tools.command_line.progress import Progress
 from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.json_codec import decode, encode

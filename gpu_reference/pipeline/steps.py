@@ -10,8 +10,8 @@ from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.partition.node import Stage
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.partition.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

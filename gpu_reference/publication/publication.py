@@ -9,10 +9,10 @@ from pathlib import Path
 from gpu_reference.certification.trust import refuse_no_golden, refuse_uncertified
 from gpu_reference.publication.card import CARD_NAME, write_card
 from minimax_tools.capture.address_records import address_of
-from minimax_tools.capture.certificate import Certificate
-from minimax_tools.capture.inspection import inspect_capture
+from minimax_tools.capture.manifest import Certificate
 from minimax_tools.capture.mirror import mirror_capture, share_files
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, RemoteError, list_faults
 from minimax_tools.hub.dataset_folder import open_remote

@@ -24,9 +24,9 @@ from gpu_reference.model.model_checks import (
     proved_expert_names,
 )
 from gpu_reference.streaming.once_reader import OnceReader
-from minimax_tools.checkpoint.layer_loader import LayerLoader
-from minimax_tools.checkpoint.layer_storage import (
+from minimax_tools.checkpoint.layer_loader import (
     PACKED_DTYPE,
+    LayerLoader,
     LayerStorage,
     grouped_storage,
     packed_storage,

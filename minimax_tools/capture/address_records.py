@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.cache import ADDRESS_NAME
 

@@ -14,7 +14,7 @@ import torch
 
 from minimax_tools.errors import shorten
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.plain_name import is_plain_name
+from minimax_tools.machine.files import is_plain_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

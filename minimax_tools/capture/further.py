@@ -21,8 +21,7 @@ from torch import nn
 
 from minimax_tools.capture.recorder import Keep
 from minimax_tools.errors import TargetError, UsageError, did_you_mean, list_names
-from minimax_tools.model.place_notation import PlaceNotation
-from minimax_tools.model.site_layouts import are_equal_bits
+from minimax_tools.model.site_layouts import PlaceNotation, are_equal_bits
 from minimax_tools.model.sites import Site
 
 # Key of a run's options in its manifest: the places, as the user wrote them.

@@ -2,6 +2,12 @@
 
 It holds no date, and no path but those that the user gave: of the model, of the port, and within environment variables.
 So the same command in the same environment writes the same bytes.
+
+HeldWeights: what a port holds of a layer's weights, compared with the checkpoint when they were loaded.
+
+A *kind* of weight is the same for all experts: `q_proj`, `w1`.
+
+Certificate: the checks that a golden went through before it is trusted; a part of its manifest.
 """
 
 from __future__ import annotations
@@ -17,7 +23,6 @@ from typing import Any
 
 import torch
 
-from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import (
     Digests,
     FileDigests,
@@ -25,16 +30,132 @@ from minimax_tools.capture.digests import (
     describe_tensor,
     require_plain_name,
 )
-from minimax_tools.capture.held_weights import HeldWeights
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, Mm2Error, shorten
-from minimax_tools.json_codec import decode, encode, omit_default
+from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields, omit_default
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.inputs import ExpertTokens
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.provenance import CONFIGS, Provenance
+from minimax_tools.text_enum import TextEnum
+
+
+class WeightMistake(TextEnum):
+    """A kind of fault in the port's weights. A source element is an element of the checkpoint's layer."""
+
+    MISSING = "missing"  # source elements land nowhere
+    DUPLICATED = "duplicated"  # source elements land several times
+    SWAPPED = "swapped"  # one weight lies where another belongs: w1 where w3 does
+    TRANSPOSED = (
+        "transposed"  # rows and columns are exchanged: a transposition is missing or too many, or a reshape
+    )
+    ORDER = "order"  # rows, columns or experts lie in another order
+    SCALED = "scaled"  # multiplied, or a number added
+    COMPUTED = "computed"  # computed from several source elements
+    DTYPE = "dtype"  # rounded
+    # Seen in the values that lie in the port once the checkpoint's layer is loaded:
+    ZERO = "zero"  # zero everywhere
+    VALUES = "values"  # other numbers than the checkpoint's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFault:
+    """Weights that a port holds otherwise than it should, or than the others of their kind."""
+
+    mistake: WeightMistake
+    kinds: tuple[str, ...]
+    experts: tuple[int, ...]  # numbers of the experts concerned; () for weights of no expert
+    text: str  # what lies there, or how
+    is_certain: bool = False  # whether no port can mean it: zeros, NaN. What others mean, their output tells
+    is_exception: bool = False  # whether most weights of the kind are held as they should be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldWeights:
+    """Weights of one layer in a port, over all ranks."""
+
+    compared: tuple[str, ...]  # kinds of which the port holds every number of the checkpoint
+    not_compared: tuple[str, ...] = ()  # kinds that it holds in other numbers, or where mm2 does not look
+    reason: str = ""  # why those were not compared; empty without any
+    faults: tuple[WeightFault, ...] = ()
+    is_divided: bool = False  # whether some kind is held by several ranks together, and by none alone
+
+
+class Outcome(TextEnum):
+    """Result of a check."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A check of a golden."""
+
+    name: str  # such as `rotary_width`
+    outcome: Outcome
+    found: str  # the finding in words, or the reason why the check could not be made
+    # The worst value measured; None if the check measures nothing, or the value is not finite
+    worst: float | None = None
+    limit: float | None = None  # the largest value that passes; None if the check measures nothing
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the check as a manifest holds it: with `worst` under the key `figure`."""
+        return encode_fields(self, worst="figure")
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Check:
+        """Return the check that a manifest holds."""
+        return decode_fields(cls, record, worst="figure")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The checks of a golden."""
+
+    checks: tuple[Check, ...]  # every check, including those that could not be made
+    content_digest: str  # `Manifest.content_digest` of the capture that was checked
+    files: Mapping[str, str] = field(default_factory=dict)  # sha256 of every tensor file, by file name
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the libraries that checked, by library
+
+    @property
+    def has_passed(self) -> bool:
+        """True if no check failed; some may not have been made."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return self._with_outcome(Outcome.FAILED)
+
+    @property
+    def not_checked(self) -> tuple[Check, ...]:
+        """The checks that could not be made."""
+        return self._with_outcome(Outcome.NOT_CHECKED)
+
+    def __str__(self) -> str:
+        num_passed = len(self._with_outcome(Outcome.PASSED))
+        parts = [f"{num_passed} of {len(self.checks)} checks passed"]
+        for label, checks in (("failed", self.failed), ("not checked", self.not_checked)):
+            if checks:
+                parts.append(f"{label}: {', '.join(check.name for check in checks)}")
+        return "; ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the certificate as a manifest holds it."""
+        return {"passed": self.has_passed, **encode_fields(self, content_digest="content")}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Certificate:
+        """Return the certificate that a manifest holds."""
+        return decode_fields(cls, record, content_digest="content")
+
+    def _with_outcome(self, outcome: Outcome) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.outcome is outcome)
+
 
 INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3

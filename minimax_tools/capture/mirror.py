@@ -21,16 +21,14 @@ from safetensors import SafetensorError, safe_open
 
 from minimax_tools.capture.address_records import MirrorRecord, NewestRecord
 from minimax_tools.capture.digests import TensorDigest, describe_tensor
-from minimax_tools.capture.generation import GENERATION_NAME
 from minimax_tools.capture.manifest import Manifest
-from minimax_tools.capture.passes import PASSES_NAME
+from minimax_tools.capture.passes import GENERATION_NAME, PASSES_NAME
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, NetworkLossError, list_names
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.json_codec import decode
-from minimax_tools.machine.file_digest import digest_file
+from minimax_tools.machine.files import digest_file, whole_file
 from minimax_tools.machine.json_file import parse_json
-from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.remote.address import RemoteAddress, is_remote
 from minimax_tools.remote.cache import (
     ADDRESS_NAME,

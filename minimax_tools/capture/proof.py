@@ -6,30 +6,184 @@
 | inputs, float32 twin, noise floor | the manifest's digests |
 | the same in a capture of an older mm2 | the certificate's digests of whole files, if there is a certificate |
 | float32 twin | also the golden's tensor: its shape, and finite values wherever the golden has them |
+
+CheckRunner: runs each check of a capture's tensors once, now or on a thread beside the code that reads them.
+
+OpenFiles: the safetensors files of a directory that were read last, kept open for the next tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
+import safetensors.torch
 import torch
+from safetensors import safe_open
 
 from minimax_tools.capture.address_records import address_of
-from minimax_tools.capture.check_runner import CheckRunner
 from minimax_tools.capture.digests import TensorDigest, describe_tensor, dtype_name
 from minimax_tools.capture.manifest import Entry, Manifest
-from minimax_tools.capture.open_files import FileState, OpenFiles
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
-from minimax_tools.machine.file_digest import digest_file
+from minimax_tools.machine.files import digest_file
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.remote.cache import ADDRESS_NAME
+
+
+class CheckRunner:
+    """Checks that have passed, and those that wait on the thread; a check raises CaptureError if it fails.
+
+    The key says what is checked, such as a file and a tensor in it. A key that has passed is not checked again.
+    """
+
+    def __init__(self) -> None:
+        self._passed: set[Hashable] = set()
+        self._pending: dict[Hashable, Future[None]] = {}
+        self._thread: ThreadPoolExecutor | None = None  # only within `beside`
+
+    def run(self, key: Hashable, check: Callable[[], None]) -> None:
+        """Run a check that has not passed before: on the thread within `beside`, else now."""
+        if self._thread is None:
+            self.run_now(key, check)
+        elif key not in self._passed and key not in self._pending:
+            self._pending[key] = self._thread.submit(check)
+
+    def run_now(self, key: Hashable, check: Callable[[], None]) -> None:
+        """Run a check that has not passed before."""
+        if key not in self._passed:
+            check()
+            self._passed.add(key)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run checks on a thread while a block runs; the block ends when all of them have run.
+
+        Raises:
+            CaptureError: A check failed, even if the block itself raised.
+        """
+        if self._thread is not None:
+            # The outer block waits for the checks of this one.
+            yield
+            return
+        with ThreadPoolExecutor(1) as self._thread:
+            try:
+                yield
+            finally:
+                # Checks asked for from here on run at once; those that wait are waited for, in order.
+                self._thread = None
+                pending, self._pending = self._pending, {}
+                for key, check in pending.items():
+                    check.result()
+                    self._passed.add(key)
+
+
+# A layer has three files (sites, twins, floor), the model outside its layers too, and the inputs have one.
+_MOST_OPEN = 8
+# A tensor of a mapped file is copied up to this size, which is cheaper than to map the file again for it.
+_COPIED_BYTES = 2**20
+# A file of up to this size is read whole: a floor has hundreds of tensors, and each costs more to ask for than to read.
+_SMALL_FILE_BYTES = 2**22
+
+
+FileState: TypeAlias = "tuple[int, int, int]"
+
+
+def file_state(path: Path | str) -> FileState:
+    """Return the state of a file, which changes when it is replaced or written: inode, time in ns, size in bytes.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    status = os.stat(path)  # noqa: PTH116 - twice as fast, and asked before each tensor
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+class OpenFiles:
+    """The safetensors files read last from a directory, each kept open until it is replaced.
+
+    Args:
+        directory: Folder of the files.
+        hold: Called with a file's name before it is read: a mirror fetches the file then.
+    """
+
+    def __init__(self, directory: Path, *, hold: Callable[[str], None] | None = None) -> None:
+        self._directory = directory
+        self._hold = hold
+        # By file name, the one read last at the end.
+        self._opened: OrderedDict[str, _OpenFile] = OrderedDict()
+
+    def read(self, file: str, name: str) -> torch.Tensor | None:
+        """Read a tensor that no other reader shares; None if the file holds none of that name.
+
+        Raises:
+            OSError: There is no such file, or it cannot be read.
+            SafetensorError: It is damaged.
+        """
+        if self._hold is not None:
+            self._hold(file)
+        path = self._path_of(file)
+        opened = self._open(path, file)
+        if name not in opened.names:
+            return None
+        tensor = opened.read(name)
+        # Two reads from one open file share memory, which a caller may change.
+        if not opened.is_mapped or tensor.nbytes <= _COPIED_BYTES:
+            return tensor.clone()
+        mapping: Any = safe_open(path, framework="pt")
+        large: torch.Tensor = mapping.get_tensor(name)
+        return large
+
+    def state(self, file: str) -> FileState:
+        """Return the state in which a file was read last; the present one if it is not open.
+
+        Raises:
+            OSError: There is no such file.
+        """
+        opened = self._opened.get(file)
+        return file_state(self._path_of(file)) if opened is None else opened.state
+
+    def _path_of(self, file: str) -> str:
+        # As text: one is built for each tensor, and `Path` takes several times as long.
+        return f"{self._directory}/{file}"
+
+    def _open(self, path: str, file: str) -> _OpenFile:
+        """Return the file as it is now, and close the one that was read longest ago if there are too many."""
+        state = file_state(path)
+        opened = self._opened.pop(file, None)
+        if opened is None or opened.state != state:
+            opened = _OpenFile.of(path, state)
+        self._opened[file] = opened
+        if len(self._opened) > _MOST_OPEN:
+            self._opened.popitem(last=False)
+        return opened
+
+
+class _OpenFile(NamedTuple):
+    state: FileState
+    names: frozenset[str]
+    read: Callable[[str], torch.Tensor]
+    is_mapped: bool  # False for a file that was read whole
+
+    @classmethod
+    def of(cls, path: str, state: FileState) -> _OpenFile:
+        if state[-1] <= _SMALL_FILE_BYTES:
+            # `load` knows fewer dtypes than `safe_open`.
+            with suppress(KeyError):
+                tensors = safetensors.torch.load(Path(path).read_bytes())
+                return cls(state, frozenset(tensors), tensors.__getitem__, is_mapped=False)
+        opened: Any = safe_open(path, framework="pt")  # it has no public type
+        return cls(state, frozenset(opened.keys()), opened.get_tensor, is_mapped=True)
+
 
 # What is given to both the model and its float32 twin has no twin of its own.
 _WITHOUT_TWIN = (str(Site.INPUT), str(ModelSite.EMBEDDING))

@@ -29,8 +29,8 @@ from pathlib import Path
 
 from minimax_tools.errors import CannotRunError, shorten
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.machine.whole_file import whole_file
 
 RECORDS_FOLDER = "read_records"
 # More than any disk holds: a damaged file may give any number.

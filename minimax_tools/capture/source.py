@@ -1,24 +1,56 @@
-"""CaptureSource: a readable capture, whichever tool wrote it."""
+"""CaptureSource: a readable capture, whichever tool wrote it.
+
+DumpListing: the tensors that another tool's dump holds, and the sites that they map to.
+
+CaptureInspection: a whole capture read once and checked against its digests.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from minimax_tools.capture.certificate import Certificate
-from minimax_tools.capture.generation import Generation
-from minimax_tools.capture.held_weights import HeldWeights
-from minimax_tools.capture.listing import DumpListing
-from minimax_tools.capture.manifest import Description, Entry, Manifest
-from minimax_tools.capture.passes import CachePair, ModelPasses
+from minimax_tools.capture.manifest import Certificate, Description, Entry, HeldWeights, Manifest
+from minimax_tools.capture.passes import CachePair, Generation, ModelPasses
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTensor:
+    """A tensor of another tool's dump, in all layers, forward passes and ranks."""
+
+    name: str  # its place as a user's map (`dumps.name_map`) writes it, with `{layer}` for the layer's number
+    layers: tuple[int, ...]  # layers that hold it, ascending
+    shapes: tuple[tuple[int, ...], ...]  # its shapes, each once
+    dtypes: tuple[str, ...]  # its dtypes, each once
+    steps: tuple[str, ...]  # labels of the passes that hold it
+    ranks: tuple[int, ...]  # ranks that wrote it, ascending
+    sites: tuple[str, ...]  # sites that it maps to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpListing:
+    """Contents of another tool's dump."""
+
+    format: str  # name of its layout
+    steps: tuple[str, ...]  # labels of its forward passes
+    # Labels of the passes that are read; those of an inner tuple follow each other for the same prompts
+    passes: tuple[tuple[str, ...], ...]
+    joins_requests: bool  # whether these are joined by the requests that the dump tells, prompt by prompt
+    num_ranks: int  # number of ranks that the port was divided among
+    tensors: tuple[ListedTensor, ...]
+    unmapped: tuple[str, ...]  # modules that map to no site, with `{layer}` for the layer's number
+
 
 _QUICK_ROWS = (
     "the golden's rows are those of --quick, two short ones from position 0: far positions, left padding and experts "
@@ -270,3 +302,56 @@ class CaptureSource(ABC):
             expected="a golden of mm2's own",
             next_step="Capture one: mm2-gpu extract-all --model DIR.",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureInspection:
+    """Results of reading all of a capture."""
+
+    num_tensors: int  # number of tensors that match their digests
+    faults: tuple[str, ...]  # a sentence for each fault found, with file and place
+
+
+def inspect_capture(capture: CaptureSource, *, with_inputs: bool = True) -> CaptureInspection:
+    """Read every tensor of a capture, one in memory at a time, and check its digest.
+
+    Float32 twins without digests, of an older mm2, are checked for dtype, shape and finite values.
+
+    Args:
+        capture: A capture with a manifest, complete or not.
+        with_inputs: Whether to read the token rows, hidden states, generated tokens and passes too.
+    """
+    num_tensors = 0
+    # A set that keeps its order: a damaged file fails in the same words for all its tensors.
+    faults: dict[str, None] = {}
+    for read, num_read in _reads(capture, with_inputs=with_inputs):
+        try:
+            if read() is not None:
+                num_tensors += num_read
+        except CaptureError as error:
+            faults[error.what if error.found is None else f"{error.what}: found {error.found}"] = None
+    return CaptureInspection(num_tensors=num_tensors, faults=tuple(faults))
+
+
+def _reads(capture: CaptureSource, *, with_inputs: bool) -> Iterator[tuple[Callable[[], Any], int]]:
+    """Yield calls that each read a part of the capture, or None if it has none, with the part's number of tensors."""
+    if with_inputs:
+        yield capture.read_inputs, 3  # ids, mask and positions
+        yield capture.read_hidden_states, 1
+        yield capture.read_generation, 0  # JSON
+        yield capture.read_passes, 0  # JSON
+    for entry in capture.manifest.entries:
+        yield partial(capture.read_entry, entry), 1
+    for layer in capture.layers:
+        for site in Site:
+            yield partial(capture.read_twin, layer, site), 1
+        for name in capture.manifest.names_in(f"layer_{layer}.floor.safetensors"):
+            yield partial(capture.read_floor, layer, name), 1
+        for name in capture.further(layer):
+            yield partial(capture.read_further, layer, name), 1
+        yield partial(capture.read_cache, layer), 2  # keys and values
+    if capture.model_sites():
+        for model_site in ModelSite:
+            yield partial(capture.read_model_twin, model_site), 1
+        for name in capture.manifest.names_in("model.floor.safetensors"):
+            yield partial(capture.read_model_floor, name), 1

@@ -2,7 +2,7 @@
 
 It is written `path`, `path:input`, `path:output` or, of several, `path:input[1]`, `path:output[1]`. A bare path means
 its output. A cut along the last dim may follow, `path:output[0][0:512]`: so a fused projection shows its parts.
-The notation is that of `minimax_tools.model.place_notation`.
+The notation is that of `minimax_tools.model.site_layouts`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from minimax_tools.errors import TargetError, UsageError
-from minimax_tools.model.place_notation import PlaceNotation
+from minimax_tools.model.site_layouts import PlaceNotation
 
 _PATH = re.compile(r"[\w.]*")
 SITE_FORMS = (

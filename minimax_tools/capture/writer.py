@@ -1,36 +1,203 @@
-"""CaptureWriter: writes a capture directory layer by layer, atomically, so that a killed run resumes."""
+"""CaptureWriter: writes a capture directory layer by layer, atomically, so that a killed run resumes.
+
+Shared files: files of a capture directory that a process on another machine wrote, waited for until they show.
+
+A network file system may show a new file late, or an old file under a name that was written anew. So a file is known
+by its content: a lock by its owner, a tensor by its digest. Wrong content is waited out like a missing file, because
+no reader can tell a damaged file from an old one that its machine still shows.
+
+WrittenFiles: the files of a capture as this run left them, looked for at its end: nobody may have changed them.
+
+| file | check |
+|---|---|
+| written or checked by this run, in the state that it was left in | none |
+| the same, in another state, as copying a folder back gives | its content against its digests |
+| written by another rank | is it there, of the size that its header tells |
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
 from minimax_tools.capture.further import further_file
-from minimax_tools.capture.held_weights import HeldWeights
-from minimax_tools.capture.kept_tokens import KeptTokens
-from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
-from minimax_tools.capture.parts import add_part, remove_parts
+from minimax_tools.capture.manifest import INPUTS_NAME, Certificate, Description, Entry, HeldWeights, Manifest
 from minimax_tools.capture.passes import CachePair, cache_file
+from minimax_tools.capture.proof import file_state
 from minimax_tools.capture.read_record import remove_records
-from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
+from minimax_tools.capture.reader import Capture, KeptTokens
+from minimax_tools.capture.resumption import (
+    HiddenStates,
+    add_part,
+    clear_capture,
+    find_resumable,
+    remove_parts,
+)
+from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import MANIFEST_NAME
-from minimax_tools.capture.written_files import WrittenFiles
-from minimax_tools.errors import CaptureError
-from minimax_tools.machine.core_pool import CorePool
-from minimax_tools.machine.folder_lock import locked_directory
-from minimax_tools.machine.whole_file import remove_temporaries, whole_capture_file
+from minimax_tools.errors import CaptureError, list_faults
+from minimax_tools.machine.compiled import CorePool
+from minimax_tools.machine.files import (
+    digest_file,
+    locked_directory,
+    read_owner,
+    remove_temporaries,
+    whole_capture_file,
+)
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
+
+# Longest wait, in seconds: NFS keeps what it knows of a folder for at most 60 s by default (`acdirmax`), and a margin.
+SETTLING_S = 75.0
+POLL_S = 0.25
+
+
+def wait_for_lock(directory: Path, owner: str, *, patience_s: float = SETTLING_S) -> None:
+    """Wait until `directory` shows the lock of this run, named `owner`; at most `patience_s` seconds.
+
+    Raises:
+        CaptureError: After this time the directory holds the lock of another run, or none.
+    """
+    deadline = time.monotonic() + patience_s
+    while (found := read_owner(directory)) != owner:
+        if time.monotonic() > deadline:
+            raise CaptureError(
+                f"{directory} is not the directory that rank 0 opened",
+                expected="the lock of this run in it",
+                found="none" if found is None else "that of another",
+                next_step="Give --output-dir a folder on a file system that all machines share.",
+            )
+        time.sleep(POLL_S)
+
+
+def refuse_other_owner(directory: Path, owner: str) -> None:
+    """Raise if another run has taken the directory over; a missing lock may only not show, so it does not count.
+
+    Raises:
+        CaptureError: The directory holds the lock of another run.
+    """
+    found = read_owner(directory)
+    if found not in (owner, None):
+        raise CaptureError(
+            f"another run writes in {directory} now", next_step="Nothing: this one ended when its rank 0 did."
+        )
+
+
+def read_shared(
+    directory: Path, manifest: Manifest, entry: Entry, *, patience_s: float = SETTLING_S
+) -> torch.Tensor:
+    """Read the tensor of an entry that another rank wrote, once its file shows; wait at most `patience_s` seconds.
+
+    Raises:
+        CaptureError: The file did not show in time, or has another digest.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return Capture(directory, manifest).read_entry(entry)
+        except CaptureError as error:
+            found = str(error)
+        if time.monotonic() > deadline:
+            raise CaptureError(
+                f"{entry.site} of layer {entry.layer} does not show in {directory}, where another rank wrote it",
+                found=found,
+                next_step="Check that all machines see the same folder, and run the same command again.",
+            )
+        time.sleep(POLL_S)
+
+
+_TENSORS = ".safetensors"
+
+
+class WrittenFiles:
+    """The states of the files that this run wrote to a directory, or checked in it when it began."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._states: dict[str, tuple[int, int, int] | None] = {}
+
+    def note(self, names: Iterable[str]) -> None:
+        """Take the states of files that have just been written or checked."""
+        self._states |= {name: self._state(name) for name in names}
+
+    def require(self, manifest: Manifest, *, manifest_name: str, patience_s: float = SETTLING_S) -> None:
+        """Check that all files of a capture are there, as they were written, and the manifest too.
+
+        Files of another machine may show late: they are waited for, at most `patience_s` seconds.
+
+        Raises:
+            CaptureError: Files are missing, or were changed; the message names them.
+        """
+        names = dict.fromkeys((*manifest.file_names(), manifest_name))
+        own = {name: self._states[name] for name in names if name in self._states}
+        faults = [f"{name} is missing" for name in own if self._state(name) is None]
+        if not faults:
+            changed = [name for name, state in own.items() if self._state(name) != state]
+            faults = self._compare(changed, manifest, manifest_name)
+        faults += self._look_for([name for name in names if name not in own], patience_s)
+        if faults:
+            raise CaptureError(
+                f"files of {self._directory} were removed or changed while the run wrote there",
+                found=list_faults(faults),
+                next_step="Find out what else writes or cleans up there, then run the same command again"
+                # Without its manifest the folder is not known as a capture, and not written to.
+                + ("." if Manifest.is_in(self._directory) else ", with another --output-dir."),
+            )
+
+    def _state(self, name: str) -> tuple[int, int, int] | None:
+        try:
+            return file_state(self._directory / name)
+        except OSError:
+            return None
+
+    def _compare(self, changed: list[str], manifest: Manifest, manifest_name: str) -> list[str]:
+        """Return the faults of files whose states changed."""
+        texts = {} if manifest.digests is None else dict(manifest.digests.texts)
+        faults = []
+        for name in changed:
+            path = self._directory / name
+            if name == manifest_name:
+                is_same = path.read_bytes() == manifest.as_text().encode()
+            else:
+                is_same = name not in texts or digest_file(path) == texts[name]
+            if not is_same:
+                faults.append(f"{name} has another content")
+        if any(name.endswith(_TENSORS) for name in changed):
+            faults += inspect_capture(Capture(self._directory, manifest)).faults
+        return faults
+
+    def _look_for(self, names: list[str], patience_s: float) -> list[str]:
+        """Return the faults of files that other ranks wrote, once they show or the time is over."""
+        deadline = time.monotonic() + patience_s
+        while faults := [fault for name in names if (fault := self._fault(name)) is not None]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        return faults
+
+    def _fault(self, name: str) -> str | None:
+        """Return the fault of a file as its header tells it; None for a file that is whole."""
+        path = self._directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        try:
+            if name.endswith(_TENSORS):
+                with safe_open(path, framework="pt"):  # refuses a size that is not the header's
+                    pass
+        except (OSError, SafetensorError) as error:
+            return f"{name} is damaged: {error}"
+        return None
+
 
 SiteTensors = Mapping[Site, torch.Tensor] | Mapping[ModelSite, torch.Tensor]
 

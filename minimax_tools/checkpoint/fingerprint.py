@@ -2,6 +2,11 @@
 
 M2, M2.1 and M2.5 share config and tensor names, so values decide. Norms, router gate and bias are digested: an FP8
 copy stores them unquantised too.
+
+Digest of a checkpoint's bytes: a few from every tensor, so that no changed tensor goes unnoticed, nor all are read.
+
+`ModelFingerprint` tells models apart, by values that their FP8 and BF16 copies share. What is kept of a model's own
+results needs more: a tensor that was trained on, converted or exchanged makes other results.
 """
 
 from __future__ import annotations
@@ -9,11 +14,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CheckpointError
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
@@ -25,6 +33,49 @@ from minimax_tools.model.weight_names import (
     Q_NORM,
     layer_prefix,
 )
+
+# Bytes read at the beginning, in the middle and at the end of each tensor; smaller tensors are read whole.
+_BLOCK_BYTES = 4096
+
+
+def digest_content(index: TensorIndex) -> str:
+    """Compute sha256 over names, dtypes, shapes and some bytes of all tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: A shard cannot be read.
+    """
+    digest = hashlib.sha256()
+    by_file: dict[Path, list[str]] = {}
+    for name, entry in index.entries.items():
+        by_file.setdefault(entry.file, []).append(name)
+    samples: dict[str, bytes] = {}
+    for path, names in by_file.items():
+        try:
+            with path.open("rb", buffering=0) as file:
+                for name in names:
+                    entry = index.entries[name]
+                    parts = []
+                    for start, size in _blocks(entry.size_bytes):
+                        file.seek(entry.offset + start)
+                        parts.append(file.read(size))
+                    samples[name] = b"".join(parts)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
+            ) from error
+    for name, entry in index.entries.items():
+        digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
+        digest.update(samples[name])
+    return digest.hexdigest()
+
+
+def _blocks(size_bytes: int) -> list[tuple[int, int]]:
+    """Return start and size of the blocks to read of a tensor."""
+    if size_bytes <= 3 * _BLOCK_BYTES:
+        return [(0, size_bytes)]
+    starts = (0, (size_bytes - _BLOCK_BYTES) // 2, size_bytes - _BLOCK_BYTES)
+    return [(start, _BLOCK_BYTES) for start in starts]
+
 
 FINGERPRINTED_NAMES = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_BIAS)
 

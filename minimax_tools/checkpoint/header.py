@@ -1,11 +1,14 @@
-"""The header of a safetensors shard: eight bytes of length and a JSON table; the tensors' data follow without a gap."""
+"""The header of a safetensors shard: eight bytes of length and a JSON table; the tensors' data follow without a gap.
+
+Byte ranges of a checkpoint's files; those of neighbouring tensors are joined into one.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -195,3 +198,23 @@ def _check_layout(
 
 def _damaged(path: Path, found: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged", found=found, next_step="Fetch the file again.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """Bytes `start` to `stop` of a file, the latter excluded."""
+
+    file: Path
+    start: int
+    stop: int
+
+
+def join_ranges(entries: Iterable[TensorEntry]) -> list[ByteRange]:
+    """Return the byte ranges of tensors in the order given; one that begins where the last ended joins its range."""
+    ranges: list[ByteRange] = []
+    for entry in entries:
+        start, stop = entry.offset, entry.offset + entry.size_bytes
+        if ranges and (ranges[-1].file, ranges[-1].stop) == (entry.file, start):
+            start = ranges.pop().start
+        ranges.append(ByteRange(file=entry.file, start=start, stop=stop))
+    return ranges

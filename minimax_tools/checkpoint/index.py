@@ -24,8 +24,8 @@ from minimax_tools.checkpoint.weight_files import (
     read_weight_map,
 )
 from minimax_tools.errors import CheckpointError
-from minimax_tools.model.config_file import refuse_gguf
 from minimax_tools.model.quantisation import scale_shape
+from minimax_tools.model.spec import refuse_gguf
 from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix, scale_name
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT16, FLOAT32
 from minimax_tools.torch_files.whole_module import refuse_pickled_module

@@ -1,17 +1,212 @@
-"""LayerLoader: reads a golden's layers, one after the other, into storage that is used again for every layer."""
+"""LayerLoader: reads a golden's layers, one after the other, into storage that is used again for every layer.
+
+LayerStorage: memory for one decoder layer's weights, allocated once and filled again for every layer.
+
+Weights lie as transformers' decoder layer holds them, all experts in one tensor. Each tensor of the checkpoint has a
+place there: a view that it is read into. Fresh memory for every layer would cost more than the reading. Packed storage
+keeps experts as FP8 codes and scales, in half the memory of BF16.
+
+E experts, H hidden, I intermediate, R rows and C columns of a matrix.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from minimax_tools.checkpoint.filling import Filling, ReadingPool
-from minimax_tools.checkpoint.layer_storage import PACKED_DTYPE, LayerStorage
+from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.model.weight_names import EXPERT_MATRICES, EXPERTS, expert_weight, layer_prefix, scale_name
+from minimax_tools.model.quantisation import scale_shape
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
+    EXPERT_DOWN,
+    EXPERT_GATE,
+    EXPERT_MATRICES,
+    EXPERT_UP,
+    EXPERTS,
+    FLOAT32_NAMES,
+    expected_layer_shapes,
+    expert_weight,
+    layer_prefix,
+    scale_name,
+)
+
+# Names in transformers' decoder layer.
+_GATE_UP_PROJ, _DOWN_PROJ = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+# The MoE block's prefix in the checkpoint, and in transformers' decoder layer.
+_HUB_MOE, _MODULE_MOE = "block_sparse_moe.", "mlp."
+# Dtype of a place that takes FP8 codes as the checkpoint stores them.
+PACKED_DTYPE = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerStorage:
+    """Storage of one layer's weights.
+
+    The same memory is seen in three ways. `places` and `weights` go by the checkpoint's names, relative to the layer.
+    """
+
+    # To be filled: a place of `PACKED_DTYPE` takes a tensor's stored bytes, any other place the weight's values.
+    places: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]  # to be read: in the run's dtype; router gate and bias in float32
+    # To be bound: parameters, by the names of transformers' layer.
+    modules: Mapping[str, torch.Tensor | PackedMatrices]
+
+
+def grouped_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> LayerStorage:
+    """Allocate a layer in `dtype`, its experts as `gate_up_proj` [E,2·I,H], gate rows first, and `down_proj` [E,H,I].
+
+    Router gate and correction bias are float32.
+    """
+    num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+    gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
+    down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
+    others = _allocate_others(spec, dtype=dtype, device=device)
+    experts = range(num_experts)
+    places = {
+        **others,
+        **gate_up_places(experts, gate_up, dtype=dtype),
+        **down_places(experts, down, dtype=dtype),
+    }
+    modules = {**_rename_for_module(others), _GATE_UP_PROJ: gate_up, _DOWN_PROJ: down}
+    return LayerStorage(places=places, weights=places, modules=modules)
+
+
+def packed_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> LayerStorage:
+    """Allocate a layer whose experts stay FP8, codes and block scales, to be dequantised to `dtype` at each use.
+
+    The checkpoint must store the experts in FP8. Other weights are as in `grouped_storage`.
+    """
+    num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+    shapes = {
+        EXPERT_GATE: (intermediate, hidden),
+        EXPERT_UP: (intermediate, hidden),
+        EXPERT_DOWN: (hidden, intermediate),
+    }
+    packed = {
+        name: (
+            torch.empty(num_experts, *shape, dtype=PACKED_DTYPE, device=device),
+            torch.empty(num_experts, *scale_shape(shape), dtype=torch.float32, device=device),
+        )
+        for name, shape in shapes.items()
+    }
+    others = _allocate_others(spec, dtype=dtype, device=device)
+    places = dict(others)
+    for expert in range(num_experts):
+        for name, (codes, scales) in packed.items():
+            places[expert_weight(expert, name)] = codes[expert]
+            places[scale_name(expert_weight(expert, name))] = scales[expert]
+    modules = {
+        **_rename_for_module(others),
+        _GATE_UP_PROJ: PackedMatrices((packed[EXPERT_GATE], packed[EXPERT_UP]), dtype=dtype),
+        _DOWN_PROJ: PackedMatrices((packed[EXPERT_DOWN],), dtype=dtype),
+    }
+    return LayerStorage(places=places, weights=_Dequantised(places, dtype=dtype), modules=modules)
+
+
+def gate_up_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the places [I,H] of gate (w1) and up (w3) matrices in `out` [E,2·I,H], gate rows first, by name.
+
+    For storage of transposed matrices, [E,H,2·I], give its view `.mT`.
+
+    Args:
+        experts: Numbers of the experts, in the order of the storage.
+        out: The storage.
+        dtype: Dtype that the storage must have.
+
+    Raises:
+        ValueError: The storage has another dtype or shape.
+    """
+    _check_storage(experts, out, dtype=dtype)
+    if out.shape[1] % 2:
+        raise ValueError(f"gate_up storage is {list(out.shape)}, expected gate and up rows of one height")
+    # [E,2,I,H]: gate is part 0, up is part 1.
+    matrices = out.unflatten(1, (2, -1))
+    return {
+        expert_weight(expert, name): matrices[index, part]
+        for index, expert in enumerate(experts)
+        for part, name in enumerate((EXPERT_GATE, EXPERT_UP))
+    }
+
+
+def down_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the places [H,I] of down (w2) matrices in `out` [E,H,I], by name; see `gate_up_places`."""
+    _check_storage(experts, out, dtype=dtype)
+    return {expert_weight(expert, EXPERT_DOWN): out[index] for index, expert in enumerate(experts)}
+
+
+class PackedMatrices:
+    """Experts' matrices [E,R,C] as transformers' eager loop reads them: one at a time, by `[expert]`.
+
+    A matrix is valid until the next access: all share one buffer.
+
+    Args:
+        parts: FP8 codes and block scales of the parts that form the matrices, one below the other: gate and up, or
+            down alone. The rows of all parts add up to R.
+        dtype: Dtype of the matrix that an access gives.
+    """
+
+    def __init__(self, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...], *, dtype: torch.dtype) -> None:
+        self._parts = parts
+        codes = parts[0][0]
+        num_rows = sum(codes.shape[1] for codes, _ in parts)
+        self._matrix = torch.empty(num_rows, codes.shape[2], dtype=dtype, device=codes.device)
+
+    def __len__(self) -> int:
+        return len(self._parts[0][0])
+
+    def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
+        index, start = int(expert), 0
+        for codes, scales in self._parts:
+            stop = start + codes.shape[1]
+            dequantise(codes[index], scales[index], out=self._matrix[start:stop], dtype=self._matrix.dtype)
+            start = stop
+        return self._matrix
+
+
+class _Dequantised(Mapping[str, torch.Tensor]):
+    """Weights by name, those whose place holds FP8 codes dequantised at each access."""
+
+    def __init__(self, places: Mapping[str, torch.Tensor], *, dtype: torch.dtype) -> None:
+        self._places = places
+        self._dtype = dtype
+        self._scales = {scale_name(name) for name, place in places.items() if place.dtype == PACKED_DTYPE}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        place = self._places[name]
+        if place.dtype != PACKED_DTYPE:
+            return place
+        return dequantise(place, self._places[scale_name(name)], dtype=self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._places if name not in self._scales)
+
+    def __len__(self) -> int:
+        return len(self._places) - len(self._scales)
+
+
+def _allocate_others(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Allocate all tensors except the experts', by their names relative to the layer."""
+    return {
+        name: torch.empty(shape, dtype=torch.float32 if name in FLOAT32_NAMES else dtype, device=device)
+        for name, shape in expected_layer_shapes(spec).items()
+        if EXPERTS not in name
+    }
+
+
+def _rename_for_module(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | PackedMatrices]:
+    return {name.replace(_HUB_MOE, _MODULE_MOE): tensor for name, tensor in tensors.items()}
+
+
+def _check_storage(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> None:
+    if out.dtype != dtype:
+        raise ValueError(f"the storage is {out.dtype}, expected {dtype}: another dtype gives other results")
+    if out.dim() != 3 or out.shape[0] != len(experts):
+        raise ValueError(f"the storage is {list(out.shape)}, expected 3 dims, {len(experts)} experts first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,8 +13,7 @@ from copy import copy
 import torch
 
 from minimax_tools.checkpoint.layer_faults import verify_layer
-from minimax_tools.checkpoint.reader import CheckpointReader, check_range
-from minimax_tools.checkpoint.transpose import copy_matrix
+from minimax_tools.checkpoint.reader import CheckpointReader, check_range, copy_matrix
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, format_count, list_faults, shorten
+from minimax_tools.machine.files import is_plain_name
 from minimax_tools.machine.json_file import read_json
-from minimax_tools.machine.plain_name import is_plain_name
 
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"

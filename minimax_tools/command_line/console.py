@@ -1,31 +1,153 @@
-"""The commands' way to the terminal: exit codes, errors, JSON, and log messages on stderr."""
+"""The commands' way to the terminal: exit codes, errors, JSON, and log messages on stderr.
+
+NearChoice: a choice among names whose error suggests the names that are spelled most alike.
+
+Messages of code that mm2 runs but did not write, made fit for a terminal: Python's warnings, and log messages.
+
+A port and its libraries may put any text into them. What they print themselves is theirs.
+
+LocalPath: the type of options that take files and folders of this machine alone.
+
+pathlib makes `s3:/bucket` of `s3://bucket`: a run would go to a folder `s3:` of the working directory, unnoticed.
+
+LateValue: the value of an option that is found when the command runs: a server is asked for it, or torch has it.
+
+Work for the end of a command, after its results are printed.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import traceback
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from minimax_tools.command_line.afterwards import take_afterwards
-from minimax_tools.command_line.foreign_messages import printable_messages
 from minimax_tools.command_line.given_line import given_words, keep_arguments
 from minimax_tools.command_line.help_groups import write_options
-from minimax_tools.command_line.late_value import find_late_values
-from minimax_tools.command_line.local_path import LocalPath
-from minimax_tools.command_line.near_names import NearChoice
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
 from minimax_tools.command_line.stops import forget_interrupt, stopped_error
 from minimax_tools.command_line.streams import OutputError, drop_output, write
 from minimax_tools.command_line.work import load_work
-from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError
+from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError, did_you_mean
 from minimax_tools.printable import printable, printable_json
+from minimax_tools.remote.address import is_remote
+
+logger = logging.getLogger(__name__)
+
+
+if TYPE_CHECKING:
+    _Choice = click.Choice[Any]
+else:  # older releases of click have no subscript here
+    _Choice = click.Choice
+
+
+class NearChoice(_Choice):
+    """A choice whose error suggests the values that are spelled most alike."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the choice.
+
+        Raises:
+            click.BadParameter: There is no such choice.
+        """
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            near = did_you_mean(str(value), map(str, self.choices))
+            if not near:
+                raise
+            message = f"{error.message.rstrip('.')}. {near}"
+            raise click.BadParameter(message, ctx=ctx, param=param) from error
+
+
+@contextmanager
+def printable_messages() -> Iterator[None]:
+    """Print warnings, and messages of loggers that nobody set up, without control characters while the block runs."""
+    format_warning, last_resort = warnings.formatwarning, logging.lastResort
+
+    def format_printable(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        return printable(format_warning(message, category, filename, lineno, line))
+
+    # The text alone is changed: who records warnings records them as before.
+    warnings.formatwarning = format_printable
+    if last_resort is not None:
+        formatter_before = last_resort.formatter
+        last_resort.setFormatter(_PrintableFormatter())
+    try:
+        yield
+    finally:
+        warnings.formatwarning = format_warning
+        if last_resort is not None:
+            last_resort.setFormatter(formatter_before)
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+class LocalPath(click.Path):
+    """A path that refuses remote addresses."""
+
+    @classmethod
+    def like(cls, path: click.Path) -> LocalPath:
+        """Return a type that takes what another type of paths takes, but no address."""
+        local = cls.__new__(cls)
+        local.__dict__.update(path.__dict__)
+        return local
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the path.
+
+        Raises:
+            click.BadParameter: It is an address, or what `click.Path` refuses.
+        """
+        if isinstance(value, str) and is_remote(value):
+            self.fail(f"{value!r} is an address: expected a path of this machine.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class LateValue(ABC):
+    """The value of an option that is found when the command runs."""
+
+    @abstractmethod
+    def find(self, ctx: click.Context) -> Any:
+        """Return the value that the command gets."""
+
+
+def find_late_values(ctx: click.Context) -> None:
+    """Give the command that is about to run its late values."""
+    for name, value in ctx.params.items():
+        ctx.params[name] = value.find(ctx) if isinstance(value, LateValue) else value
+
+
+# Key of click's `Context.meta`.
+_AFTERWARDS = "minimax_tools.afterwards"
+
+Work = Callable[[], object]
+
+
+def do_afterwards(ctx: click.Context, work: Work) -> None:
+    """Call `work` when the command has come to its own end, with whatever exit code, and has printed its results."""
+    ctx.meta.setdefault(_AFTERWARDS, []).append(work)
+
+
+def take_afterwards(ctx: click.Context) -> tuple[Work, ...]:
+    """Return the work for the command's end, and forget it: the caller does it, or a process that it starts."""
+    return tuple(ctx.meta.pop(_AFTERWARDS, ()))
+
 
 # Level of the environment variable DEBUG from which every section is shown.
 DETAILED_LEVEL = 11
@@ -42,8 +164,6 @@ _DEFAULTS = "minimax_tools.defaults"  # the project's defaults
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 # Placeholders of numbers in the help, in place of click's `INTEGER RANGE`.
 _PLACEHOLDERS: Mapping[str, str] = {"integer range": "N", "integer": "N", "float range": "X", "float": "X"}
-
-logger = logging.getLogger(__name__)
 
 # A flag, or the form that was asked for, a text.
 JsonValue = TypeVar("JsonValue", bool, "str | None")

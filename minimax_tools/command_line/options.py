@@ -17,6 +17,12 @@ one value:
 | `memory_budget_option` | --memory-budget | |
 | `reading_options` | --format, --map | `reading`: DumpReading |
 | `output_options`; `judging_output_options` | --json, --quiet, --debug; with --json=summary | |
+
+NamedDtype: the dtype that an option names. torch, which has it, is loaded when the command runs.
+
+CaptureStore: the place of a run's capture, as --captures, --output-dir and --overwrite name it.
+
+Shell completion of captures: the folders of one side under --captures, then any folder.
 """
 
 from __future__ import annotations
@@ -25,14 +31,15 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from minimax_tools.command_line.capture_store import CaptureStore
-from minimax_tools.command_line.console import remember_debug, remember_json, show_progress
-from minimax_tools.command_line.named_dtype import DTYPE_NAMES, NamedDtype
+from minimax_tools.capture.store import DEVICE_SIDE, capture_directory, list_captures
+from minimax_tools.command_line.console import LateValue, remember_debug, remember_json, show_progress
 from minimax_tools.command_line.remote_paths import OutputPath
 from minimax_tools.dumps.format_names import FORMAT_NAMES
 from minimax_tools.errors import UsageError
@@ -43,7 +50,79 @@ from minimax_tools.stored_dtype import StoredDtype
 from minimax_tools.text.input_request import InputRequest
 
 if TYPE_CHECKING:
+    import torch
+
+    from minimax_tools.capture.manifest import Description
     from minimax_tools.dumps.opening import DumpReading
+
+
+# Dtypes that weights and activations are computed in.
+DTYPE_NAMES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDtype(LateValue):
+    """A dtype by torch's name of it."""
+
+    name: str
+
+    @classmethod
+    def read(cls, _: click.Context, __: click.Parameter, name: str) -> NamedDtype:
+        """Return the dtype that an option names (a click callback)."""
+        return cls(name)
+
+    def find(self, ctx: click.Context) -> torch.dtype:
+        """Return the dtype."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.name)
+        return dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureStore:
+    """The place of a run's capture, as the user chose it."""
+
+    captures: Path  # folder of all captures
+    output_dir: Path | None = None  # capture directory of this run; None for a directory under `captures`
+    overwrite: bool = False  # whether the run may replace another one
+
+    def directory(self, side: str, run_name: str) -> Path:
+        """Return the capture directory of a run of one side."""
+        return self.output_dir or capture_directory(self.captures, side, run_name)
+
+    def saved(self, side: str, run_name: str) -> Path:
+        """Return the directory of a saved run: of its numbered folders the one that was written last.
+
+        Of a run at an address, it is the mirror.
+        """
+        from minimax_tools.capture.kept_runs import numbered_directories
+        from minimax_tools.capture.remote_output import kept_directory
+
+        directory = self.directory(side, run_name)
+        if self.output_dir is not None:
+            return kept_directory(directory)
+        saved = numbered_directories(directory)
+        return saved[0] if saved else directory
+
+    def place_run(self, run_name: str, description: Description) -> Path:
+        """Return the directory for a port's run, which replaces no other run unless the user asked for that.
+
+        If another run has the usual place, it is a numbered folder beside it.
+
+        Raises:
+            CaptureError: The directory that the user named holds another finished capture.
+        """
+        from minimax_tools.capture.kept_runs import find_free_directory, refuse_other_run
+
+        directory = self.directory(DEVICE_SIDE, run_name)
+        if self.overwrite:
+            return directory
+        if self.output_dir is None:
+            return find_free_directory(directory, description)
+        refuse_other_run(directory, description)
+        return directory
+
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -394,3 +473,17 @@ judging_output_options = stack_options(
     ),
     _quiet_option,
 )
+
+
+Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def complete_captures(side: str) -> Completer:
+    """Return a completer of an option that names a capture of a side; without a match the shell offers folders."""
+
+    def complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        names = sorted(str(capture) for capture in list_captures(captures_folder(context) / side))
+        matching = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return matching or [CompletionItem(incomplete, type="dir")]
+
+    return complete

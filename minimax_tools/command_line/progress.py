@@ -158,7 +158,7 @@ class LayerProgress:
 
     def _figures(self) -> list[str]:
         """Return time, rate and memory in use as texts, as far as known; a narrow terminal cuts off the last ones."""
-        from minimax_tools.machine.memory_usage import MemoryUsage
+        from minimax_tools.machine.memory import MemoryUsage
 
         figures = []
         spent_s = self._latest_s - self._begun_s

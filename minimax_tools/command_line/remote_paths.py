@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 
-from minimax_tools.command_line.afterwards import do_afterwards
-from minimax_tools.command_line.late_value import LateValue
+from minimax_tools.command_line.console import LateValue, do_afterwards
 from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.remote.address import RemoteAddress, is_remote
 

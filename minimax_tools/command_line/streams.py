@@ -1,4 +1,7 @@
-"""Standard streams: written to, and found closed or full."""
+"""Standard streams: written to, and found closed or full.
+
+Tables as plain text, with aligned columns.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,28 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
 import click
 
 from minimax_tools.errors import CannotRunError
+
+
+def align_columns(rows: Sequence[Sequence[str]], *, words: Collection[str]) -> Iterator[str]:
+    """Yield the rows as lines with aligned columns; the first row has the titles.
+
+    Columns whose titles are in `words` hold words, which are aligned left.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if title in words else cell.rjust(width)
+            for title, cell, width in zip(rows[0], row, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
+
 
 _STDIN, _STDOUT, _STDERR = range(3)
 _ANOTHER_PLACE = "Send it to a file, a pipe, or /dev/null."

@@ -8,8 +8,7 @@ from types import MappingProxyType
 
 import click
 
-from minimax_tools.command_line.named_dtype import NamedDtype
-from minimax_tools.command_line.options import Command, parse_size_option, stack_options
+from minimax_tools.command_line.options import Command, NamedDtype, parse_size_option, stack_options
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 # Help for each size of a synthetic model. `hidden_size` is the field of SyntheticModel, and --hidden-size the option.

@@ -9,7 +9,7 @@ import click
 from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import memory_dtype_option, model_option, output_options
 from minimax_tools.command_line.work import done_by
-from minimax_tools.partition.planner import Planner
+from minimax_tools.partition.node import Planner
 
 
 @click.command("plan", cls=Mm2Command)

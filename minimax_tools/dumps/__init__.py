@@ -3,33 +3,28 @@
 The path of the data: files, pieces, places of sites, rows of real tokens, one batch, a capture. A row is in this room
 one token of a tensor, and a map is a user's YAML about a dump.
 
-- `opening`: any capture directory, opened by the layout that its files show
+- `opening`: any capture directory, opened by the layout that its files show; dumps refused that cannot be read whole
 - `formats`: the layouts of other tools; `format_names`: their names
 - `nxdi`: captures of neuronx-distributed-inference
 - `vllm_neuron`: dumps of vLLM Neuron
 - `msprobe`: dumps of Ascend's msprobe
 - `sglang`: dumps of SGLang's dumper
 - `model_debugger`: traces of transformers' model debugger
-- `readable`: dumps refused that cannot be read whole
 - `tensor_file`: `.pt` and safetensors files, listed and read
-- `piece`: the tensor that one rank wrote of one module in one pass, and a dump, which is all pieces
-- `name_map`: a map, read
-- `place`: the place of a site in a dump, in a map's notation
-- `usual_names`: places of MiniMax-M2's sites
+- `piece`: the tensor that one rank wrote of one module in one pass, and a dump, which is all pieces; the place of a
+  site in a dump, in a map's notation
+- `name_map`: a map, read; places of MiniMax-M2's sites
 - `site_finder`: the sites found among a dump's pieces
-- `rank_rows`: the tokens that the rows of a rank's tensor are of
 - `stream_proof`: the residual stream, found by what its tensors must satisfy
-- `found_sites`: the result of that search
+- `found_sites`: the result of that search; the tokens that the rows of a rank's tensor are of
 - `schedule`: the tokens of each request in each pass
 - `rows`: real tokens taken out of tensors and laid out as a batch
-- `other_side`: the other capture, as far as it tells how a dump is to be read
-- `row_finder`: the rows that are real tokens
+- `row_finder`: the rows that are real tokens; the other capture, as far as it tells how a dump is to be read
 - `last_tokens`: rows computed only for the tokens to sample from
 - `assembly`: pieces of ranks and passes put together
 - `placed_capture`: a capture whose sites have places in its files
 - `capture`: a dump as a capture
-- `cache_capture`: keys and values out of vLLM Neuron's cache as a capture
-- `joined_capture`: a dump of modules and caches of the same run as one capture
-- `legacy`: the `.pt` files of scripts before mm2 as a capture
-- `legacy_layout`: the tensors in such files
+- `cache_capture`: keys and values out of vLLM Neuron's cache as a capture; a dump of modules and caches of the same
+  run as one capture
+- `legacy`: the `.pt` files of scripts before mm2 as a capture; the tensors in such files
 """

@@ -17,8 +17,7 @@ from enum import Enum
 
 import torch
 
-from minimax_tools.dumps.found_sites import FoundSite, FoundSites, SiteTerm
-from minimax_tools.dumps.rank_rows import rows_dim
+from minimax_tools.dumps.found_sites import FoundSite, FoundSites, SiteTerm, rows_dim
 from minimax_tools.dumps.rows import TokenRows, choose_passes, join_passes, take_stretch
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.errors import CaptureError, TargetError

@@ -4,27 +4,282 @@ A golden is a folder of `layer_N_output.pt`, with `embedding_output.pt` and `met
 `layer_N_input.pt`, norm and logits. Without its own file, a layer's input is the output before it. A device run is a
 folder with one `layer_output.pt` (a single layer) or `layers_output.pt` (a range of layers). A range keeps the input of
 its first layer and the output of its last layer only.
+
+LegacyLayout: the tensors in a folder of `.pt` files that scripts before mm2 wrote, and the shape of its batch.
 """
 
 from __future__ import annotations
 
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from minimax_tools.dumps.legacy_layout import (
-    LEGACY_LAYOUT,
-    LegacyFiles,
-    LegacyLayout,
-    LegacyPlace,
-    describe_value,
-    find_tensor,
-    is_legacy,
-    read_layout,
-)
-from minimax_tools.dumps.placed_capture import PlacedCapture
+from minimax_tools.dumps.placed_capture import PlacedCapture, SiteKey
+from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.torch_files.inert import InertRecord
+
+# Names of the files, for messages.
+LEGACY_LAYOUT = "layer_<N>_output.pt, embedding_output.pt, layer_output.pt or layers_output.pt"
+
+_LAYER_FILE = re.compile(r"layer_(\d+)_(input|output)\.pt")
+_METADATA_FILE = "metadata.pt"
+_MODEL_FILES: Mapping[str, ModelSite] = {
+    "embedding_output.pt": ModelSite.EMBEDDING,
+    "norm_output.pt": ModelSite.FINAL_NORM,
+    "final_norm.pt": ModelSite.FINAL_NORM,
+    "final_norm_output.pt": ModelSite.FINAL_NORM,
+    "lm_head_output.pt": ModelSite.LOGITS,
+    "logits.pt": ModelSite.LOGITS,
+    "logits_output.pt": ModelSite.LOGITS,
+}
+
+# Keys of the tensor of a file that holds one tensor, if it lies in a dict; the likeliest first.
+_OWN_FILE_KEYS = ("output_hidden_states", "hidden_states", "output", "last_hidden_state", "logits")
+# Keys of the tensors of a file that holds a whole run.
+_RUN_KEYS: Mapping[Site, tuple[str, ...]] = {
+    Site.INPUT: ("input_hidden_states",),
+    Site.OUTPUT: ("output_hidden_states", "output_full"),
+}
+_MASK_KEYS = ("input_attention_mask", "attention_mask")
+# Steps from a file's value to its tensor, at most: a dict, a tuple in it, the tensor itself, and one to spare.
+_MAX_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegacyPlace:
+    """A tensor's place: its file, and the keys it may have there, the likeliest first."""
+
+    file: str
+    keys: tuple[str, ...]
+
+
+class _RunFile(NamedTuple):
+    """A file of a whole run, and where the numbers of the run's first and last layer stand."""
+
+    first_key: str  # key of the first layer's number in the file
+    last_key: str  # key of the last layer's number
+    folder: re.Pattern[str]  # the folder's name, with both numbers; used if the file lacks a key
+
+
+_RUN_FILES: Mapping[str, _RunFile] = {
+    "layer_output.pt": _RunFile("layer_idx", "layer_idx", re.compile(r"single_layer_(?P<layer_idx>\d+)")),
+    "layers_output.pt": _RunFile(
+        "start_layer",
+        "end_layer",
+        re.compile(r"layers_(?P<start_layer>\d+)_to_(?P<end_layer>\d+)"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LegacyLayout:
+    """The contents of a folder."""
+
+    places: Mapping[SiteKey, LegacyPlace]
+    mask: Any  # the attention mask as it was saved; None if no file holds one
+    batch_shape: tuple[int, int] | None  # (B, S) of the token rows; None if no file tells
+
+
+class LegacyFiles:
+    """The `.pt` files of one folder; the last one read is kept."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.names = _list_names(directory)
+        self._loaded: tuple[str, Any] | None = None
+
+    def load(self, name: str) -> Any:
+        """Load a file as `load_restricted` does.
+
+        Raises:
+            CaptureError: The file is missing or damaged.
+        """
+        if self._loaded is None or self._loaded[0] != name:
+            self._loaded = None  # before the next is read, so that memory holds one
+            self._loaded = name, load_restricted(self.directory / name)
+        return self._loaded[1]
+
+    def read(self, place: LegacyPlace) -> torch.Tensor:
+        """Read the tensor at a place, as it was saved.
+
+        Raises:
+            CaptureError: The file is damaged, or holds no tensor there.
+        """
+        value = self.load(place.file)
+        tensor = find_tensor(value, place.keys)
+        if tensor is None:
+            raise CaptureError(
+                f"{self.directory / place.file} holds no tensor where one is looked for",
+                expected="a tensor, a tuple that begins with it, or a dict with " + ", ".join(place.keys),
+                found=describe_value(value),
+                next_step="Save the tensor alone: torch.save(tensor.cpu(), FILE).",
+            )
+        return tensor
+
+
+def is_legacy(directory: Path) -> bool:
+    """Decide whether a folder holds files of this layout."""
+    return any(
+        name in _RUN_FILES or name in _MODEL_FILES or _LAYER_FILE.fullmatch(name)
+        for name in _list_names(directory)
+    )
+
+
+def read_layout(files: LegacyFiles) -> LegacyLayout:
+    """Find the tensors in a folder; files are read only if their names do not tell what they hold.
+
+    Raises:
+        CaptureError: A file is damaged, or does not say which layers it is of.
+    """
+    places: dict[SiteKey, LegacyPlace] = {}
+    mask: Any = None
+    batch_shape: tuple[int, int] | None = None
+    for name in files.names:
+        found = dict(_layer_places(files, name))
+        if name in _MODEL_FILES:
+            found[None, _MODEL_FILES[name]] = LegacyPlace(file=name, keys=_OWN_FILE_KEYS)
+        for key, place in found.items():
+            layer, site = key
+            first = places.setdefault(key, place)
+            if first != place:
+                raise CaptureError(
+                    f"{files.directory} holds the {site}{'' if layer is None else f' of layer {layer}'} twice",
+                    found=f"{first.file} and {place.file}",
+                    next_step="Keep the files of each run in a folder of their own.",
+                )
+        if name in _RUN_FILES or name == _METADATA_FILE:
+            # The first record that holds a mask or a shape counts.
+            for record in _mappings(files.load(name)):
+                mask = _first_of(record, _MASK_KEYS) if mask is None else mask
+                batch_shape = batch_shape or _batch_shape(record)
+    return LegacyLayout(places=places, mask=mask, batch_shape=batch_shape)
+
+
+def find_tensor(value: Any, keys: tuple[str, ...]) -> torch.Tensor | None:
+    """Return the tensor that `value` is, begins with, or holds under one of `keys`; None if there is none."""
+    for _ in range(_MAX_STEPS):
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, np.ndarray):
+            return torch.as_tensor(value)
+        if isinstance(value, tuple | list) and value:
+            value = value[0]
+        elif isinstance(value, Mapping):
+            found = _first_of(value, keys)
+            value = _only_tensor(value) if found is None else found
+        else:
+            return None
+    return None
+
+
+def describe_value(value: Any) -> str:
+    """Describe in a few words what a file holds, for messages."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, Mapping):
+        return "a dict with " + (", ".join(str(key) for key in list(value)[:8]) or "nothing")
+    if isinstance(value, InertRecord):
+        return f"a pickled {value.module}.{value.name}"
+    return type(value).__name__
+
+
+def _list_names(directory: Path) -> tuple[str, ...]:
+    """Return the names of the files in a folder, sorted; none if it cannot be read."""
+    try:
+        return tuple(sorted(path.name for path in directory.iterdir() if path.is_file()))
+    except OSError:
+        return ()
+
+
+def _layer_places(files: LegacyFiles, name: str) -> dict[SiteKey, LegacyPlace]:
+    """Return the places in one file of the layers' inputs and outputs; {} for a file that holds none."""
+    layer_file = _LAYER_FILE.fullmatch(name)
+    if layer_file is not None:
+        layer, site = int(layer_file[1]), Site(layer_file[2])
+        keys = _OWN_FILE_KEYS if site is Site.OUTPUT else (*_RUN_KEYS[site], "hidden_states", "input")
+        return {(layer, site): LegacyPlace(file=name, keys=keys)}
+    if name not in _RUN_FILES:
+        return {}
+    record = files.load(name)
+    if not isinstance(record, Mapping):
+        raise CaptureError(
+            f"{files.directory / name} is of another layout",
+            expected=f"a dict with {_RUN_FILES[name].last_key} and output_hidden_states",
+            found=describe_value(record),
+            next_step="Run the capture again.",
+        )
+    first, last = _run_layers(files, name, record)
+    return {
+        (layer, site): LegacyPlace(file=name, keys=_RUN_KEYS[site])
+        for layer, site in ((first, Site.INPUT), (last, Site.OUTPUT))
+        if _first_of(record, _RUN_KEYS[site]) is not None
+    }
+
+
+def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tuple[int, int]:
+    """Return the first and the last layer of a run, the latter included."""
+    first_key, last_key, folder = _RUN_FILES[name]
+    match = folder.fullmatch(files.directory.resolve().name)
+    named = {key: int(value) for key, value in match.groupdict().items()} if match else {}
+    try:
+        first = operator.index(record.get(first_key, named.get(first_key)))
+        last = operator.index(record.get(last_key, named.get(last_key)))
+    except TypeError:  # no number, or not a whole one
+        raise CaptureError(
+            f"{files.directory / name} does not say which layer it holds",
+            expected=f"a whole number under {last_key}",
+            found=describe_value(record),
+            next_step="Name the folder single_layer_N or layers_A_to_B as the script did.",
+        ) from None
+    num_layers = record.get("num_layers")
+    is_other_number = isinstance(num_layers, int) and num_layers != last - first + 1
+    if first < 0 or last < first or is_other_number:
+        raise CaptureError(
+            f"{files.directory / name} contradicts itself",
+            expected=f"{last - first + 1} layers, {first} to {last}",
+            found=f"num_layers {num_layers}",
+            next_step="Run the capture again.",
+        )
+    return first, last
+
+
+def _mappings(record: Any) -> list[Mapping[Any, Any]]:
+    """Return the record and the record of inputs in it, if they are dicts."""
+    inputs = record.get("inputs") if isinstance(record, Mapping) else None
+    return [found for found in (record, inputs) if isinstance(found, Mapping)]
+
+
+def _batch_shape(record: Mapping[Any, Any]) -> tuple[int, int] | None:
+    """Return (B, S) of the record's mask [B,S], ids [B,S] or hidden states [B,S,H]; None if it holds none."""
+    rows = [_first_of(record, _MASK_KEYS), record.get("input_ids")]
+    hidden = [record.get("input_hidden_states"), record.get("output_hidden_states")]
+    for tensors, ndim in ((rows, 2), (hidden, 3)):
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim == ndim:
+                return tensor.shape[0], tensor.shape[1]
+    return None
+
+
+def _first_of(record: Mapping[Any, Any], keys: tuple[str, ...]) -> Any:
+    return next((record[key] for key in keys if record.get(key) is not None), None)
+
+
+def _only_tensor(record: Mapping[Any, Any]) -> torch.Tensor | None:
+    """Return the dict's one tensor under a key that is not an input's."""
+    tensors = [
+        value
+        for key, value in record.items()
+        if isinstance(value, torch.Tensor) and not str(key).startswith("input")
+    ]
+    return tensors[0] if len(tensors) == 1 else None
 
 
 class LegacyCapture(PlacedCapture[LegacyPlace]):

@@ -1,22 +1,24 @@
-"""Opening: a capture of any layout, found by the directory's files unless a format is named."""
+"""Opening: a capture of any layout, found by the directory's files unless a format is named.
+
+Refusal of a dump with files that cannot be reached: a site that lies in one is not a site that the port hides.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import MANIFEST_NAME
-from minimax_tools.dumps.cache_capture import CacheCapture, holds_caches
+from minimax_tools.dumps.cache_capture import MODULES_FOLDER, CacheCapture, JoinedCapture, holds_caches
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.formats import FORMATS, find_format
-from minimax_tools.dumps.joined_capture import MODULES_FOLDER, JoinedCapture
-from minimax_tools.dumps.legacy import LegacyCapture
-from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT, is_legacy
+from minimax_tools.dumps.legacy import LEGACY_LAYOUT, LegacyCapture, is_legacy
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.readable import refuse_unreadable
-from minimax_tools.errors import CaptureError, UsageError, list_names
+from minimax_tools.errors import CaptureError, UsageError, list_faults, list_names
 from minimax_tools.model.run import Mode
 
 _MAX_NAMED = 5
@@ -156,3 +158,50 @@ def _is_capture(path: Path) -> bool:
 def _holds_both(directory: Path) -> bool:
     """Decide whether a directory holds a dump of modules and caches of the same run."""
     return (directory / MODULES_FOLDER).is_dir() and holds_caches(directory)
+
+
+_TENSOR_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
+
+
+def refuse_unreadable(directory: Path) -> None:
+    """Check that each folder below a directory can be listed, and each link and tensor file opened.
+
+    Raises:
+        CaptureError: Some cannot; each is named with the reason.
+    """
+    faults = list(_find_faults(directory))
+    if faults:
+        raise CaptureError(
+            f"{directory} cannot be read whole",
+            found=list_faults(faults),
+            next_step="Mend the access to these, or copy them again from the host that wrote them.",
+        )
+
+
+def _find_faults(folder: Path) -> Iterator[str]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        yield _word(folder, error)
+        return
+    for entry in entries:
+        path = Path(entry.path)
+        is_link = entry.is_symlink()
+        try:
+            # Also of a link, which may lead nowhere, or in a circle.
+            is_folder = path.stat() is not None and path.is_dir()
+            if not is_folder and path.suffix in _TENSOR_SUFFIXES:
+                path.open("rb").close()
+        except OSError as error:
+            yield _word(path, error)
+            continue
+        if is_folder and path.suffix in _TENSOR_SUFFIXES:
+            yield f"{path}: a folder in place of a file"
+        # A link may lead above itself.
+        elif is_folder and not is_link:
+            yield from _find_faults(path)
+
+
+def _word(path: Path, error: OSError) -> str:
+    link = f" (a link to {path.readlink()})" if path.is_symlink() else ""
+    return f"{path}{link}: {error.strerror}"

@@ -12,24 +12,22 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.dumps.found_sites import FoundSite, FoundSites, SiteTerm
-from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.piece import Dump, DumpPiece, word_modules
-from minimax_tools.dumps.place import SitePlace
-from minimax_tools.dumps.placed_capture import SiteKey
-from minimax_tools.dumps.rank_rows import RankRows, count_rows
-from minimax_tools.dumps.schedule import Schedule
-from minimax_tools.dumps.stream_proof import prove_stream
-from minimax_tools.dumps.tensor_file import read_tensor
-from minimax_tools.dumps.usual_names import (
+from minimax_tools.dumps.found_sites import FoundSite, FoundSites, RankRows, SiteTerm, count_rows
+from minimax_tools.dumps.name_map import (
     AFFINITIES,
     BEHIND_LAYERS,
     HEAD_INPUT,
     LAYER_ITSELF,
+    NameMap,
     SumOfPlaces,
     usual_layout,
     usual_places,
 )
+from minimax_tools.dumps.piece import Dump, DumpPiece, SitePlace, word_modules
+from minimax_tools.dumps.placed_capture import SiteKey
+from minimax_tools.dumps.schedule import Schedule
+from minimax_tools.dumps.stream_proof import prove_stream
+from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.site_layouts import Partial, Replicated, Sharded, SiteLayout
 from minimax_tools.model.sites import ModelSite, Site

@@ -1,8 +1,7 @@
 """The golden's next-token logits of whole rows, computed by mm2's own reference, and kept for later runs.
 
-- `token_logits`: next-token logits of a row, at the likeliest tokens and in sum at the others
-- `golden_logits`: those of the exact model, and of right models that round
-- `stream_start`: the golden's stream at the input of a layer, where they may begin
+- `golden_logits`: those of the exact model, and of right models that round; next-token logits of a row, at the
+  likeliest tokens and in sum at the others; the golden's stream at the input of a layer, where they may begin
 - `logits_run`: computes golden logits of many rows, one layer of weights in memory
 - `logits_store`: golden logits in a folder, under the model's fingerprint
 """

@@ -9,9 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from minimax_tools.golden_logits.golden_logits import MOST_CANDIDATES, GoldenLogits, following_tokens
-from minimax_tools.golden_logits.stream_start import StreamStart
-from minimax_tools.golden_logits.token_logits import TokenLogits, join_tokens
+from minimax_tools.golden_logits.golden_logits import (
+    MOST_CANDIDATES,
+    GoldenLogits,
+    StreamStart,
+    TokenLogits,
+    following_tokens,
+    join_tokens,
+)
 from minimax_tools.model.inputs import Inputs, pad_rows
 from minimax_tools.reference.rounded_model import RoundedHead, RoundedModel
 

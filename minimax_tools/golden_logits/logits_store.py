@@ -21,8 +21,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from minimax_tools.checkpoint.content_digest import digest_content
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint, digest_content
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError
 from minimax_tools.golden_logits.golden_logits import (
@@ -30,11 +29,11 @@ from minimax_tools.golden_logits.golden_logits import (
     KINDS,
     MOST_CANDIDATES,
     GoldenLogits,
+    StreamStart,
+    TokenLogits,
 )
-from minimax_tools.golden_logits.stream_start import StreamStart
-from minimax_tools.golden_logits.token_logits import TokenLogits
 from minimax_tools.json_codec import encode
-from minimax_tools.machine.whole_file import whole_capture_file, whole_file
+from minimax_tools.machine.files import whole_capture_file, whole_file
 from minimax_tools.model.spec import ModelSpec
 
 logger = logging.getLogger(__name__)

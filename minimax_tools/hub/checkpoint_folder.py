@@ -22,7 +22,7 @@ from minimax_tools.checkpoint.weight_files import (
 from minimax_tools.errors import CheckpointError, UsageError, shorten
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
-from minimax_tools.model.config_file import CONFIG_FILE
+from minimax_tools.model.spec import CONFIG_FILE
 from minimax_tools.model.weight_names import layer_of
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.checkpoint import RemoteCheckpoint

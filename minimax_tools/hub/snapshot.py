@@ -16,8 +16,8 @@ from minimax_tools.errors import CheckpointError, list_names
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind, hub_tools
 from minimax_tools.hub.faults import Attempts, is_transient, translate
 from minimax_tools.hub.transfer import HubTransfer
+from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.size import format_size
-from minimax_tools.machine.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 

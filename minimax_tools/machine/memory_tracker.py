@@ -9,8 +9,7 @@ import click
 import torch
 from rich.cells import cell_len
 
-from minimax_tools.machine.memory import available_bytes
-from minimax_tools.machine.memory_usage import MemoryPeak, MemorySnapshot, MemoryUsage
+from minimax_tools.machine.memory import MemoryPeak, MemorySnapshot, MemoryUsage, available_bytes
 
 # Least width of a snapshot's label in the summary, in cells of a terminal.
 _LABEL_CELLS = 24

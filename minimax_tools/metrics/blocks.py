@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from minimax_tools.machine.core_pool import CorePool
+from minimax_tools.machine.compiled import CorePool
 
 # Elements of a block of one tensor: two blocks of float32 stay in the processor's cache. With smaller blocks, the calls
 # take longer than the loops.

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from minimax_tools.metrics.blocks import read_blocks, sum_on_cores
-from minimax_tools.metrics.distance_counts import DistanceCounts
-from minimax_tools.metrics.pair_sums import Centres, PairSums, Tolerance, Values
+from minimax_tools.metrics.pair_sums import Centres, DistanceCounts, PairSums, Tolerance, Values
 
 # Elements of the sample from which the centres are taken.
 _SAMPLE_ELEMENTS = 1 << 11

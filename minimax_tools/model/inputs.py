@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minimax_tools.errors import UsageError
-from minimax_tools.number_ranges import number_ranges, word_ranges
+from minimax_tools.errors import UsageError, number_ranges, word_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

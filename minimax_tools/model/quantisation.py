@@ -13,8 +13,7 @@ from typing import Any
 
 from minimax_tools.errors import UnsupportedModelError
 from minimax_tools.machine.json_file import read_json
-from minimax_tools.model.config_fault import ConfigFault
-from minimax_tools.model.family import ORIGINALS
+from minimax_tools.model.family import ORIGINALS, ConfigFault
 
 BLOCK_SIZE = 128  # rows and columns of a weight that share a scale
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.model.config_fault import ConfigFault
+from minimax_tools.model.family import ConfigFault
 
 logger = logging.getLogger(__name__)
 

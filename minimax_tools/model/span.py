@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from minimax_tools.errors import UsageError, shorten
-from minimax_tools.number_ranges import number_ranges, word_ranges
+from minimax_tools.errors import UsageError, number_ranges, shorten, word_ranges
 
 # More layers than any model has: a damaged file may give any number.
 MAX_LAYERS = 1 << 20

@@ -10,11 +10,9 @@ from typing import Any
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.model.architecture import Architecture
-from minimax_tools.model.param_mapper import part_of
+from minimax_tools.model.architecture import Architecture, part_of
 from minimax_tools.model.weight_names import EXPERTS, SCALE_SUFFIX
-from minimax_tools.partition.cost import ModelCost, Workload
-from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.partition.cost import ModelCost, Workload, measure_costs
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT32, StoredDtype
 
 Tensor = TensorSize | TensorEntry

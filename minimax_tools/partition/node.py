@@ -1,4 +1,9 @@
-"""Node: a machine, or a device of one, that can hold a slice of a model; and the file that lists nodes."""
+"""Node: a machine, or a device of one, that can hold a slice of a model; and the file that lists nodes.
+
+Planner: a way to divide layers among nodes, by name; `planners` divides them.
+
+Stage: a node and the parts of the model that it holds.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,23 @@ from types import NoneType
 from typing import Any
 
 from minimax_tools.errors import UsageError, list_faults, naming, shorten
+from minimax_tools.machine.files import is_plain_name
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.machine.plain_name import is_plain_name
 from minimax_tools.machine.size import parse_size
+from minimax_tools.model.architecture import PART_EMBEDDING
 from minimax_tools.model.span import Span
+from minimax_tools.partition.cost import ModelCost, PartCost
+from minimax_tools.text_enum import TextEnum
+
+
+class Planner(TextEnum):
+    """A way to divide layers among nodes."""
+
+    MEMORY = "memory"  # by memory: all nodes are equally full
+    COMPUTE = "compute"  # by throughput: all nodes take equally long
+    BALANCED = "balanced"  # so that the slowest node is as fast as possible
+    MANUAL = "manual"  # as each node says
+
 
 MAX_NODES = 64
 
@@ -153,3 +171,29 @@ def _is_record(record: Any) -> bool:
     return isinstance(record, dict) and all(
         type(value) in kinds[key] for key, value in record.items() if key in kinds
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A node and the parts of the model that it holds."""
+
+    node: Node
+    layers: range  # may be empty
+    has_embedding: bool = False
+    has_head: bool = False  # final norm, lm_head and all that is neither a layer nor the embedding
+
+    @property
+    def is_used(self) -> bool:
+        """True if the node holds anything."""
+        return bool(self.layers) or self.has_embedding or self.has_head
+
+    def holds(self, part: int | str) -> bool:
+        """Decide whether a part of the model belongs to this stage: a layer's number, or a name from `part_of`."""
+        if isinstance(part, int):
+            return part in self.layers
+        return self.has_embedding if part == PART_EMBEDDING else self.has_head
+
+
+def stage_cost(cost: ModelCost, stage: Stage) -> PartCost:
+    """Return the cost of all parts of a stage."""
+    return cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)

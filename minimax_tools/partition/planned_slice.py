@@ -10,11 +10,10 @@ from typing import Any
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import UsageError, list_faults, shorten
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.plain_name import is_plain_name
+from minimax_tools.machine.files import is_plain_name
 from minimax_tools.model.span import MAX_LAYERS, Span
 from minimax_tools.partition.cost import PartCost
-from minimax_tools.partition.node import Node
-from minimax_tools.partition.stage import Stage
+from minimax_tools.partition.node import Node, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

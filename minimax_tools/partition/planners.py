@@ -29,12 +29,9 @@ from types import MappingProxyType
 
 from minimax_tools.errors import CannotRunError, UsageError, format_count, list_faults
 from minimax_tools.machine.size import format_size
-from minimax_tools.partition.chain import NodeChain
 from minimax_tools.partition.cost import ModelCost
-from minimax_tools.partition.node import Node, check_nodes
-from minimax_tools.partition.node_order import count_room, divide, find_order
-from minimax_tools.partition.planner import Planner
-from minimax_tools.partition.stage import Stage, stage_cost
+from minimax_tools.partition.node import Node, Planner, Stage, check_nodes, stage_cost
+from minimax_tools.partition.node_order import NodeChain, count_room, divide, find_order
 
 # Relative precision to which the balanced planner finds the slowest stage's time: finer than throughputs are known.
 _PRECISION = 1e-9

@@ -1,12 +1,12 @@
 """The ranks of a run: processes that a launcher (torchrun, or mm2-test itself) started together.
 
 - `rank_place`: rank and number of ranks, from the launcher's environment
-- `store`: the key-value store that the launcher serves; a stand-in for a single rank
-- `failure`: errors that name a failed rank, and the record of the first failure in the store
-- `failure_report`: the choice of the one rank that reports a failure
-- `messages`: values from rank 0 to all others, and gathered from them
-- `rank_group`: ranks that publish values, pass tensors on and end together; built on the files below
+- `failure`: errors that name a failed rank, and the record of the first failure in the store; the key-value store
+  that the launcher serves; a stand-in for a single rank
+- `rank_group`: ranks that publish values, pass tensors on and end together; built on the files below; the choice of
+  the one rank that reports a failure
 - `handshake`: the meeting of the ranks of one attempt; `process`: a rank's process, as other ranks see it
 - `watch`: signs of life, and the ranks that give none; `interrupt`: an exception in the main thread
-- `links`: the process group through which tensors go; `background_call`: a call in a thread of its own
+- `links`: the process group through which tensors go; `background_call`: a call in a thread of its own; values from
+  rank 0 to all others, and gathered from them
 """

@@ -21,9 +21,8 @@ from typing import Any
 
 from minimax_tools.errors import CannotRunError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.ranks.process import Process
 from minimax_tools.ranks.rank_place import RankPlace
-from minimax_tools.ranks.watch import ALIVE, status_key
+from minimax_tools.ranks.watch import ALIVE, Process, status_key
 
 # Time between two looks into the store, in seconds.
 _POLL_S = 0.02

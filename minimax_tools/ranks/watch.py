@@ -8,19 +8,100 @@ Every rank keeps its status in the store: its state, and a number that grows wit
 | a rank of this machine is killed | its process is gone |
 | a rank of another machine is killed | no sign of life for 40 s |
 | the machine of the store dies, or is cut off | the store does not answer |
+
+Process: a rank's process, as the other ranks see it.
+
+BackgroundCall: a call in a thread of its own, so that the caller may stop waiting for it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from minimax_tools.ranks.background_call import BackgroundCall
-from minimax_tools.ranks.process import Process
-
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process."""
+
+    pid: int  # process id
+    place: str  # machine, boot and pid namespace. Only processes of the same place see each other's ids.
+
+    @classmethod
+    def current(cls) -> Process:
+        """Describe the calling process."""
+        return cls(pid=os.getpid(), place=_place())
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the process has ended. Always False for a process of another place, which cannot be seen."""
+        return self.place == _place() and not _is_alive(self.pid)
+
+
+def _place() -> str:
+    # Two machines may have the same name, and namespaces of two machines the same number: so name all three.
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    boot_id = boot.read_text(encoding="utf-8").strip() if boot.exists() else ""
+    number = namespace.stat().st_ino if namespace.exists() else 0
+    return f"{socket.gethostname()} {boot_id} {number}"
+
+
+def read_state(pid: int) -> str | None:
+    """Return a process's state as the kernel names it, such as R, S, T (stopped) or Z; None if it cannot be seen."""
+    try:
+        # The state stands behind the program's name, which is in parentheses and may hold spaces.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        # Signal 0 does nothing but fail if the process is gone.
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # Another user's process.
+        return True
+    # A zombie has ended, though its parent has not yet asked for its exit code. Without /proc nothing tells.
+    return read_state(pid) != "Z"
+
+
+class BackgroundCall:
+    """A call that runs in its own thread from now on. If it never returns, its thread ends with the process.
+
+    Attributes:
+        result: The call's return value; None while it runs.
+        error: The exception that ended it; None while it runs, and after success.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="background call", daemon=True)
+        self._thread.start()
+
+    def is_over(self, patience_s: float) -> bool:
+        """Wait for the call, at most `patience_s` seconds, and return True if it has ended."""
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._call()
+        except Exception as error:
+            self.error = error
+
 
 # States of a rank. One that FAILED reported why; one that is DONE is not needed by the others any more.
 ALIVE, FAILED, DONE = "alive", "failed", "done"

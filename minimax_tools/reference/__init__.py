@@ -1,18 +1,14 @@
 """MiniMax-M2's decoder layer and head, computed in ways that goldens and ports are held against.
 
 - `layer`: the decoder layer as a plain torch module, every site exposed
-- `float32_stages`: the decoder layer as a graph, one function for each site
-- `float32_layer`: that graph in float32, one expert in memory
-- `head`: final norm and lm_head in float32
+- `float32_stages`: the decoder layer as a graph, one function for each site; that graph in float32, one expert in
+  memory
 - `modules`: transformers' own modules, and which module shows each site
-- `transformers_layer`: transformers' layer by itself
-- `twin`: transformers' layer in float32, for the noise floor
-- `upcast`: experts in float32 from weights of fewer bits
-- `upcast_product`: products of states with such a weight
-- `rounding`: rounding of a batch's copies
-- `rounded_layer`: copies of a layer that round in their own ways
+- `twin`: transformers' layer in float32, for the noise floor; transformers' layer by itself
+- `upcast`: experts in float32 from weights of fewer bits; products of states with such a weight
+- `rounding`: rounding of a batch's copies; final norm and lm_head in float32
+- `rounded_layer`: copies of a layer that round in their own ways; those samples, computed
 - `plausible_flips`: the experts that copies of a model choose, some with the flips that noise may cause
 - `rounded_model`: such copies of the whole model, chained from the embedding to the logits
 - `variant_names`: the names of samples of other right ways to compute a layer
-- `variants`: those samples, computed
 """

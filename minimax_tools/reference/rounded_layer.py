@@ -7,6 +7,12 @@ experts' partial sums; the router is float32 in every correct implementation, an
 Weights are read and upcast once for all copies.
 B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, E experts,
 k experts per token. The end of a name such as `hidden_rsh` gives its dims: [R,S,H].
+
+Variants: samples of the error that a correct BF16 implementation of a decoder layer may have.
+
+Correct implementations round in different places. The variant `nearest` rounds to BF16 wherever any correct
+implementation rounds; `random_1`, `random_2` … move the values there by up to half a BF16 step. A golden computes the
+variants on its own prompts. A port may be as far from the float32 twin as the farthest variant, at each site and token.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounding import RoundedRows, Rounding, RoundingKind, rounded_rows
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
+from minimax_tools.reference.variant_names import NEAREST
 
 # Attention scores of one row that are held at a time, 16 MB in float32, but at least one head. Another number gives
 # other random steps too (see `_Pass`).
@@ -228,3 +235,35 @@ class _Pass:
         halves = zip(states.chunk(2, dim=-1), weight.chunk(2, dim=-1), strict=True)
         first, second = (self._round(linear(part, columns)) for part, columns in halves)
         return self._round(first + second)
+
+
+def run_variants(
+    names: tuple[str, ...],
+    hidden_states: torch.Tensor,
+    inputs: Inputs,
+    *,
+    spec: ModelSpec,
+    tensors: Mapping[str, torch.Tensor],
+    router_experts: torch.Tensor,
+    layer: int,
+) -> Mapping[str, Mapping[Site, torch.Tensor]]:
+    """Compute the variants of one layer side by side.
+
+    Args:
+        names: Names from `variant_names.variant_names`.
+        hidden_states: The golden's input of the layer [B,S,H], on the device to compute on.
+        inputs: The batch, for its mask and positions.
+        spec: The model.
+        tensors: The layer's weights by the hub's relative names.
+        router_experts: int64 [B,S,k], the golden's choice, which all variants replay: a flip is no rounding error.
+        layer: The layer's number, which is the seed of the random steps.
+
+    Returns:
+        For each variant by name, every site but the input, float32 on the same device; `router_experts`, int64, is the
+            variant's own choice, not the replayed one.
+    """
+    kinds = tuple(RoundingKind.NEAREST if name == NEAREST else RoundingKind.RANDOM for name in names)
+    computed = RoundedLayer(spec, tensors, kinds=kinds, seed=layer).run(
+        hidden_states, inputs, router_experts=router_experts
+    )
+    return dict(zip(names, computed, strict=True))

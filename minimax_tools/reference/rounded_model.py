@@ -14,17 +14,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minimax_tools.checkpoint.filling import ModelTensors
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.model_tensors import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
-from minimax_tools.reference.head import Float32Head
 from minimax_tools.reference.plausible_flips import FLIP_SHARES, PlausibleFlips
 from minimax_tools.reference.rounded_layer import RoundedLayer
-from minimax_tools.reference.rounding import Rounding, RoundingKind, rounded_rows
+from minimax_tools.reference.rounding import Float32Head, Rounding, RoundingKind, rounded_rows
 
 # Seed of the head's random steps; a layer's is its number.
 _HEAD_SEED = 1 << 20

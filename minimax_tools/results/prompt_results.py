@@ -1,6 +1,8 @@
 """PromptRanking: prompts by how far a port's next-token distributions are from the golden's, the worst first.
 
 A prompt has two phases: its prefill, and the decoding of its answer, whose tokens are fed one at a time.
+
+Followed: what came of following the worst prompt to its golden and to the layer.
 """
 
 from __future__ import annotations
@@ -8,8 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from minimax_tools.results.results import Untested, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """The commands that led from the worst prompt to a layer, and the outcome of the last."""
+
+    commands: tuple[str, ...]  # as typed in a shell
+    exit_code: int | None  # of the last command; None if none ran, because the golden cannot be made here
+    record: Mapping[str, Any] | None = None  # the report of `mm2-test model` as JSON; None if it gave none
+    report_file: str = ""  # the file that keeps it
+    errors: str = ""  # what the command wrote to stderr, if it could not judge
+
 
 # Flips are rare: more than this share of a prompt's tokens, and more than so many, are beyond noise for another reason.
 _MOST_FLIPPED_SHARE, _MOST_FLIPPED = 0.1, 2

@@ -1,16 +1,170 @@
-"""Results: values that a comparison found, from a site's figures to the whole. Nothing here judges or prints."""
+"""Results: values that a comparison found, from a site's figures to the whole. Nothing here judges or prints.
+
+Choices that a port makes otherwise than the golden: experts, and next tokens.
+
+ModelFinding: something wrong in a whole port's run, with the pass and the layer at which it shows.
+
+WrongRegion: the tokens or channels that hold the wrong values of a site, as numbers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from minimax_tools.capture.held_weights import WeightFault
+from minimax_tools.capture.manifest import WeightFault
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.regions import WrongRegion
 from minimax_tools.text_enum import TextEnum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A token that the port sends to other experts."""
+
+    row: int  # the token's prompt
+    position: int  # index of the token in its row, padding included
+    dropped: tuple[int, ...]  # experts that the golden chose and the port did not
+    # Experts that the port chose and the golden did not; none if the port names one twice.
+    chosen: tuple[int, ...]
+    # Difference of biased scores that noise must overcome to cause the flip; None without a floor.
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingResult:
+    """Comparison of the chosen experts, token by token.
+
+    A flip is explained if noise may reverse its margin. The margin is the distance between the k-th and the (k+1)-th
+    score; if the weights are known, the distance between the experts that changed places.
+    """
+
+    num_tokens: int  # judged tokens
+    num_flipped: int  # judged tokens with other experts
+    num_explained: int  # flips that noise explains
+    # The widest margin of an unexplained flip; None without a noise floor.
+    widest_unexplained_margin: float | None
+    worst_flips: tuple[Flip, ...] = ()  # some unexplained flips, the widest margin first
+
+    @property
+    def num_unexplained(self) -> int:
+        """Flips that noise does not explain."""
+        return self.num_flipped - self.num_explained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChoice:
+    """A place where the port's likeliest next token is not the golden's."""
+
+    row: int  # the prompt
+    position: int  # index of the token in its row, padding included
+    reference: int  # the golden's likeliest token
+    target: int  # the port's likeliest token
+    margin: float  # the golden's logit of its own token minus its logit of the port's token
+    reach: float  # the largest margin that noise may reverse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsResult:
+    """Comparison of the next-token distributions, token by token."""
+
+    num_tokens: int  # judged tokens
+    # KL(golden ‖ port) in nats over the tokens: mean, 95th percentile, worst.
+    kl_mean: float
+    kl_p95: float
+    kl_worst: float
+    worst_token: tuple[int, int]  # row, and index in it, of the token with `kl_worst`
+    # `kl_mean` and `kl_p95` as noise of the floor's size alone would make them.
+    kl_mean_foreseen: float
+    kl_p95_foreseen: float
+    # By k, the share of the golden's k likeliest tokens that are among the port's k likeliest.
+    overlaps: Mapping[int, float]
+    num_disagreeing: int  # tokens whose likeliest next token is another
+    num_explained: int  # disagreements whose margin noise may reverse
+    worst_choices: tuple[TokenChoice, ...] = ()  # some unexplained disagreements, the widest margin first
+    # Whether the golden's head was given the port's own last layer: then no layer's error is in these figures.
+    is_of_head: bool = False
+
+    @property
+    def num_unexplained(self) -> int:
+        """Disagreements that noise does not explain."""
+        return self.num_disagreeing - self.num_explained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassLogits:
+    """Next-token distributions of a run or of one pass of it, against the golden's own."""
+
+    # 0 for a whole port's prefill, t for its t-th step; None for all tokens of a run of layers.
+    number: int | None
+    num_tokens: int
+    kl_mean: float  # Kullback-Leibler divergence in nats
+    kl_worst: float
+    worst_token: tuple[int, int]  # row and index of the token
+    num_agreeing: int  # tokens whose likeliest next token is the golden's
+
+
+_EMBEDDING = str(ModelSite.EMBEDDING)
+# Behind every pass and every layer.
+_LAST = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFinding:
+    """A finding in a whole port's run."""
+
+    # The pass: 0 for the prefill or the first chunk, t for the t-th decoding step or the chunk behind t others; None if
+    # no pass is known
+    number: int | None
+    layer: int | None  # None outside the layers
+    # Sites, or `cache`, `layer_order`, `chosen_token`, `repeated_run`, `padded_logits`, `generated_tokens`
+    sites: tuple[str, ...]
+    reason: str  # what differs, with figures
+    mistake: str | None = None  # name of the known mistake that explains it; None if none does
+    what: str = ""  # the mistake in a sentence
+    look_at: str = ""  # the part of the port to look at
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # numbers or text, by name
+
+    is_warning: bool = False  # whether it says that something was not judged, and not that it is wrong
+    is_of_sites: bool = False  # whether sites of the comparison show it, which are blamed anyway
+    # Operation that computes this site and that of another finding, if both are one cause; empty if not
+    operation: str = ""
+
+    # Whether the pass is one of several tokens behind a cache: these come after the prefill and its steps
+    in_chunks: bool = False
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Sort key: what came first in the run. The embedding is before the layers, all else behind them."""
+        outside = -1 if _EMBEDDING in self.sites else _LAST
+        place = outside if self.layer is None else self.layer
+        return self.in_chunks, _LAST if self.number is None else self.number, place
+
+
+# First and last number of a range, both included.
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongRegion:
+    """A region that holds all wrong tokens or channels of a site; empty lists narrow nothing down."""
+
+    num_wrong: int  # wrong tokens or channels
+    num_held: int  # tokens or channels that the region holds, wrong or right
+    of: int  # judged tokens, or channels of the site
+    rows: tuple[int, ...] = ()  # rows of the batch
+    tokens: tuple[Range, ...] = ()  # tokens of a row, as ranges [first, last], both included
+    every: int | None = None  # step between the wrong ones of these tokens; null if they are all
+    positions: tuple[Range, ...] = ()  # positions of the tokens, as ranges [first, last], both included
+    is_decoded: bool | None = (
+        None  # whether the tokens were decoded one at a time; null if that tells nothing
+    )
+    experts: tuple[int, ...] = ()  # experts of which each wrong token uses one, or whose logits are wrong
+    heads: tuple[int, ...] = ()  # heads
+    dims: tuple[Range, ...] = ()  # dims of each head, as ranges [first, last], both included
+    channels: tuple[Range, ...] = ()  # channels, as ranges [first, last], both included
+
 
 # Stands for a site in a blame of weights.
 WEIGHTS = "weights"

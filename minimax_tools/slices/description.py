@@ -9,8 +9,8 @@ from pathlib import Path
 
 from minimax_tools.errors import CheckpointError
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.machine.whole_file import whole_file
 
 SLICE_FILE = "slice.json"
 SCHEMA_VERSION = 1

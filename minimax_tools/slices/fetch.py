@@ -10,8 +10,7 @@ from minimax_tools.errors import UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import fetch_files, is_on_hub
 from minimax_tools.hub.ranges import NoRangesError
-from minimax_tools.machine.new_folder import refuse_occupied
-from minimax_tools.machine.temporary import remove_abandoned
+from minimax_tools.machine.files import refuse_occupied, remove_abandoned
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.download import Download, Repository

@@ -19,12 +19,10 @@ from minimax_tools.hub.headers import read_bucket_headers, read_hub_headers
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
-from minimax_tools.model.config_file import CONFIG_FILE, read_checkpoint_config, require_sizes
 from minimax_tools.model.family import MODEL_TYPE
 from minimax_tools.model.quantisation import refuse_side_format
-from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import Workload
-from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.model.spec import CONFIG_FILE, ModelSpec, read_checkpoint_config, require_sizes
+from minimax_tools.partition.cost import Workload, measure_costs
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.slices.stored_weights import StoredWeights, find_weight_map, read_index

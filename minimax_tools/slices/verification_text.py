@@ -27,10 +27,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from minimax_tools.capture.read_record import ReadRecord
-from minimax_tools.errors import list_faults
+from minimax_tools.errors import list_faults, number_ranges, word_ranges
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.architecture import Architecture
-from minimax_tools.number_ranges import number_ranges, word_ranges
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.download import Download, DownloadedFile, Repository, SharedFile
 from minimax_tools.slices.holding import Holding

@@ -20,7 +20,7 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import is_on_hub
 from minimax_tools.json_codec import encode
 from minimax_tools.model.architecture import Architecture
-from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.partition.cost import measure_costs
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices import verdicts
 from minimax_tools.slices.digest import describe_shape, digest_tensors

@@ -2,6 +2,8 @@
 
 To find them, the model runs with stand-ins for its layers and for all modules that hold tensors. Hidden states must
 come out bit for bit as they went in. The order of the calls tells which modules come before the layers.
+
+Stand-ins for the modules of a model that belong to other parts of a split model.
 """
 
 from __future__ import annotations
@@ -9,16 +11,55 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.split.stand_ins import AddsNothing, Elsewhere, PassThrough
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class PassThrough(nn.Module):
+    """Stand-in for a layer of another part: returns its hidden states unchanged.
+
+    Args:
+        layer: The layer that is replaced.
+        in_tuple: Whether the model's loop over layers expects each to return a tuple.
+    """
+
+    def __init__(self, layer: nn.Module, *, in_tuple: bool) -> None:
+        super().__init__()
+        self._in_tuple = in_tuple
+        # The model's loop over layers may read plain attributes, such as `attention_type`.
+        for name, value in vars(layer).items():
+            if isinstance(value, (str, int)) and not name.startswith("_"):
+                setattr(self, name, value)
+
+    def forward(
+        self, hidden_states: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, None]:
+        """Return `hidden_states` [B,S,H]."""
+        return (hidden_states, None) if self._in_tuple else hidden_states
+
+
+class AddsNothing(nn.Module):
+    """Stand-in for an embedding of another part that is added to the hidden states, such as that of positions."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Return -0.0: adding it changes no number, while adding +0.0 turns -0.0 into +0.0."""
+        return torch.tensor(-0.0)
+
+
+class Elsewhere(nn.Module):
+    """Stand-in for a module of another part that is never called."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Raise RuntimeError."""
+        raise RuntimeError("this module belongs to another part of the split model")
+
 
 # Name of any layer in a list of calls.
 _LAYER = "a layer"

@@ -18,7 +18,7 @@ from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import WEIGHT_DTYPES
 from minimax_tools.errors import CheckpointError, list_faults
-from minimax_tools.machine.core_pool import CorePool
+from minimax_tools.machine.compiled import CorePool
 from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.split.module_names import SCALE_ENDING, ModuleNames, ParameterPlace, Slot

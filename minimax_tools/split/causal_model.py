@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.model.config_fault import refuse_faults
-from minimax_tools.model.config_file import CONFIG_FILE, read_config_file
-from minimax_tools.model.family import MODEL_TYPE, find_graph_faults
+from minimax_tools.model.family import MODEL_TYPE, find_graph_faults, refuse_faults
 from minimax_tools.model.quantisation import (
     BLOCK_SIZE,
     find_other_format,
     find_quantisation_faults,
     refuse_side_format,
 )
+from minimax_tools.model.spec import CONFIG_FILE, read_config_file
 from minimax_tools.split.binding import unfit_checkpoint
 
 if TYPE_CHECKING:

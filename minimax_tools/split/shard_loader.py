@@ -22,8 +22,14 @@ from minimax_tools.checkpoint.weight_files import (
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import fetch_files, list_files
-from minimax_tools.model.architecture import Architecture
-from minimax_tools.model.param_mapper import PART_EMBEDDING, PART_HEAD, PART_NORM, ParamMapper, part_of
+from minimax_tools.model.architecture import (
+    PART_EMBEDDING,
+    PART_HEAD,
+    PART_NORM,
+    Architecture,
+    ParamMapper,
+    part_of,
+)
 from minimax_tools.split.parts import Role
 from minimax_tools.torch_files.header import PICKLED_SUFFIXES, PickledEntry, read_shard_header
 from minimax_tools.torch_files.reader import PickledReader

@@ -22,7 +22,7 @@ from minimax_tools.checkpoint.fp8 import find_ragged_widths
 from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.new_folder import new_folder
+from minimax_tools.machine.files import new_folder
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.stored_dtype import StoredDtype

@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers
 import torch
 
-from minimax_tools.machine.new_folder import new_folder, refuse_occupied
+from minimax_tools.machine.files import new_folder, refuse_occupied
 from minimax_tools.synthetic.checkpoint import plan_tensors, write_json, write_shards
 from minimax_tools.synthetic.corpus import Corpus, read_corpus
 from minimax_tools.synthetic.held_out import HeldOutEvaluation, Rivals, evaluate, measure_rivals

@@ -10,9 +10,8 @@ from pathlib import Path
 from minimax_tools.errors import UsageError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.text.chat import render_messages
 from minimax_tools.text.lm_eval_samples import LmEvalSample
-from minimax_tools.text.tokenizer import decode_rows, encode_answered, has_tokenizer
+from minimax_tools.text.tokenizer import decode_rows, encode_answered, has_tokenizer, render_messages
 
 # Tokens at a prompt's end that are decoded if no answer is known.
 _USUAL_STEPS = 4

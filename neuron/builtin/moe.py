@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.filling import Gathered
-from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
+from minimax_tools.checkpoint.layer_loader import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import UsageError
 from neuron.builtin.rank_cut import RankCut, part_size

@@ -15,7 +15,7 @@ import torch
 
 from minimax_tools.checkpoint.filling import Gathered, unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.transpose import copy_matrix
+from minimax_tools.checkpoint.reader import copy_matrix
 from neuron.builtin.head_layout import Head
 
 # Rows read at once for a part made of columns: two FP8 blocks of 128, and few enough to stay in a processor's cache.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from compare.options import report_option
-from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import (
+    CaptureStore,
     dtype_option,
     grouped_as,
     judging_output_options,

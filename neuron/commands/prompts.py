@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import (
+    CaptureStore,
     dtype_option,
     grouped_as,
     max_length_option,

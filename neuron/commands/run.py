@@ -7,7 +7,7 @@ import click
 from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import layer_option
 from minimax_tools.command_line.work import done_by
-from minimax_tools.model.component import Component
+from minimax_tools.model.run import Component
 from neuron.options import device_options, span_device_options
 
 

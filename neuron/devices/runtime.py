@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import torch
 
-from minimax_tools.capture.calls import Calls
+from minimax_tools.capture.recorder import Calls
 from minimax_tools.ranks.failure import failing_together
-from minimax_tools.ranks.messages import RankMessages
+from minimax_tools.ranks.links import RankMessages
 from neuron.devices.backend import Backend
 from neuron.devices.backend_choice import choose_backend, open_device
 from neuron.devices.compile_counts import CompileCounts

@@ -26,9 +26,8 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.prompt_results import word_flipped
-from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
+from minimax_tools.results.results import Comparison, ModelFinding, SiteResult, SiteStatus, Verdict
 from minimax_tools.text.answered_prompts import split_rows
 from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.passes import (
     CHUNKS_FOLDER,
+    GENERATION_NAME,
     PASSES_NAME,
+    Generation,
     ModelPasses,
     Repeated,
     Repetition,

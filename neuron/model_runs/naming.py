@@ -19,8 +19,7 @@ from compare.sides.golden_weights import WeightSource
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import Site
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import Comparison
+from minimax_tools.results.results import Comparison, ModelFinding
 from neuron.model_runs.model_runner import ModelRun
 
 

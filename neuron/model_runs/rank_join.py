@@ -11,9 +11,14 @@ from itertools import chain
 import torch
 from torch import nn
 
-from minimax_tools.capture.calls import join_calls
 from minimax_tools.capture.passes import CachePair
-from minimax_tools.capture.recorder import Recorder, puts_tokens_first, shape_to_batch, with_signed
+from minimax_tools.capture.recorder import (
+    Recorder,
+    join_calls,
+    puts_tokens_first,
+    shape_to_batch,
+    with_signed,
+)
 from minimax_tools.errors import TargetError
 from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site, parse_site

@@ -16,8 +16,7 @@ from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.taps import SITE_FORMS, Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
-from minimax_tools.model.place_notation import PlaceNotation
-from minimax_tools.model.site_layouts import Replicated, Sharded, SiteLayout, are_equal_bits
+from minimax_tools.model.site_layouts import PlaceNotation, Replicated, Sharded, SiteLayout, are_equal_bits
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks

@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from minimax_tools.checkpoint.filling import unchanged
+from minimax_tools.checkpoint.filling import ModelTensors, unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.model_tensors import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.spec import ModelSpec

@@ -12,11 +12,10 @@ import torch
 
 from minimax_tools.dumps.format_names import NXDI
 from minimax_tools.dumps.found_sites import FoundSite
-from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.name_map import NameMap, usual_places
 from minimax_tools.dumps.nxdi import read_dump
 from minimax_tools.dumps.site_finder import find_sites
 from minimax_tools.dumps.tensor_file import read_tensor
-from minimax_tools.dumps.usual_names import usual_places
 from minimax_tools.model.sites import ModelSite, Site
 
 _FIRST_LAYER = "layers.0"

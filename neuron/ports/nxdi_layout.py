@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from minimax_tools.checkpoint.filling import Gathered, unchanged
-from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
+from minimax_tools.checkpoint.layer_loader import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError, list_faults
 from minimax_tools.model.spec import ModelSpec

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from minimax_tools.checkpoint.model_tensors import ModelTensors
+from minimax_tools.checkpoint.filling import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.size import format_size

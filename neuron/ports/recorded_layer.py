@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.capture.calls import Calls
 from minimax_tools.capture.further import FurtherPlace, FurtherRecorder
-from minimax_tools.capture.recorder import Recorder, copy_on_device
+from minimax_tools.capture.recorder import Calls, Recorder, copy_on_device
 from minimax_tools.capture.taps import Tap
 from minimax_tools.model.sites import Site
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.capture.calls import CallPlan, plan_calls
-from minimax_tools.capture.recorder import Recorder, copy_on_device, shape_to_batch
+from minimax_tools.capture.recorder import CallPlan, Recorder, copy_on_device, plan_calls, shape_to_batch
 from minimax_tools.capture.taps import Tap
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
@@ -27,9 +26,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import BackendError, Mm2Error, TargetError
 from minimax_tools.json_codec import encode
-from minimax_tools.machine.durable import make_folder
-from minimax_tools.machine.temporary import temporary_beside
-from minimax_tools.machine.whole_file import whole_path
+from minimax_tools.machine.files import make_folder, temporary_beside, whole_path
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import CannotRunError, CaptureError
+from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import parse_json
-from minimax_tools.machine.whole_file import whole_file
-from minimax_tools.results.followed import Followed
+from minimax_tools.results.prompt_results import Followed
 from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 

@@ -18,10 +18,10 @@ from minimax_tools.golden_logits.golden_logits import (
     ALTERNATIVE_SHARES,
     KINDS,
     GoldenLogits,
+    Row,
 )
 from minimax_tools.golden_logits.logits_run import compute_alternatives, compute_golden_logits
 from minimax_tools.golden_logits.logits_store import LogitsStore
-from minimax_tools.golden_logits.stream_start import Row
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.plausible_flips import FLIP_SHARES

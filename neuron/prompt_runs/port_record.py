@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from compare.prompts.prompt_judge import PortLogits
 from minimax_tools.errors import CaptureError
-from minimax_tools.golden_logits.token_logits import TokenLogits
+from minimax_tools.golden_logits.golden_logits import TokenLogits
 from minimax_tools.json_codec import encode
-from minimax_tools.machine.whole_file import whole_capture_file
+from minimax_tools.machine.files import whole_capture_file
 from minimax_tools.provenance import Provenance
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 

@@ -16,8 +16,7 @@ from compare.prompts.prompt_judge import NoiseLevel, PortLogits, PromptJudge
 from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.progress import Progress
 from minimax_tools.errors import IncomparableError, TargetError, list_faults
-from minimax_tools.golden_logits.golden_logits import GoldenLogits
-from minimax_tools.golden_logits.token_logits import join_tokens
+from minimax_tools.golden_logits.golden_logits import GoldenLogits, join_tokens
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.prompt_results import PromptRanking, PromptResult, rank_prompts
 from minimax_tools.text.answered_prompts import AnsweredPrompt

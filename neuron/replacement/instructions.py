@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from minimax_tools.results.replacements import Point, name_point
+from minimax_tools.results.probes import Point, name_point
 from neuron.replacement.nxdi_files import REFERENCE, SHAPES
 from neuron.replacement.run_folder import RunFolder
 from neuron.replacement.vllm_neuron_files import TOKENS_NAME, tensors_name

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.whole_file import whole_capture_file
+from minimax_tools.machine.files import whole_capture_file
 from minimax_tools.model.inputs import Inputs
 from neuron.model_runs.passes import Pass
 from neuron.ports.nxdi_points import point_module

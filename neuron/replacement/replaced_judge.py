@@ -18,7 +18,7 @@ from compare.prompts.prompt_judge import PortLogits
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import format_count
 from minimax_tools.golden_logits.logits_store import LogitsStore
-from minimax_tools.results.replacements import Point, ReplacedRun
+from minimax_tools.results.probes import Point, ReplacedRun
 from minimax_tools.text.answered_prompts import split_rows
 from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 from neuron.replacement.stream import GoldenStream

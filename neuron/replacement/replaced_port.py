@@ -12,7 +12,7 @@ import torch
 
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import TargetError
-from minimax_tools.results.replacements import Point
+from minimax_tools.results.probes import Point
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.pass_result import PassResult
 from neuron.model_runs.passes import Pass

@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.errors import CaptureError, TargetError, UsageError, shorten
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.machine.files import whole_capture_file
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.machine.whole_file import whole_capture_file
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.results.replacements import Point, name_point
+from minimax_tools.results.probes import Point, name_point
 from neuron.model_runs.passes import Pass, plan_passes
 from neuron.replacement.replaced_judge import RowLogits
 from neuron.replacement.stream import ignores_stream

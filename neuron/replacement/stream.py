@@ -14,7 +14,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import IncomparableError, UsageError
-from minimax_tools.golden_logits.stream_start import StreamStart
+from minimax_tools.golden_logits.golden_logits import StreamStart
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.whole_file import whole_capture_file
+from minimax_tools.machine.files import whole_capture_file
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.results.replacements import Point
+from minimax_tools.results.probes import Point
 from neuron.ports.vllm_neuron_stream import MASK, point_name
 from neuron.replacement.run_folder import RunFolder
 from neuron.replacement.stream import GoldenStream

@@ -17,9 +17,10 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.span import Span
-from minimax_tools.results.probes import Chain, Probe
-from minimax_tools.results.replacements import (
+from minimax_tools.results.probes import (
+    Chain,
     Point,
+    Probe,
     ReplacedRun,
     StreamSearch,
     count_parts_behind,

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from compare.diagnosis.proof.undo import Undo
-from minimax_tools.capture.calls import Calls, join_calls
 from minimax_tools.capture.further import require_further, verify_further
-from minimax_tools.capture.held_weights import HeldWeights
+from minimax_tools.capture.manifest import HeldWeights
+from minimax_tools.capture.recorder import Calls, join_calls
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs

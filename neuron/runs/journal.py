@@ -12,9 +12,14 @@ from pathlib import Path
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory
+from minimax_tools.machine.files import (
+    LOCK_NAME,
+    is_temporary,
+    locked_directory,
+    remove_temporaries,
+    whole_capture_file,
+)
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.machine.whole_file import is_temporary, remove_temporaries, whole_capture_file
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Probe
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.further import FurtherPlace
-from minimax_tools.capture.held_weights import HeldWeights
+from minimax_tools.capture.manifest import HeldWeights
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues

@@ -15,8 +15,8 @@ from torch import nn
 
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.read_ahead import ReadAhead, stored_layer_bytes
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.shard_files import ReadAhead, stored_layer_bytes
 from minimax_tools.errors import Mm2Error
 from minimax_tools.machine.memory import MemoryBudget, free_bytes
 from minimax_tools.machine.size import format_size

@@ -16,9 +16,9 @@ from typing import Any
 
 from minimax_tools.errors import CaptureError, shorten
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
+from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.memory_tracker import MemoryTracker
-from minimax_tools.machine.whole_file import whole_file
 from neuron.devices.runtime import Runtime
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import LayerProfile

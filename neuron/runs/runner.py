@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.further import ALSO
-from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.passes import GENERATION_NAME, Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from neuron.weight_trace.index_sequence import IndexSequence
 from neuron.weight_trace.layout_segment import LayoutSegment

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.weight_names import FLOAT32_NAMES
 from neuron.weight_trace.port_lines import PortFamily
 from neuron.weight_trace.source_lines import Direction, Flags, LineTable, Numbers

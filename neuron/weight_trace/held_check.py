@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from minimax_tools.capture.digests import dtype_name
-from minimax_tools.capture.held_weights import HeldWeights, WeightFault, WeightMistake
+from minimax_tools.capture.manifest import HeldWeights, WeightFault, WeightMistake
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from neuron.weight_trace.expert_lines import (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from neuron.weight_trace.agreement import find_parted, find_unlike_experts
 from neuron.weight_trace.layout_segment import Disorder, LayoutSegment

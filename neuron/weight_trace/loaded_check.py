@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minimax_tools.capture.held_weights import HeldWeights, WeightFault, WeightMistake
+from minimax_tools.capture.manifest import HeldWeights, WeightFault, WeightMistake
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import kind_of, word_kinds

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight
 from neuron.weight_trace.agreement import ExpertMatrices, group_experts, word_unlike

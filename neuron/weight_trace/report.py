@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minimax_tools.capture.digests import dtype_name
-from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Verdict

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors, word_kinds
 from neuron.weight_trace.tensor_origin import TensorOrigin

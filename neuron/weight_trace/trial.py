@@ -19,7 +19,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, expected_layer_shapes, layer_prefix
-from minimax_tools.reference.float32_layer import Float32Layer
+from minimax_tools.reference.float32_stages import Float32Layer
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from neuron.ports.port_errors import PortEndError
 from neuron.weight_trace.generated_tensors import LazyTensors, Tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.text_enum import TextEnum
 
 

@@ -19,9 +19,9 @@ import torch
 from figures import Figure
 
 from minimax_tools.checkpoint.filling import ReadingPool
-from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
+from minimax_tools.checkpoint.layer_loader import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import copy_weight
-from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.machine.memory import MemoryUsage
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.synthetic.toy_model import SyntheticModel
 

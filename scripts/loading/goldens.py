@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 import gpu_reference.commands.work.capture
 import gpu_reference.golden.golden
-import minimax_tools.reference.head
+import minimax_tools.reference.rounding
 import minimax_tools.reference.twin  # noqa: F401
 from gpu_reference.cli import main as mm2_gpu
 from gpu_reference.golden.golden import open_golden

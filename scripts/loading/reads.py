@@ -22,13 +22,12 @@ import torch
 from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.layer_loader import LayerLoader
-from minimax_tools.checkpoint.layer_storage import grouped_storage
+from minimax_tools.checkpoint.layer_loader import LayerLoader, grouped_storage
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_of
-from minimax_tools.synthetic.random_numbers import LEVELS
+from minimax_tools.synthetic.random_weights import LEVELS
 
 # Bytes of one call of a plain read: they fit the processor's cache, and calls cost little.
 _PIECE_BYTES = 1 << 20

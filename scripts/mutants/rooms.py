@@ -12,8 +12,8 @@ SOURCES = (
     "minimax_tools/checkpoint/fp8.py",
     # Experts are regrouped while they are read.
     "minimax_tools/checkpoint/filling.py",
-    "minimax_tools/checkpoint/layer_storage.py",
-    "minimax_tools/checkpoint/transpose.py",
+    "minimax_tools/checkpoint/layer_loader.py",
+    "minimax_tools/checkpoint/reader.py",
 )
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from minimax_tools.capture.certificate import Certificate, Check
-from minimax_tools.capture.generation import Continuation
-from minimax_tools.capture.inspection import CaptureInspection
-from minimax_tools.capture.listing import ListedTensor
-from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.manifest import Certificate, Check, Description
+from minimax_tools.capture.passes import Continuation
+from minimax_tools.capture.source import CaptureInspection, ListedTensor
 from minimax_tools.machine.finding import Level, MachineFinding
 from minimax_tools.metrics.tensor_statistics import TensorStatistics
-from minimax_tools.model.component import Component
-from minimax_tools.model.run import Mode
+from minimax_tools.model.run import Component, Mode
 from minimax_tools.provenance import CONFIGS, Provenance
 from neuron.ports.traced import TracedProgram
 from neuron.runs.run_report import CaptureEffect

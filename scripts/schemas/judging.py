@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from compare.diagnosis.finding import MistakeFinding, PassedOver
 from compare.diagnosis.proof.proof import MistakeProof
-from minimax_tools.results.choices import LogitsResult, PassLogits, RoutingResult
-from minimax_tools.results.model_findings import ModelFinding
 from minimax_tools.results.prompt_results import PhaseShare, PromptResult
 from minimax_tools.results.results import (
     Blame,
@@ -14,7 +12,11 @@ from minimax_tools.results.results import (
     Comparison,
     Curve,
     GeneratedRow,
+    LogitsResult,
+    ModelFinding,
+    PassLogits,
     RouterDtype,
+    RoutingResult,
     SiteResult,
     Untested,
     Verdict,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from minimax_tools.results.regions import WrongRegion
-from minimax_tools.results.results import BlameGroup, SiteStatus
+from minimax_tools.results.results import BlameGroup, SiteStatus, WrongRegion
 from schemas.judging import COUNTS, conclusion, mistake
 from schemas.parts import Schema, by_name, choice, listed, maybe, merged, number, record, text, whole
 from schemas.values import field_comments, schema_of

@@ -22,7 +22,7 @@ import torch
 from figures import Figure
 from page_cache import warm_cache
 
-from minimax_tools.machine.durable import sync_path
+from minimax_tools.machine.files import sync_path
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import cut_slice

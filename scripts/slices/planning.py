@@ -23,11 +23,9 @@ from minimax_tools.checkpoint.expected_tensors import expected_tensors
 from minimax_tools.errors import CannotRunError
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import ModelCost, PartCost, Workload
-from minimax_tools.partition.cost_measurement import measure_costs
-from minimax_tools.partition.node import MAX_NODES, Node
+from minimax_tools.partition.cost import ModelCost, PartCost, Workload, measure_costs
+from minimax_tools.partition.node import MAX_NODES, Node, Stage
 from minimax_tools.partition.planners import plan_stages
-from minimax_tools.partition.stage import Stage
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 

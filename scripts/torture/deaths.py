@@ -29,8 +29,8 @@ import click
 
 from compare.cli import main as mm2_compare
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import inspect_capture
 from minimax_tools.cli import mm2_split
 from minimax_tools.errors import Mm2Error, UsageError
 from neuron.cli import main as mm2_test

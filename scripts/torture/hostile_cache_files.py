@@ -9,7 +9,7 @@ from minimax_tools.capture.address_records import OUTPUT_NAME, MirrorRecord, New
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.mirror import CaptureMirror
 from minimax_tools.capture.remote_output import RemoteOutput
-from minimax_tools.machine.compiled_cache import CompiledCache
+from minimax_tools.machine.compiled import CompiledCache
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.cache import ADDRESS_NAME, OUTPUT_RUN
 from torture.hostile_file import HostileFile, finding, reading

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import IncomparableError, UsageError
-from minimax_tools.model.component import Component
-from minimax_tools.model.run import component_run, full_run, multi_layer_run, sweep_run
+from minimax_tools.model.run import Component, component_run, full_run, multi_layer_run, sweep_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict

@@ -20,9 +20,8 @@ from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.streaming import Streaming
-from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, give_back_freed_memory
+from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, MemoryUsage, give_back_freed_memory
 from minimax_tools.machine.memory_tracker import MemoryTracker
-from minimax_tools.machine.memory_usage import MemoryUsage
 from minimax_tools.model.run import full_run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.input_request import InputRequest

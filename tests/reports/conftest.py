@@ -6,8 +6,15 @@ import pytest
 
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.choices import RoutingResult
-from minimax_tools.results.results import Blame, Comparison, NoiseRatio, SiteResult, SiteStatus, Verdict
+from minimax_tools.results.results import (
+    Blame,
+    Comparison,
+    NoiseRatio,
+    RoutingResult,
+    SiteResult,
+    SiteStatus,
+    Verdict,
+)
 
 GOLDEN = "mm2-captures/gpu_reference/full_model"
 DEVICE = "mm2-captures/neuron/sweep_0_to_7"

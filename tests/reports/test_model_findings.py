@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.results import ModelFinding
 from reports.canvas import Canvas
 from reports.model_findings import draw_findings, word_first
 

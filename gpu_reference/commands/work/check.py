@@ -16,7 +16,7 @@ from gpu_reference.readiness.machine_check import check_machine, check_ways, mea
 from minimax_tools.checkpoint.expected_tensors import expected_tensors
 from minimax_tools.command_line.console import end_command, print_json, print_text
 from minimax_tools.command_line.progress import format_duration
-from minimax_tools.command_line.table import align_columns
+from minimax_tools.command_line.streams import align_columns
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub, resolve_config
 from minimax_tools.json_codec import encode

@@ -19,17 +19,17 @@ from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import GoldenOptions
 from gpu_reference.streaming.stream_choice import choose_streaming, is_whole
 from minimax_tools.capture.address_records import address_of
-from minimax_tools.capture.generation import GENERATION_NAME, Generation
-from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.kept_runs import holds_same, other_run_error, read_kept, refuse_other_run
+from minimax_tools.capture.passes import GENERATION_NAME, Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.remote_output import RemoteOutput, kept_directory
+from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import tidy_capture
 from minimax_tools.checkpoint.index import find_absent_shards
-from minimax_tools.command_line.capture_commands import after_golden
 from minimax_tools.command_line.console import print_json, print_text
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.command_line.run_commands import after_golden
 from minimax_tools.errors import UsageError, list_faults
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode

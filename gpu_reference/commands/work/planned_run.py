@@ -26,9 +26,9 @@ from gpu_reference.streaming.stream_choice import choose_part_streaming
 from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.command_line.capture_commands import after_golden
 from minimax_tools.command_line.console import say, show_warnings_only, shows_details
 from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
+from minimax_tools.command_line.run_commands import after_golden
 from minimax_tools.command_line.streams import shows_pictures
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model

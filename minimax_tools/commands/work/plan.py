@@ -1,26 +1,190 @@
-"""`mm2-split plan` at work: a model measured and divided."""
+"""`mm2-split plan` at work: a model measured and divided.
+
+A partition plan as text and as JSON: the nodes' slices, the parts' costs, and the slowest node.
+
+A part is what a plan does not divide, such as the embedding or a layer. A slice is the parts that a node holds.
+"""
 
 from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.command_line.console import print_json, print_text
-from minimax_tools.commands.work.plan_text import describe_plan, plan_values
+from minimax_tools.command_line.streams import align_columns
+from minimax_tools.errors import format_count
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub
+from minimax_tools.json_codec import encode
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.family import MODEL_TYPE
 from minimax_tools.model.quantisation import find_other_format, find_side_format
 from minimax_tools.model.rope import warn_of_rotary_width
-from minimax_tools.partition.cost import Workload
-from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.model.span import Span
+from minimax_tools.partition.cost import ModelCost, PartCost, Workload, measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
-from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.plan import PartitionPlan, Slice, make_plan
 from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.stored_dtype import StoredDtype
 
 logger = logging.getLogger(__name__)
+
+
+_SIZE_COLUMNS = ("stored", "loaded", "KV", "activations")
+_WORK_COLUMNS = ("parameters", "GFLOPs/token")
+_NODE_COLUMNS = ("node", "holds", "share", *_SIZE_COLUMNS, "memory", *_WORK_COLUMNS, "ms/token", "files")
+_PART_COLUMNS = ("part", *_SIZE_COLUMNS, *_WORK_COLUMNS)
+# Columns that hold words, which are aligned left.
+_WORD_COLUMNS = ("node", "holds", "part")
+
+
+def describe_plan(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> str:
+    """Return the plan as tables of nodes and of the model's parts, with files and the slowest node."""
+    blocks = [
+        f"{plan.model}: {format_count(plan.num_hidden_layers, 'layer')} on {len(plan.used)} of "
+        f"{format_count(len(plan.slices), 'node')}, by {plan.planner}",
+        "\n".join(
+            align_columns(
+                [_NODE_COLUMNS, *(_node_row(plan, slice_) for slice_ in plan.slices)], words=_WORD_COLUMNS
+            )
+        ),
+        "\n".join(
+            align_columns(
+                [_PART_COLUMNS, *(_part_row(name, part) for name, part in _parts(cost))], words=_WORD_COLUMNS
+            )
+        ),
+        "\n".join((*_describe_files(plan), *_notes(plan))),
+    ]
+    if output is not None:
+        blocks.append(f"Written to {output}.")
+    return "\n\n".join(block for block in blocks if block)
+
+
+def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> dict[str, Any]:
+    """Return the plan as JSON, without the names of the tensors, which the plan's file lists."""
+    values = encode(plan)
+    del values["schema_version"]  # of the plan's file; the output has its own
+    slowest = _slowest(plan)
+    nodes = [
+        {
+            **slice_values,
+            "files": list(slice_.files),
+            "num_tensors": len(slice_.tensors),
+            "share_of_layers": plan.share(slice_),
+            "memory_needed_bytes": slice_.cost.memory_bytes,
+            "seconds_per_token": slice_.seconds_per_token,
+        }
+        for slice_, slice_values in zip(plan.slices, values.pop("slices"), strict=True)
+    ]
+    return {
+        **values,
+        "nodes": nodes,
+        "parts": {name: asdict(part) for name, part in _parts(cost)},
+        "layers": [asdict(layer) for layer in cost.layers],
+        "slowest_node": None if slowest is None else slowest.node.name,
+        "plan": None if output is None else str(output),
+    }
+
+
+def _node_row(plan: PartitionPlan, slice_: Slice) -> tuple[str, ...]:
+    cost, node = slice_.cost, slice_.node
+    if not slice_.stage.is_used:
+        memory = f"0 B of {format_size(node.memory_bytes)}"
+        return (node.name, "idle", "", *[""] * len(_SIZE_COLUMNS), memory, *[""] * len(_WORK_COLUMNS), "", "")
+    seconds = slice_.seconds_per_token
+    return (
+        node.name,
+        _describe_content(slice_),
+        f"{plan.share(slice_):.1%}",
+        *_sizes(cost),
+        f"{format_size(cost.memory_bytes)} of {format_size(node.memory_bytes)} "
+        f"({cost.memory_bytes / node.memory_bytes:.0%})",
+        *_work(cost),
+        "-" if seconds is None else f"{seconds * 1e3:.4g}",
+        str(len(slice_.files)) if slice_.files else "-",
+    )
+
+
+def _part_row(name: str, part: PartCost) -> tuple[str, ...]:
+    return (name, *_sizes(part), *_work(part))
+
+
+def _sizes(cost: PartCost) -> tuple[str, ...]:
+    return tuple(
+        format_size(size)
+        for size in (cost.stored_bytes, cost.loaded_bytes, cost.kv_bytes, cost.activation_bytes)
+    )
+
+
+def _work(cost: PartCost) -> tuple[str, str]:
+    return _format_number(cost.num_parameters), f"{cost.flops_per_token / 1e9:.3f}"
+
+
+def _format_number(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.3f} {unit}"
+    return str(number)
+
+
+def _describe_content(slice_: Slice) -> str:
+    """Return the parts that a slice holds, such as `embedding + layers 0 to 30`."""
+    stage = slice_.stage
+    parts = ["embedding"] if stage.has_embedding else []
+    # A node may have room for the embedding or the head alone.
+    if stage.layers:
+        parts.append(str(Span(stage.layers.start, stage.layers.stop)))
+    return " + ".join([*parts, "head"] if stage.has_head else parts)
+
+
+def _parts(cost: ModelCost) -> Iterator[tuple[str, PartCost]]:
+    """Yield the parts of the model with their costs; neighbouring layers of the same cost are one part."""
+    yield "embedding", cost.embedding
+    start = 0
+    for stop in range(1, len(cost.layers) + 1):
+        if stop == len(cost.layers) or cost.layers[stop] != cost.layers[start]:
+            span = Span(start, stop)
+            yield f"each of {span}" if len(span) > 1 else str(span), cost.layers[start]
+            start = stop
+    yield "final norm", cost.final_norm
+    yield "lm_head, tied" if cost.is_tied else "lm_head", cost.lm_head
+    if cost.rest != PartCost():  # tensors of no part above
+        yield "else stored", cost.rest
+    yield "whole model", cost.whole
+
+
+def _describe_files(plan: PartitionPlan) -> Iterator[str]:
+    for slice_ in plan.used:
+        if slice_.files:
+            yield f"{slice_.node.name} reads {', '.join(slice_.files)}"
+    if not any(slice_.files for slice_ in plan.used):
+        yield "Which files hold what is not known yet: this plan is from config.json alone."
+
+
+def _notes(plan: PartitionPlan) -> Iterator[str]:
+    for name, reason in plan.shared.items():
+        yield f"{name} is held twice: {reason}."
+    slowest = _slowest(plan)
+    if slowest is not None and slowest.seconds_per_token is not None:
+        total = sum(slice_.seconds_per_token or 0.0 for slice_ in plan.used)
+        yield (
+            f"{slowest.node.name} bounds the pipeline: {slowest.seconds_per_token * 1e3:.4g} ms for a token, "
+            f"{1 / slowest.seconds_per_token:.4g} tokens/s; through all nodes a token takes {total * 1e3:.4g} ms."
+        )
+    else:
+        fullest = max(plan.used, key=lambda slice_: slice_.cost.memory_bytes / slice_.node.memory_bytes)
+        yield f"{fullest.node.name} is the fullest node; give tflops to learn which is the slowest."
+
+
+def _slowest(plan: PartitionPlan) -> Slice | None:
+    """Return the node that bounds the pipeline; None if a node's throughput is unknown."""
+    if any(slice_.seconds_per_token is None for slice_ in plan.used):
+        return None
+    return max(plan.used, key=lambda slice_: slice_.seconds_per_token or 0.0)
 
 
 def divide_model(

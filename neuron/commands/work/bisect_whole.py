@@ -11,8 +11,8 @@ from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.capture_store import CaptureStore
 from minimax_tools.command_line.console import end_command, print_json
+from minimax_tools.command_line.options import CaptureStore
 from minimax_tools.command_line.streams import write
 from minimax_tools.errors import UsageError
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER

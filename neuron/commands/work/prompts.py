@@ -21,8 +21,7 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance
-from minimax_tools.results.followed import Followed
-from minimax_tools.results.prompt_results import PromptRanking
+from minimax_tools.results.prompt_results import Followed, PromptRanking
 from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import (
     AnsweredPrompt,

@@ -17,7 +17,7 @@ from minimax_tools.errors import UsageError
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch
+from minimax_tools.results.probes import Point, ReplacedRun, StreamSearch
 from neuron.commands.replacement import LENGTH_MULTIPLE, ReplacementOptions
 from neuron.commands.work.bisect_whole import choose_num_decoded
 from neuron.model_runs.passes import plan_passes

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from minimax_tools.model.component import Component
-from minimax_tools.model.run import component_run, full_run, multi_layer_run, single_layer_run, sweep_run
+from minimax_tools.model.run import (
+    Component,
+    component_run,
+    full_run,
+    multi_layer_run,
+    single_layer_run,
+    sweep_run,
+)
 from minimax_tools.model.span import Span
 from neuron.commands.work.device_run import run_device
 from neuron.commands.work.undo import prove_layer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from compare.blame.blame import blame_layer
-from minimax_tools.model.component import BOUNDARIES, Component
+from minimax_tools.model.run import BOUNDARIES, Component
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame, SiteResult, SiteStatus
 

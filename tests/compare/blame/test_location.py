@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import make_old
 
-from minimax_tools.capture.generation import GENERATION_NAME
+from minimax_tools.capture.passes import GENERATION_NAME
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison
 from reports.data import comparison_record

@@ -23,16 +23,16 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.regions import WrongRegion
 from minimax_tools.results.results import (
     Blame,
     Comparison,
+    ModelFinding,
     NearestLimit,
     NoiseRatio,
     RelativeError,
     SiteResult,
     SiteStatus,
+    WrongRegion,
 )
 from neuron.cli import main as mm2_test
 

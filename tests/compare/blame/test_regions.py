@@ -18,7 +18,7 @@ from compare.blame.regions import (
     row_regions,
     step_regions,
 )
-from minimax_tools.results.regions import WrongRegion
+from minimax_tools.results.results import WrongRegion
 
 
 def items(*numbers: int, total: int = 100) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from compare.blame.sentences import Bounds, TokenFacts, Where, describe_regions
 from compare.noise.rho import noise_ratio, token_ratios
 from compare.noise.rows import Rows
-from minimax_tools.results.regions import WrongRegion
+from minimax_tools.results.results import WrongRegion
 
 ROWS, LENGTH, HEAD_DIM, HEADS = 3, 40, 16, 4
 BOUNDS = Bounds(token=3.0, channel=2.0)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from compare.chains.stream_search import search_stream
-from minimax_tools.results.replacements import Point, ReplacedRun, StreamSearch
+from minimax_tools.results.probes import Point, ReplacedRun, StreamSearch
 from minimax_tools.results.results import Verdict
 
 NUM_LAYERS = 62

@@ -11,8 +11,7 @@ import torch
 from compare.judging.coverage import is_proved, leave_undecided
 from minimax_tools.metrics.pair_metrics import compare_tensors
 from minimax_tools.model.sites import Site
-from minimax_tools.results.choices import RoutingResult
-from minimax_tools.results.results import SiteResult, SiteStatus
+from minimax_tools.results.results import RoutingResult, SiteResult, SiteStatus
 
 
 def result(site: Site, status: SiteStatus, **changes: Any) -> SiteResult:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compare.judging.logits import REACH, FirstLogits, compare_generated
-from minimax_tools.capture.generation import Continuation, Generation, Likely
+from minimax_tools.capture.passes import Continuation, Generation, Likely
 from minimax_tools.results.results import GeneratedRow, SiteStatus
 
 SIGMA = 0.1

@@ -22,8 +22,7 @@ from compare.limits.limits_file import calibrated_limits
 from compare.noise.rows import InputError, Rows, Squares
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.choices import LogitsResult, TokenChoice
-from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
+from minimax_tools.results.results import Comparison, LogitsResult, SiteResult, SiteStatus, TokenChoice
 
 Judge = Callable[..., Comparison]
 

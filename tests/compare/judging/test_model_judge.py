@@ -15,7 +15,7 @@ from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.noise.rows import square_difference
 from compare.sides.sides import Batch, Sides
-from minimax_tools.capture.generation import Continuation, Generation, Likely
+from minimax_tools.capture.passes import Continuation, Generation, Likely
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import (
     error_name,

@@ -24,8 +24,7 @@ from compare.limits.limits import (
 )
 from compare.limits.limits_file import calibrated_limits
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
-from minimax_tools.results.choices import RoutingResult
-from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, SiteStatus
+from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, RoutingResult, SiteStatus
 
 LIMITS = calibrated_limits()
 TERMS = LimitContext(backend="cpu", is_float32=False, share=1e-6)

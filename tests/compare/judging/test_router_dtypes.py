@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from compare.judging.held_weights import find_router_dtypes
-from minimax_tools.results.choices import RoutingResult
-from minimax_tools.results.results import RouterDtype, SiteResult, SiteStatus
+from minimax_tools.results.results import RouterDtype, RoutingResult, SiteResult, SiteStatus
 
 
 def reference(**dtypes: str) -> Any:

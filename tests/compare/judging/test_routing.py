@@ -18,7 +18,7 @@ from compare.judging.routing import (
 from compare.limits.limits import LimitContext, NoiseLimits
 from compare.limits.limits_file import calibrated_limits
 from minimax_tools.model.sites import Site
-from minimax_tools.results.choices import Flip, RoutingResult
+from minimax_tools.results.results import Flip, RoutingResult
 
 EXPERTS = torch.tensor([[3, 1, 7], [0, 2, 4], [5, 6, 7], [1, 2, 3]])
 

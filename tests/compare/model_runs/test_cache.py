@@ -17,7 +17,7 @@ from minimax_tools.capture.passes import CacheChange, CachePair
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import split_heads
-from minimax_tools.results.model_findings import ModelFinding
+from minimax_tools.results.results import ModelFinding
 
 LAYER = 1
 HEAD_DIM = 64

@@ -27,8 +27,7 @@ from compare.model_runs.stream import judge_layer_order
 from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.passes import Choice, MisplacedLogits, ModelPasses, Repeated, Repetition
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.model_findings import ModelFinding
-from minimax_tools.results.results import Blame
+from minimax_tools.results.results import Blame, ModelFinding
 
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
 LOGITS, EMBEDDING = ModelSite.LOGITS, ModelSite.EMBEDDING

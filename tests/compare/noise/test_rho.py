@@ -8,8 +8,7 @@ import torch
 
 from compare.noise.rho import foreseen_error, foreseen_error_at, noise_ratio, token_ratios
 from compare.noise.rows import InputError, Rows, Squares, measure_input_error, square_difference, square_rows
-from minimax_tools.metrics.error_structure import measure_structure
-from minimax_tools.metrics.noise_floor import massive_channels
+from minimax_tools.metrics.noise_floor import massive_channels, measure_structure
 
 TOKENS, CHANNELS, MASSIVE = 40, 512, 7
 

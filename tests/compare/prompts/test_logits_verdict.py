@@ -11,8 +11,7 @@ import torch
 
 from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
 from compare.prompts.prompt_judge import PortLogits
-from minimax_tools.golden_logits.golden_logits import GoldenLogits, following_tokens
-from minimax_tools.golden_logits.token_logits import TokenLogits
+from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, following_tokens
 from minimax_tools.text.answered_prompts import split_rows
 
 VOCABULARY, NUM_TOKENS, NUM_DECODED, NUM_ROWS = 60, 30, 6, 3

@@ -16,8 +16,7 @@ from compare.prompts.prompt_judge import (
     rounding_noise,
     token_noise,
 )
-from minimax_tools.golden_logits.golden_logits import GoldenLogits, following_tokens
-from minimax_tools.golden_logits.token_logits import TokenLogits, divergence
+from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, divergence, following_tokens
 from minimax_tools.results.prompt_results import PromptResult, rank_prompts
 from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import AnsweredPrompt

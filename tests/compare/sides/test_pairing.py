@@ -12,9 +12,8 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import CaptureError, IncomparableError
-from minimax_tools.model.component import Component
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.run import component_run, multi_layer_run, single_layer_run, sweep_run
+from minimax_tools.model.run import Component, component_run, multi_layer_run, single_layer_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import Provenance

@@ -19,7 +19,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.reference.head import Float32Head
+from minimax_tools.reference.rounding import Float32Head
 from minimax_tools.results.results import Comparison, Verdict
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel

@@ -17,7 +17,7 @@ from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.pairing import find_mismatch, is_of_shape, refuse_other_runs, select_layers
 from compare.sides.sides import Batch, Sides
-from minimax_tools.capture.listing import DumpListing
+from minimax_tools.capture.source import DumpListing
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.sites import Site

@@ -10,7 +10,7 @@ import torch
 from gpu_reference.golden.generation import generate
 from gpu_reference.golden.golden import Golden, open_golden
 from gpu_reference.golden.sampling import Sampling
-from minimax_tools.capture.generation import GENERATION_NAME, Generation
+from minimax_tools.capture.passes import GENERATION_NAME, Generation
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.json_codec import encode

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.checkpoint.layer_storage import grouped_storage, packed_storage
+from minimax_tools.checkpoint.layer_loader import grouped_storage, packed_storage
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.reference.variant_names import variant_names
 from minimax_tools.synthetic.checkpoint import synthesize

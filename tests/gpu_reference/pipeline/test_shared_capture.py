@@ -21,9 +21,9 @@ from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.ranks.background_call import BackgroundCall
 from minimax_tools.ranks.rank_group import RankGroup
 from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.watch import BackgroundCall
 from minimax_tools.slices.source import open_source
 
 

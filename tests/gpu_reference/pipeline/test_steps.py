@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from gpu_reference.pipeline.steps import Step, plan_steps
-from minimax_tools.partition.node import Node
-from minimax_tools.partition.stage import Stage
+from minimax_tools.partition.node import Node, Stage
 
 
 def stage(layers: range, *, has_embedding: bool = False, has_head: bool = False) -> Stage:

@@ -20,12 +20,10 @@ from gpu_reference.streaming.stream_choice import (
 from gpu_reference.streaming.streaming import Streaming
 from gpu_reference.streaming.streaming_request import StreamingRequest
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.memory import MemoryBudget, give_back_freed_memory
-from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.machine.memory import MemoryBudget, MemoryUsage, give_back_freed_memory
 from minimax_tools.partition.cost import PartCost
-from minimax_tools.partition.node import Node
+from minimax_tools.partition.node import Node, Stage
 from minimax_tools.partition.plan import Slice
-from minimax_tools.partition.stage import Stage
 from minimax_tools.ranks.rank_place import RankPlace
 
 CPU = torch.device("cpu")

@@ -15,8 +15,7 @@ from gpu_reference.golden.golden import Golden, GoldenRequest, open_golden
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import GoldenRefusedError, UsageError
-from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, give_back_freed_memory
-from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, MemoryUsage, give_back_freed_memory
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.capture.calls import NUM_TRACED, Calls, join_calls
+from minimax_tools.capture.recorder import NUM_TRACED, Calls, join_calls
 from minimax_tools.model.sites import Site
 
 B, S, F, N = 2, 6, 16, 4

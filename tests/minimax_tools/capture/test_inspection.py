@@ -8,10 +8,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import PASSES_NAME, ModelPasses, cache_file
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.json_codec import encode

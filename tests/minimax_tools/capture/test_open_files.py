@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minimax_tools.capture.open_files import OpenFiles
+from minimax_tools.capture.proof import OpenFiles
 
 # Elements of a float32 tensor whose file is read whole, and of one that is mapped.
 SIZES = {"small": 8, "large": 2**21}

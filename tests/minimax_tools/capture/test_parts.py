@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from minimax_tools.capture.manifest import Manifest
-from minimax_tools.capture.parts import part_name
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.resumption import part_name
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory, read_owner
+from minimax_tools.machine.files import LOCK_NAME, locked_directory, read_owner
 from minimax_tools.model.inputs import Inputs
 
 

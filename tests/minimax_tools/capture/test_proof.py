@@ -12,14 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import digest_tensor
-from minimax_tools.capture.manifest import Description, Manifest
+from minimax_tools.capture.manifest import Certificate, Description, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.capture.writer import open_capture, store_certificate
 from minimax_tools.errors import CaptureError, IncomparableError
-from minimax_tools.machine.file_digest import digest_file
+from minimax_tools.machine.files import digest_file
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 

@@ -13,7 +13,7 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import CaptureWriter, open_capture, tidy_capture
 from minimax_tools.errors import CaptureError
-from minimax_tools.machine.folder_lock import locked_directory
+from minimax_tools.machine.files import locked_directory
 from minimax_tools.model.inputs import Inputs
 
 

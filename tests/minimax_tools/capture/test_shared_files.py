@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.capture.shared_files import read_shared, refuse_other_owner, wait_for_lock
-from minimax_tools.capture.writer import CaptureWriter, open_capture
+from minimax_tools.capture.writer import (
+    CaptureWriter,
+    open_capture,
+    read_shared,
+    refuse_other_owner,
+    wait_for_lock,
+)
 from minimax_tools.errors import CaptureError
-from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory
+from minimax_tools.machine.files import LOCK_NAME, locked_directory
 from minimax_tools.model.sites import Site
 
 

@@ -13,8 +13,7 @@ import torch
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.writer import CaptureWriter, open_capture
-from minimax_tools.capture.written_files import WrittenFiles
+from minimax_tools.capture.writer import CaptureWriter, WrittenFiles, open_capture
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.inputs import Inputs
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minimax_tools.checkpoint.filling import ReadingPool
-from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
+from minimax_tools.checkpoint.layer_loader import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec

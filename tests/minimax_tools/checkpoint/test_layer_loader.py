@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.checkpoint.layer_loader import LayerLoader
-from minimax_tools.checkpoint.layer_storage import LayerStorage, grouped_storage, packed_storage
+from minimax_tools.checkpoint.layer_loader import LayerLoader, LayerStorage, grouped_storage, packed_storage
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError

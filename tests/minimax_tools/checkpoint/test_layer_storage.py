@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minimax_tools.checkpoint.fp8 import dequantise
-from minimax_tools.checkpoint.layer_storage import (
+from minimax_tools.checkpoint.layer_loader import (
     PACKED_DTYPE,
     LayerStorage,
     PackedMatrices,

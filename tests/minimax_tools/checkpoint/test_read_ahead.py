@@ -13,8 +13,8 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.read_ahead import ReadAhead, stored_layer_bytes
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.shard_files import ReadAhead, stored_layer_bytes
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.checkpoint.transpose import copy_matrix, is_transposed
+from minimax_tools.checkpoint.reader import copy_matrix, is_transposed
 
 NAN_AND_SIGNED_ZERO = (0x7FC1, 0xFFA5 - 0x10000, -0x8000, 0x0001)
 

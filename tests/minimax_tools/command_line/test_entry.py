@@ -22,7 +22,7 @@ STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 # The command and its work tell when they are being loaded, and take long if they are asked to; so does the work itself.
 PROGRAM = """
 import sys
-from minimax_tools.command_line.entry import run_command
+from minimax_tools.command_line.group import run_command
 run_command("mm2-compare", "slow_command")
 """
 SLOW_COMMAND = """

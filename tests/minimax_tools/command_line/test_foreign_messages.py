@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from minimax_tools.command_line.foreign_messages import printable_messages
+from minimax_tools.command_line.console import printable_messages
 
 
 def _format_warning() -> str:

@@ -9,7 +9,7 @@ import torch
 
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.other_side import OtherSide
+from minimax_tools.dumps.row_finder import OtherSide
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 

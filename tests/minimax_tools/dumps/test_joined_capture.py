@@ -13,7 +13,7 @@ import torch
 
 from compare.cli import main as mm2_compare
 from minimax_tools.capture.reader import Capture
-from minimax_tools.dumps.joined_capture import JoinedCapture
+from minimax_tools.dumps.cache_capture import JoinedCapture
 from minimax_tools.dumps.opening import open_source
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site

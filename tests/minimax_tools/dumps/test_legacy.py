@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.legacy import LegacyCapture
-from minimax_tools.dumps.legacy_layout import is_legacy
+from minimax_tools.dumps.legacy import LegacyCapture, is_legacy
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 

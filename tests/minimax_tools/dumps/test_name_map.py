@@ -6,7 +6,7 @@ import pytest
 
 from minimax_tools.dumps import name_map
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.place import SitePlace
+from minimax_tools.dumps.piece import SitePlace
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import ModelSite, Site
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.dumps.piece import DumpPiece
-from minimax_tools.dumps.place import SitePlace
+from minimax_tools.dumps.piece import DumpPiece, SitePlace
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.model.site_layouts import Partial, Replicated, Sharded
 

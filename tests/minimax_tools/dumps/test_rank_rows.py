@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from minimax_tools.dumps.capture import DumpCapture
+from minimax_tools.dumps.found_sites import RankRows
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.rank_rows import RankRows
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.model.sites import Site
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minimax_tools.dumps.readable import refuse_unreadable
+from minimax_tools.dumps.opening import refuse_unreadable
 from minimax_tools.errors import CaptureError
 
 

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.model_tensors import ModelTensors
+from minimax_tools.checkpoint.filling import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.golden_logits.golden_logits import KINDS, GoldenLogits
+from minimax_tools.golden_logits.golden_logits import KINDS, GoldenLogits, StreamStart, divergence
 from minimax_tools.golden_logits.logits_run import compute_golden_logits
 from minimax_tools.golden_logits.logits_store import LogitsStore
-from minimax_tools.golden_logits.stream_start import StreamStart
-from minimax_tools.golden_logits.token_logits import divergence
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING

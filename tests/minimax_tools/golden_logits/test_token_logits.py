@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.golden_logits.token_logits import NO_CHOICE, TokenLogits, divergence
+from minimax_tools.golden_logits.golden_logits import NO_CHOICE, TokenLogits, divergence
 
 VOCABULARY = 50
 

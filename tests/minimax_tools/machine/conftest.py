@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from minimax_tools.machine.memory import give_back_freed_memory
-from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.machine.memory import MemoryUsage, give_back_freed_memory
 
 
 @pytest.fixture

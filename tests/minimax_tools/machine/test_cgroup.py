@@ -5,8 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minimax_tools.machine.cgroup import cgroup_headroom_bytes
-from minimax_tools.machine.memory import available_bytes
+from minimax_tools.machine.memory import available_bytes, cgroup_headroom_bytes
 
 MB = 10**6
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from minimax_tools.machine.core_pool import CorePool
+from minimax_tools.machine.compiled import CorePool
 
 
 @pytest.fixture(params=[1, 2], ids=["one core", "two cores"])

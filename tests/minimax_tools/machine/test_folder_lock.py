@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minimax_tools.errors import CaptureError
-from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory
+from minimax_tools.machine.files import LOCK_NAME, locked_directory
 
 
 def test_directory_is_made_and_its_lock_goes_with_the_block(tmp_path: Path) -> None:

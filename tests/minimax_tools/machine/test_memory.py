@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import CannotRunError
-from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError
-from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, MemoryUsage
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart"),

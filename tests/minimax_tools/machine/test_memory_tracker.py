@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.machine.memory import MemoryPeak, MemorySnapshot, MemoryUsage
 from minimax_tools.machine.memory_tracker import MemoryTracker, describe_change, describe_summary
-from minimax_tools.machine.memory_usage import MemoryPeak, MemorySnapshot, MemoryUsage
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart"),

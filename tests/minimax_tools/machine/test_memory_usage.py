@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from minimax_tools.machine.memory_usage import (
+from minimax_tools.machine.memory import (
     MemoryPeak,
     MemoryUsage,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.machine.new_folder import new_folder
+from minimax_tools.machine.files import new_folder
 
 
 def test_block_that_ends_well_leaves_the_folder(tmp_path: Path) -> None:

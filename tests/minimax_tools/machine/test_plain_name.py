@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minimax_tools.machine.plain_name import is_plain_name
+from minimax_tools.machine.files import is_plain_name
 
 
 @pytest.mark.parametrize("name", ["a", "model-00001-of-00004.safetensors", "ü b", "x" * 255])

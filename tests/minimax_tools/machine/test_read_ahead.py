@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minimax_tools.checkpoint.shard_files import is_cached
-from minimax_tools.machine.read_ahead import read_ahead
+from minimax_tools.machine.files import read_ahead
 
 SIZE = 6_000_000
 

@@ -12,9 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minimax_tools.errors import CheckpointError, UsageError
-from minimax_tools.machine.new_folder import new_folder
-from minimax_tools.machine.temporary import is_temporary_folder, remove_abandoned, temporary_beside
-from minimax_tools.machine.whole_file import remove_temporaries, whole_capture_file, whole_file
+from minimax_tools.machine.files import (
+    is_temporary_folder,
+    new_folder,
+    remove_abandoned,
+    remove_temporaries,
+    temporary_beside,
+    whole_capture_file,
+    whole_file,
+)
 
 Write = Callable[[Path], object]
 

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from minimax_tools.errors import CaptureError
-from minimax_tools.machine.whole_file import is_temporary, remove_temporaries, whole_capture_file, whole_file
+from minimax_tools.machine.files import is_temporary, remove_temporaries, whole_capture_file, whole_file
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:

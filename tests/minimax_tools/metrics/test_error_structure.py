@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.metrics.error_structure import Structure, measure_structure
+from minimax_tools.metrics.noise_floor import Structure, measure_structure
 
 TOKENS, CHANNELS = 160, 256
 

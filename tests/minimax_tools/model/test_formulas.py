@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minimax_tools.model.formulas import FORMULAS
-from minimax_tools.model.sites import SITE_INPUTS, ModelSite, Site
+from minimax_tools.model.sites import FORMULAS, SITE_INPUTS, ModelSite, Site
 
 # Inputs that a formula words instead of naming.
 _IN_WORDS = {

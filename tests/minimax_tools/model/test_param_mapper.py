@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.architecture import ARCHITECTURES, Architecture
-from minimax_tools.model.param_mapper import ParamMapper
+from minimax_tools.model.architecture import ARCHITECTURES, Architecture, ParamMapper
 
 LLAMA_LIKE = ["minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 

@@ -7,8 +7,9 @@ import pytest
 
 from minimax_tools.errors import UsageError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.model.component import BOUNDARIES, Component
 from minimax_tools.model.run import (
+    BOUNDARIES,
+    Component,
     Mode,
     Run,
     component_run,

@@ -9,11 +9,9 @@ import torch
 from minimax_tools.checkpoint.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
-from minimax_tools.model.architecture import Architecture
-from minimax_tools.model.param_mapper import part_of
+from minimax_tools.model.architecture import Architecture, part_of
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import ModelCost, PartCost, Workload
-from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.partition.cost import ModelCost, PartCost, Workload, measure_costs
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT32
 from minimax_tools.synthetic.checkpoint import plan_tensors
 from minimax_tools.synthetic.toy_model import SyntheticModel

@@ -5,10 +5,9 @@ from itertools import accumulate
 
 import pytest
 
-from minimax_tools.partition.chain import NodeChain
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.node_order import count_room, divide, find_order
+from minimax_tools.partition.node_order import NodeChain, count_room, divide, find_order
 
 
 def chain_of(*sizes: int, embedding: int = 50, head: int = 30) -> NodeChain:

@@ -13,8 +13,7 @@ from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
 from minimax_tools.json_codec import encode
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import Workload
-from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.partition.cost import Workload, measure_costs
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, PlannedTensor, Slice, make_plan
 from minimax_tools.slices.source import SliceSource, open_source

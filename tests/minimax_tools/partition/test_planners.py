@@ -9,9 +9,8 @@ import pytest
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
-from minimax_tools.partition.node import Node
+from minimax_tools.partition.node import Node, Stage
 from minimax_tools.partition.planners import PLANNERS, plan_stages
-from minimax_tools.partition.stage import Stage
 
 DIVIDING = ("memory", "compute", "balanced")
 LAYER = PartCost(loaded_bytes=90, kv_bytes=10, activation_bytes=7, flops_per_token=10**9)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from minimax_tools.ranks.background_call import BackgroundCall
+from minimax_tools.ranks.watch import BackgroundCall
 
 
 def test_call_gives_what_its_call_gave() -> None:

@@ -10,11 +10,9 @@ from torch.distributed import HashStore
 
 from minimax_tools.errors import CannotRunError
 from minimax_tools.json_codec import encode
-from minimax_tools.ranks.background_call import BackgroundCall
 from minimax_tools.ranks.handshake import Meeting, meet
-from minimax_tools.ranks.process import Process
 from minimax_tools.ranks.rank_place import RankPlace
-from minimax_tools.ranks.watch import status_key
+from minimax_tools.ranks.watch import BackgroundCall, Process, status_key
 
 
 def place(rank: int, num_ranks: int) -> RankPlace:

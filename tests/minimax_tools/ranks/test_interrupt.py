@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from minimax_tools.ranks.interrupt import InterruptedRunError, Interrupter
+from minimax_tools.ranks.rank_group import InterruptedRunError, Interrupter
 
 
 def test_main_thread_is_interrupted_in_a_wait_for_a_lock() -> None:

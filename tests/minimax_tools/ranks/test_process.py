@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.ranks.process import Process
+from minimax_tools.ranks.watch import Process
 
 
 def test_process_that_ended_is_gone_and_a_living_one_is_not() -> None:

@@ -13,11 +13,9 @@ from torch.distributed import HashStore
 
 from minimax_tools.errors import CannotRunError, CaptureError, UsageError
 from minimax_tools.ranks.failure import RankLostError, ReportedElsewhereError
-from minimax_tools.ranks.interrupt import InterruptedRunError, Interrupter
-from minimax_tools.ranks.process import Process
-from minimax_tools.ranks.rank_group import RankGroup, open_ranks
+from minimax_tools.ranks.rank_group import InterruptedRunError, Interrupter, RankGroup, open_ranks
 from minimax_tools.ranks.rank_place import RankPlace
-from minimax_tools.ranks.watch import ALIVE, DONE, FAILED, Watch, status_key
+from minimax_tools.ranks.watch import ALIVE, DONE, FAILED, Process, Watch, status_key
 
 ALONE = RankPlace(rank=0, num_ranks=1, local_rank=0, num_local=1)
 GONE = replace(Process.current(), pid=2**22 + 1)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from minimax_tools.ranks.process import Process
-from minimax_tools.ranks.watch import ALIVE, DONE, FAILED, Watch, status_key
+from minimax_tools.ranks.watch import ALIVE, DONE, FAILED, Process, Watch, status_key
 
 ELSEWHERE = Process(pid=1, place="elsewhere")
 GONE = replace(Process.current(), pid=2**22 + 1)

@@ -7,7 +7,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FINAL_NORM, LM_HEAD
-from minimax_tools.reference.head import Float32Head
+from minimax_tools.reference.rounding import Float32Head
 
 
 def exact_logits(reader: CheckpointReader, states: torch.Tensor, head: str, eps: float) -> torch.Tensor:

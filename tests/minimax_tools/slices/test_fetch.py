@@ -15,9 +15,8 @@ from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.held_file import locked_folder
-from minimax_tools.partition.cost import Workload
-from minimax_tools.partition.cost_measurement import measure_costs
+from minimax_tools.machine.files import locked_folder
+from minimax_tools.partition.cost import Workload, measure_costs
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.slices.description import SliceDescription

@@ -21,10 +21,9 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
-from minimax_tools.partition.node import Node
+from minimax_tools.partition.node import Node, stage_cost
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.partition.planners import plan_stages
-from minimax_tools.partition.stage import stage_cost
 from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.fetch import fetch_slice, fetch_slice_ranges

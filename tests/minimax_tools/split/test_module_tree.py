@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.model.architecture import ARCHITECTURES
-from minimax_tools.model.param_mapper import ParamMapper
+from minimax_tools.model.architecture import ARCHITECTURES, ParamMapper
 from minimax_tools.split.module_tree import read_architecture
 
 pytest.importorskip("transformers", reason="the extra `golden` is not installed")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
-from minimax_tools.split.part_tensors import read_tensor, write_tensors
+from minimax_tools.split.part_folder import read_tensor, write_tensors
 
 TENSORS = {
     "matrix": torch.arange(12, dtype=torch.bfloat16).view(3, 4).T,

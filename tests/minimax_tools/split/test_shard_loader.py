@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.model.param_mapper import ParamMapper
+from minimax_tools.model.architecture import ParamMapper
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, scale_name
 from minimax_tools.split.shard_loader import ShardLoader
 

@@ -252,7 +252,7 @@ def test_memory_stays_far_below_a_shard(tmp_path: Path) -> None:
     program = (
         "import resource, sys, torch\n"
         "from pathlib import Path\n"
-        "from minimax_tools.machine.memory_usage import MemoryUsage\n"
+        "from minimax_tools.machine.memory import MemoryUsage\n"
         "from minimax_tools.synthetic.checkpoint import synthesize\n"
         "from minimax_tools.synthetic.toy_model import SyntheticModel\n"
         # getrusage's begins with what the process held that started this one: for systems that tell nothing better.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.text.chat import render_chat
+from minimax_tools.text.tokenizer import render_chat
 
 PROMPT = 'What is 2 < 3?\n  Say "yes".'
 

@@ -5,8 +5,13 @@ from pathlib import Path
 import pytest
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.text.chat import render_chat
-from minimax_tools.text.tokenizer import decode_rows, encode_texts, has_tokenizer, read_end_tokens
+from minimax_tools.text.tokenizer import (
+    decode_rows,
+    encode_texts,
+    has_tokenizer,
+    read_end_tokens,
+    render_chat,
+)
 
 TEXTS = ["The capital of France is", "def f(x):\n    return x", "Grüße, 你好 🙂", "]~b]user"]
 

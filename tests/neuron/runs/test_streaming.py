@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.read_ahead import stored_layer_bytes
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.shard_files import stored_layer_bytes
 from minimax_tools.errors import TargetError
-from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, give_back_freed_memory
-from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, MemoryUsage, give_back_freed_memory
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Run, full_run, multi_layer_run
 from minimax_tools.model.span import Span

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from minimax_tools.capture.held_weights import HeldWeights, WeightMistake
+from minimax_tools.capture.manifest import HeldWeights, WeightMistake
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec

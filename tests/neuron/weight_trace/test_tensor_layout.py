@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minimax_tools.capture.held_weights import WeightMistake
+from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.weight_names import K_PROJ, Q_PROJ, V_PROJ
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.weight_trace.layout_check import check_layouts

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError
-from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, MemoryUsage
 from minimax_tools.model.weight_names import layer_bytes
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
