@@ -23,8 +23,8 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.span import word_layers
 from neuron.devices.weights import WeightLoader
-from neuron.ports.port_target import PortTarget
 from neuron.ports.target import target_config
+from neuron.ports.targets import PortTarget
 
 
 class GoldenLayers:

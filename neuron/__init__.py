@@ -14,10 +14,8 @@ From the lowest floor up:
 - `check`: findings about a machine's devices, settings, memory and time
 - `report_text`: the report of a run as text
 - `port_stages`: commands run one after the other, and a log from which a later call goes on
-- `launch`: the ranks of a run, started as processes of the command
-- `options`, `rank_options`: options that several commands share
-- `port_arguments`: a port named by options of a command line
-- `rank_sharing`: a command shared among ranks
+- `launch`: the ranks of a run, started as processes of the command; a command shared among ranks
+- `options`: options that several commands share, ranks among them; the port that they name, as options again
 - `commands`: commands with a file of their own
 - `cli`: the other commands of `mm2-test`
 - `__main__`: the entry point

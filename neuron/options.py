@@ -1,19 +1,29 @@
-"""Options of the commands that run a port on a device."""
+"""Options of the commands that run a port on a device.
+
+The options by which several ranks share a layer; `rank_sharing` runs a command on them.
+
+Port arguments: the options that name a port, its device, dtype and ranks, as words of a command line.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import torch
 
 from compare.options import criteria_options, report_option
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.console import LateValue
 from minimax_tools.command_line.options import (
+    DTYPE_NAMES,
     CaptureStore,
+    NamedDtype,
     complete_captures,
     grouped_as,
     input_options,
@@ -26,12 +36,13 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.remote_paths import CapturePath
+from minimax_tools.command_line.work import Work, add_work
 from minimax_tools.text.input_request import InputRequest
 from neuron.devices.backend import Backend
 from neuron.devices.compiler import AUTO, OFF, Compiler
+from neuron.devices.ranks import Ranks
 from neuron.process.record import LAYER_TIMEOUT_S
 from neuron.process.status import limit_layers
-from neuron.rank_options import rank_options
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +50,48 @@ if TYPE_CHECKING:
     from compare.limits.criteria import Criteria
     from minimax_tools.capture.further import FurtherPlace
     from neuron.devices.ranks import Ranks
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_SHARING = Work("neuron.launch", "run_on_ranks")
+_OPTIONS = stack_options(
+    click.option(
+        "--tp-degree",
+        type=click.IntRange(min=1),
+        metavar="T",
+        help="Number of ranks that share a layer. mm2-test starts them, or torchrun --nproc-per-node T -m neuron.  "
+        "[default: the ranks that torchrun started, else 1]",
+    ),
+    click.option(
+        "--ep-degree",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        metavar="D",
+        help="Number of groups of ranks that the experts are divided among; must divide T.",
+    ),
+    click.option(
+        "--reduce-dtype",
+        type=click.Choice(DTYPE_NAMES),
+        default="float32",
+        show_default=True,
+        callback=NamedDtype.read,
+        help="Dtype in which mm2's own layer adds up the partial sums of the ranks.",
+    ),
+)
+
+
+def rank_options(command: Command) -> Command:
+    """Add the options to a command, which then runs on rank 0 and takes `ranks` in their place."""
+
+    @functools.wraps(command)
+    def run(**options: Any) -> Any:
+        return _SHARING.load()(command, options)
+
+    add_work(run, _SHARING)
+    decorated: Command = _OPTIONS(run)  # type: ignore[assignment]  # functools.wraps keeps its signature
+    return decorated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,3 +260,17 @@ def _device_options(*further: Decorator) -> Decorator:
 
 device_options = _device_options()
 span_device_options = _device_options(span_options)
+
+
+def port_arguments(options: DeviceOptions) -> tuple[str, ...]:
+    """Return the options that name a port, its device, dtype and ranks, as a command takes them."""
+    return name_port(target=options.target, backend=options.backend, dtype=options.dtype, ranks=options.ranks)
+
+
+def name_port(*, target: str, backend: str, dtype: torch.dtype, ranks: Ranks) -> tuple[str, ...]:
+    """Return the options of any command that name a port, its device, dtype and ranks."""
+    words = ["--target", target, "--backend", backend]
+    words += [] if dtype is torch.bfloat16 else ["--dtype", dtype_name(dtype)]
+    for name, value in ranks.as_json().items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return tuple(words)

@@ -8,8 +8,8 @@ from pathlib import Path
 from minimax_tools.errors import format_count
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.span import word_layers
-from neuron.runs.layer_times import LayerTimes
-from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
+from neuron.runs.layer_run import LayerTimes
+from neuron.runs.run_profile import CaptureEffect, LayerProfile, RunReport
 from reports.canvas import Canvas, Column, Row
 
 # Names of the phases, which every `LayerTimes` has: read, regroup, transfer, compile, run, copy back.

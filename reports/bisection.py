@@ -16,7 +16,7 @@ from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Probe
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
-from reports.json_values import to_json
+from reports.data import to_json
 from reports.wording import word_figure
 
 # Share of a layer's output: of 24 mistakes of real ports, planted in right ones, ten changed the output by less.

@@ -15,7 +15,7 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.printable import printable, printable_values
 from reports.canvas import Canvas, Column, Row
-from reports.json_values import to_json
+from reports.data import to_json
 from reports.wording import word_shape
 
 _COLUMNS = (

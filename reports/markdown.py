@@ -12,11 +12,18 @@ from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.printable import printable
 from minimax_tools.results.results import Comparison, SiteStatus, Verdict
-from reports.causes import causes_of, word_reasons
-from reports.page.diagnosed import DiagnosedRun
+from reports.page.evidence import DiagnosedRun, group_uncompared
 from reports.page.heat_map import measured
-from reports.page.uncompared import group_uncompared
-from reports.wording import word_figure, word_fraction, word_layer, word_port, word_sites, word_untested
+from reports.wording import (
+    causes_of,
+    word_figure,
+    word_fraction,
+    word_layer,
+    word_port,
+    word_reasons,
+    word_sites,
+    word_untested,
+)
 
 _SIGNS = {
     Verdict.PASS: "✅",

@@ -16,7 +16,7 @@ from minimax_tools.results.prompt_results import (
 )
 from minimax_tools.results.results import ModelFinding, Verdict
 from reports.canvas import Canvas, Column, Row
-from reports.json_values import to_json
+from reports.data import to_json
 from reports.model_findings import draw_findings, word_first
 from reports.wording import word_figure, word_untested
 

@@ -8,7 +8,7 @@ from minimax_tools.errors import format_count
 from minimax_tools.results.probes import ReplacedRun, StreamSearch, name_part, name_point, part_layer
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
-from reports.json_values import to_json
+from reports.data import to_json
 from reports.wording import word_figure
 
 _STYLES = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.INCOMPARABLE: "bold yellow"}

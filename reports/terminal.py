@@ -20,15 +20,17 @@ from minimax_tools.results.results import (
     Verdict,
 )
 from reports.canvas import Canvas
-from reports.causes import causes_of, word_blamed_sites, word_cause, word_reasons
-from reports.curves import draw_curve
-from reports.layer_tables import draw_layer, draw_overview, flip_sentences, worst_site
+from reports.layer_tables import draw_curve, draw_layer, draw_overview, flip_sentences, worst_site
 from reports.model_findings import draw_findings, draw_passes, word_chunks, word_first
 from reports.wording import (
+    causes_of,
+    word_blamed_sites,
+    word_cause,
     word_figure,
     word_layer,
     word_place,
     word_port,
+    word_reasons,
     word_sites,
     word_sites_by_layer,
     word_untested,

@@ -1,4 +1,9 @@
-"""Wording: places and figures of a report in words."""
+"""Wording: places and figures of a report in words.
+
+Order words: the shortest true description of an order in which numbers lie.
+
+Causes: what is to blame in words, the same in the terminal, in Markdown and in the page.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,65 @@ from itertools import pairwise
 from minimax_tools.errors import format_count
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import Untested
+from minimax_tools.results.results import WEIGHTS, BlameGroup, Comparison, Untested
+
+# More exchanged pairs than this have another pattern, or none.
+_MOST_PAIRS = 3
+# Numbers that are told of an order without a pattern, from the first that is not in its place.
+_MOST_SHOWN = 4
+
+
+def word_order(numbers: Sequence[int], *, noun: str) -> str:
+    """Return the order of numbers as a clause, such as `experts 5 and 6 are exchanged`; `noun` is their plural.
+
+    | numbers | text, for `experts` |
+    |---|---|
+    | 0 1 2 4 3 5 | experts 3 and 4 are exchanged |
+    | 5 4 3 2 1 0 | experts lie in reverse order |
+    | 3 4 5 0 1 2 | experts lie with their halves exchanged |
+    | 2 3 4 5 0 1 | experts lie rolled by 2: the first is 2 |
+    | 0 1 10 11 2 3 | experts lie in the order of their numbers as text: 0, 1, 10, … |
+    | 0 4 1 3 5 2 | experts lie in another order, from place 1 on: 4, 1, 3, 5, … |
+    """
+    ascending = sorted(numbers)
+    moved = [place for place, number in enumerate(numbers) if number != ascending[place]]
+    if not moved:
+        return f"{noun} lie in order"
+    pairs = _exchanged_pairs(numbers, ascending, moved)
+    if 0 < len(pairs) <= _MOST_PAIRS:
+        return f"{noun} {', '.join(f'{first} and {second}' for first, second in pairs)} are exchanged"
+    if list(numbers) == ascending[::-1]:
+        return f"{noun} lie in reverse order"
+    start = ascending.index(numbers[0])
+    if list(numbers) == ascending[start:] + ascending[:start]:
+        if 2 * start == len(numbers):
+            return f"{noun} lie with their halves exchanged"
+        return f"{noun} lie rolled by {start}: the first is {numbers[0]}"
+    if list(numbers) == sorted(numbers, key=str):
+        shown = ", ".join(map(str, numbers[:_MOST_SHOWN]))
+        return f"{noun} lie in the order of their numbers as text: {shown}, …"
+    first = moved[0]
+    told = ", ".join(map(str, numbers[first : first + _MOST_SHOWN]))
+    more = ", …" if len(numbers) > first + _MOST_SHOWN else ""
+    return f"{noun} lie in another order, from place {first} on: {told}{more}"
+
+
+def _exchanged_pairs(
+    numbers: Sequence[int], ascending: Sequence[int], moved: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the pairs of numbers that lie in each other's places; [] if other numbers are moved too."""
+    place_of = {number: place for place, number in enumerate(numbers)}
+    if len(place_of) < len(numbers):
+        return []
+    pairs = []
+    for place in moved:
+        other = place_of[ascending[place]]
+        if numbers[place] != ascending[other]:
+            return []
+        if place < other:
+            pairs.append((ascending[place], ascending[other]))
+    return pairs
+
 
 # Beginning of the last line of a pass.
 UNTESTED = "Not tested: "
@@ -104,3 +167,35 @@ def word_untested(untested: Iterable[Untested]) -> str:
     alone = details.pop("", [])  # what nothing tests
     parts = (*(f"{', '.join(of_command)} ({by})" for by, of_command in details.items()), *alone)
     return f"{UNTESTED}{'; '.join(parts)}." if parts else ""
+
+
+def causes_of(comparison: Comparison) -> tuple[BlameGroup, ...]:
+    """Return the causes of a comparison; one for each blame if they were not grouped."""
+    return comparison.blame_groups or tuple(
+        BlameGroup(layers=(blamed.layer,), sites=blamed.sites, worst_layer=blamed.layer, reason=blamed.reason)
+        for blamed in comparison.blame
+    )
+
+
+def word_blamed_sites(cause: BlameGroup) -> tuple[str, ...]:
+    """Return the sites of a cause: those of one operation joined by `and`, as both are wrong."""
+    return (" and ".join(cause.sites),) if cause.operation else word_sites(cause.sites)
+
+
+def word_cause(cause: BlameGroup) -> str:
+    """Return a place to look at, such as `layers 3-59, moe_delta`."""
+    return ", ".join([word_layers(cause.layers), *word_blamed_sites(cause)])
+
+
+def word_reasons(comparison: Comparison, cause: BlameGroup) -> tuple[str, ...]:
+    """Return why a cause is to blame, in the worst of its layers; of one operation's sites a sentence each."""
+    has_worst = len(cause.layers) > 1 and cause.sites != (WEIGHTS,)
+    worst = f"worst in {word_layer(cause.worst_layer)}" if has_worst else ""
+    if not cause.operation:
+        return (f"{worst}: {cause.reason}" if worst else cause.reason,)
+    reasons = (
+        f"{blamed.sites[-1]}: {blamed.reason}"
+        for blamed in comparison.blame
+        if blamed.layer == cause.worst_layer and blamed.operation == cause.operation
+    )
+    return f"one cause, the {cause.operation}{worst and f'; {worst}'}", *reasons

@@ -34,8 +34,7 @@ from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.golden_rows import GoldenRows
-from neuron.prompt_runs.port_record import PortRecord
-from neuron.prompt_runs.prompt_run import PromptRun
+from neuron.prompt_runs.prompt_run import PortRecord, PromptRun
 
 RIGHT = str(Path(__file__).parent / "examples" / "model_port.py") + ":Model"
 _LENGTHS = (12, 60)

@@ -42,9 +42,8 @@ from neuron.model_runs.passes import plan_passes
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 from neuron.prompt_runs.prompt_run import PromptRun
-from neuron.replacement.replaced_judge import ReplacedJudge, RowLogits
-from neuron.replacement.replaced_port import ReplacedPort
-from neuron.replacement.stream import GoldenStream
+from neuron.replacement.stream import GoldenStream, ReplacedJudge, RowLogits
+from neuron.replacement.whole_bisection import ReplacedPort
 
 _TRAINED = Path(__file__).parents[1] / "tests" / "models" / "learned"
 _PORTS = Path(__file__).parent / "whole_ports" / "implementations.py"

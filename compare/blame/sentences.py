@@ -35,8 +35,7 @@ from compare.limits.limits import FEWEST_FOR_STRUCTURE
 from compare.noise.rho import noise_ratio, token_ratios
 from compare.noise.rows import TINY_FLOAT32, Rows
 from minimax_tools.results.results import WrongRegion
-from reports.order_words import word_order
-from reports.wording import word_figure
+from reports.wording import word_figure, word_order
 
 # Share of the error that an order may leave. Right values in their order leave the noise, which is below a hundredth;
 # neighbouring tokens of a stream are alike, and leave more than half.

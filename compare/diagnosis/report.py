@@ -22,7 +22,7 @@ from minimax_tools.model.sites import FORMULAS, ModelSite, Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame, Verdict
 from reports.canvas import Canvas, Column, Row
-from reports.json_values import to_json
+from reports.data import to_json
 from reports.wording import word_figure, word_layer, word_sites, word_untested
 
 NOT_OF_SHAPE = "No mistake of the catalogue was tried: none changes a shape."

@@ -33,7 +33,7 @@ from compare.diagnosis.report import (
 )
 from minimax_tools.model.sites import FORMULAS
 from minimax_tools.model.span import word_layers
-from reports.page.diagnosed import DiagnosedPlace, DiagnosedRun, TriedMistake
+from reports.page.evidence import DiagnosedPlace, DiagnosedRun, TriedMistake
 from reports.wording import word_figure, word_layer
 
 

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from gpu_reference.certification.check_tally import claim
 from gpu_reference.certification.checked_capture import CheckedCapture
-from gpu_reference.certification.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier
+from gpu_reference.certification.golden_checks import claim
+from gpu_reference.certification.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier, check_variants
 from gpu_reference.certification.trust import refuse_run
-from gpu_reference.certification.variant_check import check_variants
 from minimax_tools.capture.manifest import Certificate, Check, Outcome
 from minimax_tools.capture.mirror import CaptureMirror
 from minimax_tools.capture.reader import Capture

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_reference.certification.check_tally import Tally
-from gpu_reference.certification.golden_checks import count_nonfinite
+from gpu_reference.certification.golden_checks import Tally, count_nonfinite
 from minimax_tools.capture.manifest import Check, Entry
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import inspect_capture

@@ -13,25 +13,191 @@ Its tools load the model whole in float32 and in BF16 to make these files. Each 
 far, and its last token is compared. Prompt and decoded tokens are one row of the goldens.
 
 B prompts, S tokens, F channels, K kv heads, D head_dim.
+
+GoldenPair: a BF16 golden and a float32 golden of the same tokens, by which another tool judges a port.
+
+Such a tool divides the port's distance from float32 by BF16's distance from float32. A port is a chained run, so both
+goldens must be chained runs too. The float32 twins within a golden will not do: each is computed from the golden's
+input of its layer, so a chained port is farther from them than the golden in every layer but the first.
+
+SiteModules: the modules whose first outputs are sites, as another tool names them.
+
+The names are those of transformers' MiniMax-M2, from which such a tool makes its own reference captures. A port may use
+others: `moe_delta=model.layers.{layer}.block_sparse_moe`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from gpu_reference.export.golden_pair import GoldenPair
-from gpu_reference.export.site_modules import SiteModules
+from gpu_reference.certification.trust import refuse_no_golden, refuse_uncertified
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.reader import Capture
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import IncomparableError, UsageError, list_names
 from minimax_tools.machine.files import new_folder
-from minimax_tools.model.sites import Site
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import ModelSite, Site
+
+_MAX_NAMED = 4
+_AGAIN = "Make both with the same options but --dtype: mm2-gpu extract-all --model DIR …, once with --dtype float32."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GoldenPair:
+    """Two goldens that belong together; made by `open_golden_pair`."""
+
+    golden: Capture  # in BF16
+    float32_golden: Capture  # of the same model, tokens, layers and sites
+    inputs: Inputs  # tokens of both
+
+
+def open_golden_pair(golden: Path, float32_golden: Path, *, allows_uncertified: bool = False) -> GoldenPair:
+    """Open two goldens, and prove from their manifests that they belong together.
+
+    Args:
+        golden: Directory of the BF16 golden.
+        float32_golden: Directory of the float32 golden.
+        allows_uncertified: Whether goldens without a certificate are taken.
+
+    Raises:
+        CaptureError: A directory holds no complete golden, or one that is damaged.
+        IncomparableError: A golden is not certified, failed a check, or was changed after it was certified; or the two
+            are of different models, tokens, layers or sites.
+        UsageError: A golden was computed in the wrong dtype.
+    """
+    pair = Capture.open(golden).of_whole_ports(), Capture.open(float32_golden).of_whole_ports()
+    for capture, dtype in zip(pair, (torch.bfloat16, torch.float32), strict=True):
+        refuse_no_golden(capture)
+        _refuse_dtype(capture, dtype_name(dtype))
+        refuse_uncertified(capture, allows_uncertified=allows_uncertified)
+    _refuse_strangers(*pair)
+    return GoldenPair(golden=pair[0], float32_golden=pair[1], inputs=pair[0].read_inputs())
+
+
+def _refuse_dtype(capture: Capture, expected: str) -> None:
+    found = capture.description.provenance.dtypes.get("weights")
+    if found != expected:
+        option = "--float32-golden" if expected == "float32" else "--golden"
+        raise UsageError(
+            f"{option} {capture.directory} was not computed in {expected}",
+            expected=expected,
+            found=str(found),
+            next_step=_AGAIN,
+        )
+
+
+def _refuse_strangers(golden: Capture, float32_golden: Capture) -> None:
+    """Raise unless the two are of one model, the same tokens, and the same sites."""
+    one, other = golden.description, float32_golden.description
+    faults = one.provenance.model.differences(other.provenance.model)
+    if one.inputs_digest != other.inputs_digest:
+        faults.append(f"tokens: {one.input_source} against {other.input_source}")
+    held, others_held = (
+        {(e.layer, e.site) for e in side.manifest.entries} for side in (golden, float32_golden)
+    )
+    unpaired = sorted(held ^ others_held, key=str)
+    if unpaired:
+        names = [site if layer is None else f"{site} of layer {layer}" for layer, site in unpaired]
+        faults.append(f"one side alone holds {list_names(names, most=_MAX_NAMED)}")
+    if faults:
+        raise IncomparableError(
+            f"{golden.directory} and {float32_golden.directory} do not belong together",
+            found="; ".join(faults),
+            next_step=_AGAIN,
+        )
+
+
+_LAYER = "{layer}"
+
+# Sites that no module returns as its first output are not here: residuals, inputs, rotated heads, chosen experts.
+_TRANSFORMERS_MODULES: Mapping[Site | ModelSite, str] = MappingProxyType(
+    {
+        Site.INPUT_NORM: "model.layers.{layer}.input_layernorm",
+        Site.Q_PROJ: "model.layers.{layer}.self_attn.q_proj",
+        Site.K_PROJ: "model.layers.{layer}.self_attn.k_proj",
+        Site.V_PROJ: "model.layers.{layer}.self_attn.v_proj",
+        Site.Q_NORM: "model.layers.{layer}.self_attn.q_norm",
+        Site.K_NORM: "model.layers.{layer}.self_attn.k_norm",
+        Site.ATTN_DELTA: "model.layers.{layer}.self_attn",
+        Site.POST_NORM: "model.layers.{layer}.post_attention_layernorm",
+        Site.ROUTER_LOGITS: "model.layers.{layer}.mlp.gate",
+        Site.MOE_DELTA: "model.layers.{layer}.mlp",
+        Site.OUTPUT: "model.layers.{layer}",
+        ModelSite.EMBEDDING: "model.embed_tokens",
+        ModelSite.FINAL_NORM: "model.norm",
+        ModelSite.LOGITS: "lm_head",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteModules:
+    """The module of each site that is a module's first output."""
+
+    # Paths of modules, with `{layer}` for the number of the layer
+    paths: Mapping[Site | ModelSite, str] = field(default_factory=lambda: _TRANSFORMERS_MODULES)
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> SiteModules:
+        """Read texts like `moe_delta=model.layers.{layer}.block_sparse_moe`; other sites keep their usual modules.
+
+        Raises:
+            UsageError: A text names no such site, or a module that cannot be that site's; or two sites have one module.
+        """
+        paths = dict(_TRANSFORMERS_MODULES)
+        for text in texts:
+            name, _, path = (part.strip() for part in text.partition("="))
+            site = next((site for site in paths if site == name), None)
+            if site is None:
+                raise UsageError(
+                    f"--module {text}: {name!r} is not the first output of a module",
+                    expected="SITE=MODULE with one of " + ", ".join(paths),
+                )
+            if not _is_path_of(site, path):
+                raise UsageError(
+                    f"--module {text} names no module of {site}",
+                    expected=f"{site}={_TRANSFORMERS_MODULES[site]}, or another module of that kind",
+                )
+            paths[site] = path
+        _refuse_one_path_for_two(paths)
+        return cls(paths=paths)
+
+    def find(self, site: str, layer: int | None) -> str | None:
+        """Return the module of the site of this name, such as `model.layers.7.mlp`; None if no module returns it.
+
+        `layer` is None outside the layers.
+        """
+        return next(
+            (path.replace(_LAYER, str(layer)) for own, path in self.paths.items() if own == site), None
+        )
+
+
+def _is_path_of(site: Site | ModelSite, path: str) -> bool:
+    """Decide whether a path can be a site's module: it has a layer's number exactly if the site has a layer."""
+    parts = path.replace(_LAYER, "0").split(".")
+    is_path = all(part.isidentifier() or part.isdecimal() for part in parts)
+    return is_path and path.count(_LAYER) == (1 if isinstance(site, Site) else 0)
+
+
+def _refuse_one_path_for_two(paths: Mapping[Site | ModelSite, str]) -> None:
+    owners: dict[str, Site | ModelSite] = {}
+    for site, path in paths.items():
+        first = owners.setdefault(path, site)
+        if first is not site:
+            raise UsageError(
+                f"--module gives {first} and {site} one module",
+                found=path,
+                next_step="Name another module for one of them.",
+            )
+
 
 _FLOAT32_BYTES = 4
 # Its plugin numbers the requests of each run from 0, and runs each prompt by itself.

@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_reference.golden.golden_writer import GoldenWriter, kept_sites
-from gpu_reference.golden.noise_floor import NoiseFloor
+from gpu_reference.golden.golden_writer import GoldenWriter, kept_sites, skipping_layers
+from gpu_reference.golden.noise_floor import CheckpointTwinWeights, NoiseFloor, TwinWeights
 from gpu_reference.golden.recording import recording_layers, recording_model
-from gpu_reference.golden.resumption import skipping_layers
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.model import GoldenModelRequest, load_golden_model
 from gpu_reference.model.model_checks import prove_bare_model, prove_model, refuse_ragged_blocks
 from gpu_reference.model.placement import describe_devices, input_device, watched_memory
-from gpu_reference.model.twin_weights import CheckpointTwinWeights, TwinWeights
-from gpu_reference.streaming.once_reader import OnceReader
 from gpu_reference.streaming.stream_choice import MemoryRoom
-from gpu_reference.streaming.streaming import Streaming, open_streamed_model
+from gpu_reference.streaming.streaming import OnceReader, Streaming, open_streamed_model
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.store import GOLDEN_SIDE

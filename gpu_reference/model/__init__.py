@@ -2,9 +2,7 @@
 
 - `implementations`: transformers' ways to compute attention and experts, by name
 - `model`: the model, loaded whole or built without weights
-- `model_checks`: the proofs that it fell into none of the known traps
+- `model_checks`: the proofs that it fell into none of the known traps; weights that accelerate keeps off their device
 - `placement`: the devices that hold its parts
-- `offload`: weights that accelerate keeps off their device
 - `footprint`: the memory that a golden takes, whole or streamed
-- `twin_weights`: the weights that its float32 twins compute with
 """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_reference.model.offload import hold_weight
+from gpu_reference.model.model_checks import hold_weight
 from gpu_reference.model.placement import Placement, describe_placement, verify_device_map, watched_memory
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, MissingExtraError, UsageError

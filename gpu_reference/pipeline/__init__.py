@@ -1,6 +1,6 @@
 """A golden capture made by several ranks, each with one slice of a plan.
 
-- `pipeline`: one rank's run of its slice, from the input of its first layer to the capture
-- `steps`: the work of each rank, as far as it is not stored yet; the check that the plan fits the checkpoint
+- `pipeline`: one rank's run of its slice, from the input of its first layer to the capture; the work of each rank, as
+  far as it is not stored yet; the check that the plan fits the checkpoint
 - `shared_capture`: the one capture directory that all ranks open together
 """

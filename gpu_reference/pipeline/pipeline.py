@@ -15,6 +15,8 @@ matrix products: cuBLAS and oneDNN choose kernels by the number of rows, and do 
 All ranks write into one capture directory, on a file system that all of them see. Each lists its layers in its own
 manifest, so that a killed run resumes, and sends the manifest to rank 0 at the end. The finished capture has the files
 and the manifest of a single process.
+
+The steps of a plan: the work of each rank, as far as it is not stored yet; and the check of a plan.
 """
 
 from __future__ import annotations
@@ -22,33 +24,106 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpu_reference.golden.golden import Golden
+from gpu_reference.golden.golden_writer import running_only
 from gpu_reference.golden.recording import recording_layers, recording_model
-from gpu_reference.golden.resumption import running_only
 from gpu_reference.model.placement import watched_memory
 from gpu_reference.pipeline.shared_capture import CaptureProposal, open_shared_capture
-from gpu_reference.pipeline.steps import Step, plan_steps
-from gpu_reference.streaming.once_reader import OnceReader
-from gpu_reference.streaming.streaming import StreamedModel, Streaming
+from gpu_reference.streaming.streaming import OnceReader, StreamedModel, Streaming
 from minimax_tools.capture.manifest import Entry, Manifest
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import CaptureWriter, read_shared, refuse_other_owner
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.command_line.progress import Progress
-from minimax_tools.errors import CannotRunError, CaptureError
+from minimax_tools.errors import CannotRunError, CaptureError, CheckpointError
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.model.architecture import Architecture
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import head_name
-from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.partition.node import Stage
+from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.ranks.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The work of one rank."""
+
+    layers: range  # layers to run: the stage's, from the first that is not stored; may be none
+    runs_head: bool  # whether the final norm and the lm_head run
+    source: str  # source of the first layer's input: `tokens`, `stored`, or `rank` for the rank before
+    passes_on: bool  # whether the next rank needs the output
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the rank has nothing to do."""
+        return not (self.layers or self.runs_head or self.passes_on)
+
+
+def plan_steps(
+    stages: Sequence[Stage], complete: Sequence[int], *, has_model_sites: bool
+) -> tuple[Step, ...]:
+    """Return the step of every rank. All ranks compute the same steps.
+
+    Args:
+        stages: Stage of each rank, in the order in which a token passes them.
+        complete: Numbers of the layers that are stored whole.
+        has_model_sites: Whether the sites outside the layers are stored.
+    """
+    steps: list[Step] = []
+    # From the last rank to the first: a rank passes its output on if the next one waits for it.
+    is_needed_next = False
+    for stage in reversed(stages):
+        pending = [layer for layer in stage.layers if layer not in complete]
+        first = pending[0] if pending else stage.layers.stop
+        if first == 0 and stage.has_embedding:
+            source = "tokens"
+        elif first - 1 in complete:
+            source = "stored"
+        else:
+            source = "rank"
+        step = Step(
+            layers=range(first, stage.layers.stop),
+            runs_head=stage.has_head and not has_model_sites,
+            source=source,
+            passes_on=is_needed_next,
+        )
+        is_needed_next = not step.is_idle and source == "rank"
+        steps.append(step)
+    return tuple(reversed(steps))
+
+
+def validate_plan(plan: PartitionPlan, folder: Path, spec: ModelSpec, part: Slice, *, is_slice: bool) -> None:
+    """Check a plan against a checkpoint: against its config.json and, if all headers are here, all its tensors.
+
+    If `is_slice`, `folder` holds the slice `part` alone. Opening the slice then shows whether it is whole.
+
+    Raises:
+        CheckpointError: The plan is not whole, or not this checkpoint's; all faults are listed.
+    """
+    architecture = replace(Architecture.of(plan.model_type), num_layers=spec.num_hidden_layers)
+    if plan.num_hidden_layers != spec.num_hidden_layers:
+        raise CheckpointError(
+            f"the plan for {plan.model} is not for the checkpoint in {folder}",
+            expected=f"{plan.num_hidden_layers} layers",
+            found=f"{spec.num_hidden_layers}",
+            next_step="Give --model the checkpoint that was planned for, or plan anew: mm2-split plan.",
+        )
+    index = None if is_slice else TensorIndex.from_folder(folder, layers=part.stage.layers)
+    entries = None if index is None or index.absent else index.entries
+    plan.validate(entries, architecture, folder=folder)
+
 
 # Key under which the rank of layer 0 publishes where it wrote that layer's input, the embedding's output.
 _LAYER_0_INPUT = "first_input"

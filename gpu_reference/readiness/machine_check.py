@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from gpu_reference.certification.certifier import find_broken_versions
-from gpu_reference.readiness.golden_way import GoldenWay, Job
-from gpu_reference.readiness.gpu_machine import GpuMachine
+from gpu_reference.readiness.golden_way import GoldenWay, GpuMachine, Job
 from minimax_tools.checkpoint.index import TensorIndex, find_absent_shards
 from minimax_tools.checkpoint.layer_faults import describe_rounded_router, verify_layer
 from minimax_tools.errors import (

@@ -7,9 +7,9 @@
 - `shard_files`: bytes of shards, through the page cache or past it; layers fetched into the page cache before they
   are needed
 - `reader`: tensors and weights, read exactly
-- `fp8`: dequantisation; `transpose`: copies as columns
+- `fp8`: dequantisation
 - `layer_faults`: tensors of a layer that do not fit config.json, by their cause
-- `layer_tensors`: one decoder layer as a mapping; `model_tensors`: a whole model
+- `layer_tensors`: one decoder layer as a mapping
 - `filling`: the engine that fills storage from a checkpoint, for goldens and devices
 - `layer_loader`: a golden's layers, loaded one after the other; memory for one layer of a golden, and the places of
   experts in grouped storage

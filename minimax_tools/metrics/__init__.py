@@ -2,7 +2,7 @@
 
 - `tensor_statistics`: figures of one tensor
 - `pair_metrics`: figures of a pair of tensors
-- `pair_sums`: the sums behind them; `distance_counts`: the median distance
+- `pair_sums`: the sums behind them; the median distance
 - `noise_floor`: statistics of the golden's noise floor; averages of an error in which rounding cancels
 - `blocks`: tensors widened a part at a time, on every core
 - `error_sums`: sums of errors by token and by channel

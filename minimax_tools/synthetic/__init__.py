@@ -4,7 +4,7 @@
 |---|---|
 | `checkpoint` | a checkpoint of random numbers, of any size, written by seed |
 | `toy_model`, `toy_tokenizer` | config and tokenizer of a made checkpoint |
-| `random_weights`, `random_numbers` | its tensors, and numbers that are the same on every host |
+| `random_weights` | its tensors, and numbers that are the same on every host |
 | `learned` | a checkpoint that was trained on text |
 | `corpus`, `token_stream` | the text to train on, and its token ids |
 | `trainee`, `training` | the model that is trained, and the training |

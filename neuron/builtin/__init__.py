@@ -2,6 +2,5 @@
 
 - `layer`: the layer, with its attention
 - `moe`: the layer's mixture of experts
-- `head_layout`: the attention heads that each of several ranks holds
-- `rank_cut`: a rank's part of a tensor, read without the rest
+- `rank_cut`: a rank's part of a tensor, read without the rest; the attention heads that each of several ranks holds
 """

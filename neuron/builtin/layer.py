@@ -32,9 +32,8 @@ from minimax_tools.model.weight_names import (
     V_PROJ,
 )
 from minimax_tools.reference.layer import ReferenceLayer
-from neuron.builtin.head_layout import HeadLayout
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe, ranks_of
-from neuron.builtin.rank_cut import RankCut
+from neuron.builtin.rank_cut import HeadLayout, RankCut
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Weight, read_in_place
 

@@ -15,8 +15,14 @@ from minimax_tools.command_line.options import (
     span_options,
 )
 from minimax_tools.command_line.work import done_by
-from neuron.options import backend_option, compile_option, golden_option, prefetch_option, target_option
-from neuron.rank_options import rank_options
+from neuron.options import (
+    backend_option,
+    compile_option,
+    golden_option,
+    prefetch_option,
+    rank_options,
+    target_option,
+)
 from neuron.runs.extent import Extent
 
 

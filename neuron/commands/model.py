@@ -21,8 +21,7 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.work import done_by
-from neuron.options import backend_option, golden_option, layer_timeout_option
-from neuron.rank_options import rank_options
+from neuron.options import backend_option, golden_option, layer_timeout_option, rank_options
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,7 @@ from minimax_tools.command_line.options import (
     text_options,
 )
 from minimax_tools.command_line.work import done_by
-from neuron.options import backend_option, golden_option
-from neuron.rank_options import rank_options
+from neuron.options import backend_option, golden_option, rank_options
 
 if TYPE_CHECKING:
     import torch

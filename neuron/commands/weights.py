@@ -13,8 +13,7 @@ from minimax_tools.command_line.options import (
 )
 from minimax_tools.command_line.work import done_by
 from neuron.devices.backend import Backend
-from neuron.options import target_option
-from neuron.rank_options import rank_options
+from neuron.options import rank_options, target_option
 
 
 @click.command(

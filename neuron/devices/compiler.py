@@ -1,6 +1,8 @@
 """Compiler: a backend of torch.compile that makes graphs of a layer, and what it has compiled so far.
 
 A lazy backend (XLA) makes graphs itself, and needs none.
+
+CompileCounts: graphs that a process compiled, where they broke, and operations that ran on the CPU instead.
 """
 
 from __future__ import annotations
@@ -9,17 +11,60 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minimax_tools.errors import TargetError, UsageError
 from minimax_tools.text_enum import TextEnum
 from neuron.devices.backend import Backend
-from neuron.devices.compile_counts import CompileCounts, GraphBreak
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+Counted = TypeVar("Counted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBreak:
+    """A break of a graph that torch.compile makes of a layer: a line that runs outside of any graph."""
+
+    reason: str
+    place: str | None = None  # the line: its file, number and code; None if torch does not know it
+
+    def __str__(self) -> str:
+        return f"{self.place or 'an unknown line'}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileCounts:
+    """Counts since this process began, or between two such counts; all zero where nothing is compiled."""
+
+    compiles: int  # graphs compiled
+    fallbacks: Mapping[str, int]  # times that an operation ran on the CPU instead of the device, by its name
+    seconds: float = 0.0  # time of compiling
+    graph_breaks: Mapping[GraphBreak, int] = field(default_factory=dict)  # times that each break was met
+    # Times that a graph was compiled anew, by the condition that the graphs before did not meet.
+    recompiles: Mapping[str, int] = field(default_factory=dict)
+
+    def since(self, earlier: CompileCounts) -> CompileCounts:
+        """Subtract an earlier count."""
+        return CompileCounts(
+            compiles=self.compiles - earlier.compiles,
+            fallbacks=_grown(self.fallbacks, earlier.fallbacks),
+            seconds=self.seconds - earlier.seconds,
+            graph_breaks=_grown(self.graph_breaks, earlier.graph_breaks),
+            recompiles=_grown(self.recompiles, earlier.recompiles),
+        )
+
+
+def _grown(now: Mapping[Counted, int], earlier: Mapping[Counted, int]) -> dict[Counted, int]:
+    """Return what was counted since, by what it is; without what was not."""
+    grown = {key: count - earlier.get(key, 0) for key, count in now.items()}
+    return {key: count for key, count in grown.items() if count}
+
 
 # Values of --compile beside the compilers' names.
 AUTO, OFF = "auto", "off"

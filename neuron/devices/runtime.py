@@ -17,9 +17,7 @@ from minimax_tools.ranks.failure import failing_together
 from minimax_tools.ranks.links import RankMessages
 from neuron.devices.backend import Backend
 from neuron.devices.backend_choice import choose_backend, open_device
-from neuron.devices.compile_counts import CompileCounts
-from neuron.devices.compiler import AUTO, Compiler, choose_compiler, count_torch_compiles
-from neuron.devices.device_memory import device_memory_errors
+from neuron.devices.compiler import AUTO, CompileCounts, Compiler, choose_compiler, count_torch_compiles
 from neuron.devices.distributed import (
     PATIENCE,
     model_parallel,
@@ -28,6 +26,7 @@ from neuron.devices.distributed import (
     process_group,
     refuse_launched,
 )
+from neuron.devices.machine import device_memory_errors
 from neuron.devices.ranks import Ranks
 from neuron.devices.spmd import Spmd, open_spmd
 

@@ -1,16 +1,73 @@
 """Assembly: values of all passes, put where their tokens lie in the golden's batch.
 
 B prompts, S columns of the golden's batch, s columns of a pass, N heads.
+
+PassResult: the outcome of one pass of a whole port, whole or row by row.
+
+B prompts, s columns of the pass.
+
+Logits of a run's passes: which columns they are of, and the tokens chosen by them.
+
+B prompts, s columns of a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
+from minimax_tools.capture.passes import CachePair, Choice, LogitsForm, MisplacedLogits
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import head_name
 from neuron.model_runs.passes import Pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassResult:
+    """The result of one pass, on the CPU."""
+
+    logits: torch.Tensor  # [B,s,vocab] or [B,1,vocab]
+    tokens: torch.Tensor | None  # tokens that the port chose, [B]; None if it chooses none
+    # Sites by layer and outside the layers, as far as they are shown
+    layers: Mapping[int, Mapping[Site, torch.Tensor]] = field(default_factory=dict)
+    model: Mapping[ModelSite, torch.Tensor] = field(default_factory=dict)
+    cache: Sequence[CachePair] | None = None  # by layer; None if it cannot be read
+    layer_calls: tuple[int, ...] = ()  # layers in the order in which they were called
+
+
+def join_rows(results: Sequence[PassResult]) -> PassResult:
+    """Join the results of a prefill's rows; the last one's cache holds all of them."""
+    first = results[0]
+    tokens = [result.tokens for result in results if result.tokens is not None]
+    calls = {result.layer_calls for result in results}
+    return PassResult(
+        logits=torch.cat([result.logits for result in results]),
+        tokens=torch.cat(tokens) if len(tokens) == len(results) else None,
+        layers={
+            layer: {
+                site: torch.cat([result.layers[layer][site] for result in results])
+                for site in sites
+                if all(site in result.layers.get(layer, {}) for result in results)
+            }
+            for layer, sites in first.layers.items()
+        },
+        model={
+            site: torch.cat([result.model[site] for result in results])
+            for site in first.model
+            if all(site in result.model for result in results)
+        },
+        cache=results[-1].cache,
+        # Rows that call other layers are shown whole: no order of layers is right then.
+        layer_calls=calls.pop()
+        if len(calls) == 1
+        else tuple(chain.from_iterable(r.layer_calls for r in results)),
+    )
 
 
 def assemble_site(
@@ -78,3 +135,76 @@ def last_logits(model_pass: Pass, logits: torch.Tensor) -> torch.Tensor:
     if logits.shape[1] == 1:
         return logits[:, 0]
     return logits[torch.arange(len(logits)), model_pass.last_columns]
+
+
+# Words of the vocabulary by which logits are told apart.
+_NUM_WORDS = 1024
+# Another column's logits are nearer than this share of the right column's distance.
+_NEARER = 0.1
+
+
+def logits_form(prefill: Pass, result: PassResult) -> LogitsForm:
+    """Return the columns that the prefill's logits are of: all, or each prompt's last alone."""
+    return LogitsForm.LAST if result.logits.shape[1] == 1 < prefill.columns.shape[1] else LogitsForm.ALL
+
+
+def find_misplaced(
+    prefill: Pass, result: PassResult, *, spec: ModelSpec, reader: CheckpointReader
+) -> tuple[MisplacedLogits, ...]:
+    """Find rows whose only logits are those of another column than the last real token's.
+
+    Raises:
+        CheckpointError: The head's weight cannot be read.
+    """
+    normed = result.model.get(ModelSite.FINAL_NORM)
+    if logits_form(prefill, result) is not LogitsForm.LAST or normed is None or normed.shape[1] == 1:
+        return ()
+    num_words = min(_NUM_WORDS, spec.vocab_size)
+    weight = torch.empty(num_words, spec.hidden_size)
+    reader.read_weight_into(head_name(spec), weight, rows=range(num_words))
+    # Logits of every column, [B,s,words], and those returned, [B,1,words].
+    right = normed.float() @ weight.T
+    error = (right - result.logits[..., :num_words].float()).norm(dim=-1)
+    misplaced = []
+    for row, last in enumerate(prefill.last_columns.tolist()):
+        nearest = int(error[row].nan_to_num(nan=torch.inf).argmin())
+        # The right column's own error is that of rounding; another column must be nearer by far.
+        if nearest != last and float(error[row, nearest]) < _NEARER * float(error[row, last]):
+            is_padding = int(prefill.columns[row, nearest]) < 0
+            misplaced.append(MisplacedLogits(row=row, column=nearest, is_padding=is_padding))
+    return tuple(misplaced)
+
+
+def list_choices(model_pass: Pass, result: PassResult) -> list[Choice]:
+    """List what the port chose after a pass, beside its own likeliest token; nothing if it chose none."""
+    if result.tokens is None:
+        return []
+    logits = last_logits(model_pass, result.logits).float()
+    likeliest = logits.argmax(-1)
+    choices = []
+    for row, chosen in enumerate(result.tokens.tolist()):
+        best = int(likeliest[row])
+        is_token = 0 <= chosen < logits.shape[-1]
+        behind = float(logits[row, best] - logits[row, chosen]) if is_token else float("inf")
+        choices.append(
+            Choice(
+                number=model_pass.number,
+                row=row,
+                chosen=chosen,
+                likeliest=best,
+                # JSON has no infinity and no NaN.
+                behind=behind if math.isfinite(behind) else None,
+                rank=int((logits[row] > logits[row, chosen]).sum()) if is_token else logits.shape[-1],
+                columns=_columns_of_choice(result.logits[row], chosen),
+                last_column=int(model_pass.last_columns[row]) if result.logits.shape[1] > 1 else 0,
+                num_columns=result.logits.shape[1],
+            )
+        )
+    return choices
+
+
+def _columns_of_choice(logits: torch.Tensor, chosen: int) -> tuple[int, ...]:
+    """Return the columns of a row's logits [s,·] whose likeliest token was chosen; () of a single column."""
+    if len(logits) == 1:
+        return ()
+    return tuple((logits.float().argmax(-1) == chosen).nonzero().flatten().tolist())

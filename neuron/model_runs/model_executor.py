@@ -22,14 +22,10 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
-from neuron.model_runs.model_request import ModelSetup
-from neuron.model_runs.pass_result import PassResult, join_rows
+from neuron.model_runs.assembly import PassResult, join_rows
+from neuron.model_runs.model_request import ModelSetup, RankJoin
 from neuron.model_runs.passes import Pass
-from neuron.model_runs.rank_join import RankJoin
-from neuron.ports.exposure import router_dtypes
-from neuron.ports.model_batch import ModelBatch
-from neuron.ports.model_classes import CLASSES, ModelClasses, for_the_device, is_cpu_mode
-from neuron.ports.model_exposure import ModelExposure, find_model_exposure
+from neuron.ports.exposure import ModelExposure, find_model_exposure, router_dtypes
 from neuron.ports.model_returned import (
     CUT_TOKENS,
     JOIN_TOKENS,
@@ -43,8 +39,9 @@ from neuron.ports.model_returned import (
     past_argument,
     require_decoding,
 )
-from neuron.ports.model_target import eager_module
-from neuron.ports.port_errors import PortEndError, port_errors
+from neuron.ports.model_target import ModelBatch, eager_module
+from neuron.ports.nxdi_model import CLASSES, ModelClasses, for_the_device, is_cpu_mode
+from neuron.ports.target import PortEndError, port_errors
 from neuron.process.status import doing
 
 _RUN_STEP = (

@@ -15,9 +15,8 @@ import torch
 
 from compare.model_runs.chunks import LEAST_DIFFERENCE
 from minimax_tools.capture.passes import Repeated, Repetition
-from neuron.model_runs.assembly import last_logits
+from neuron.model_runs.assembly import PassResult, last_logits
 from neuron.model_runs.model_executor import ModelExecutor, PassRefusedError, PassRequest
-from neuron.model_runs.pass_result import PassResult
 from neuron.model_runs.passes import Pass
 
 # Least norm to divide by.

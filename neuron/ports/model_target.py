@@ -2,6 +2,8 @@
 
 The value of `--target` of `mm2-test model` names it: `PATH.py:NAME` or `package.module:NAME`. NAME is called as
 `NAME(config)`. `Target` is the same for a single decoder layer.
+
+ModelBatch: the batch of a whole port's run, for ports whose caches and compiled graphs have fixed sizes.
 """
 
 from __future__ import annotations
@@ -19,14 +21,36 @@ from minimax_tools.checkpoint.filling import ModelTensors, unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader
-from neuron.ports.model_batch import ModelBatch
-from neuron.ports.port_errors import port_errors
 from neuron.ports.sources import import_callable
-from neuron.ports.target import target_config
+from neuron.ports.target import port_errors, target_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBatch:
+    """The sizes of a run's batch, known before the port is built."""
+
+    num_prompts: int
+    num_tokens: int  # most columns of the port's cache, decoded and generated tokens included
+    num_prefilled: int  # tokens of the shortest prompt in the prefill
+    first_position: int  # smallest position of a real token
+    replaces_stream: bool = False  # whether passes will replace the stream (see `REPLACE_STREAM`)
+
+    @classmethod
+    def of(cls, inputs: Inputs, *, num_decoded: int, max_new_tokens: int) -> ModelBatch:
+        """Describe the batch of a run that decodes the last tokens of each prompt, and then generates."""
+        # A repetition in another shape has a column more than there are passes.
+        return cls(
+            num_prompts=inputs.batch_size,
+            num_tokens=inputs.sequence_length + max(max_new_tokens, 1 + num_decoded),
+            num_prefilled=min(inputs.lengths) - num_decoded,
+            first_position=int(inputs.position_ids[inputs.attention_mask.bool()].min()),
+        )
+
 
 _BUILD_STEP = "It is called as NAME(config); see --debug for the traceback."
 _CONVERT_STEP = "It gets the hub's names; see --debug for the traceback."

@@ -24,14 +24,14 @@ from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.model.spec import ModelSpec
 from neuron.ports.nxdi_application import PortApplication, find_application
 from neuron.ports.nxdi_config import make_nxdi_config, read_options
-from neuron.ports.nxdi_conversion import (
+from neuron.ports.nxdi_layer import (
     ApplicationConversion,
     Conversion,
     LayerConversion,
+    NxdiLayer,
     TableConversion,
     find_origin,
 )
-from neuron.ports.nxdi_layer import NxdiLayer
 from neuron.ports.nxdi_layout import NxdiLayout
 from neuron.ports.sources import import_callable
 from neuron.ports.target import ConversionOrigin, Target

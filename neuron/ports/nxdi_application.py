@@ -21,7 +21,7 @@ from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError, list_faults
-from neuron.ports.port_errors import port_errors
+from neuron.ports.target import port_errors
 
 # Attribute of the port's layer or module: its application, or None for mm2's table of names.
 CHOICE = "mm2_causal_lm"

@@ -43,8 +43,7 @@ from minimax_tools.model.weight_names import (
     Q_PROJ,
     V_PROJ,
 )
-from neuron.builtin.head_layout import HeadLayout
-from neuron.builtin.rank_cut import RankCut
+from neuron.builtin.rank_cut import HeadLayout, RankCut
 from neuron.devices.weights import Weight
 
 logger = logging.getLogger(__name__)

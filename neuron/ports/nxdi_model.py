@@ -4,12 +4,19 @@ CLASS is a subclass of NxDI's NeuronBaseForCausalLM. `NxdiModel` is such an appl
 port. On the CPU its sites are recorded by hooks, with NXD_CPU_MODE=1. On Neuron, and where the port's options set a
 `tensor_capture_config`, they are read from NxDI's own tensor capture.
 B prompts, S columns of the pass.
+
+ModelClasses: the class of each submodule of a whole port, and where another device gets another class.
+
+Ports choose modules by the device that they are built for. Then a run on the CPU says nothing of the device's class.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -27,20 +34,75 @@ from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
-from neuron.ports.model_batch import ModelBatch
-from neuron.ports.model_classes import ModelClasses
-from neuron.ports.model_exposure import CACHE, LAYERS
+from neuron.ports.exposure import CACHE, LAYERS
 from neuron.ports.model_returned import REPLACE_STREAM, ModelResult
-from neuron.ports.model_target import ModelTarget
+from neuron.ports.model_target import ModelBatch, ModelTarget
 from neuron.ports.nxdi import PREFIX, require_nxdi
-from neuron.ports.nxdi_capture import read_captured
 from neuron.ports.nxdi_config import read_options
+from neuron.ports.nxdi_layer import LAYER, find_sites
 from neuron.ports.nxdi_layout import NxdiLayout
-from neuron.ports.nxdi_loaded import LoadedApplication, ReplacedStream
+from neuron.ports.nxdi_loaded import LoadedApplication, ReplacedStream, read_captured
 from neuron.ports.nxdi_settings import NxdiSettings
-from neuron.ports.nxdi_sites import LAYER, find_sites
-from neuron.ports.port_errors import port_errors
 from neuron.ports.sources import import_callable
+from neuron.ports.target import port_errors
+
+# Attribute of a port that holds its `ModelClasses`.
+CLASSES = "classes"
+# Variables by which the CPU stands for the device, in NxD and in the vLLM Neuron plugin.
+_CPU_MODES = ("NXD_CPU_MODE", "VLLM_NEURON_CPU_MODE")
+# The number of a layer in the path of a submodule.
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelClasses:
+    """Classes of the submodules of the first layer and around the layers, by path; a missing submodule has none, ''."""
+
+    here: Mapping[str, str]
+    # Class here and on the other device, where they differ; None if the module tree cannot be built for it here
+    other: Mapping[str, tuple[str, str]] | None
+
+    @classmethod
+    def compare(cls, here: nn.Module, there: nn.Module | None) -> ModelClasses:
+        """Compare a model's module with the same built for the other device; None if it cannot be built."""
+        own = _read(here)
+        if there is None:
+            return cls(here=own, other=None)
+        others = _read(there)
+        return cls(
+            here=own,
+            other={
+                path: (own.get(path, ""), others.get(path, ""))
+                for path in dict.fromkeys((*own, *others))
+                if own.get(path) != others.get(path)
+            },
+        )
+
+
+def is_cpu_mode() -> bool:
+    """Decide whether the environment says that the CPU stands for the device."""
+    return any(os.environ.get(name) == "1" for name in _CPU_MODES)
+
+
+@contextmanager
+def for_the_device() -> Iterator[None]:
+    """Let what is built in the block be built as for the device, without memory."""
+    before = {name: value for name in _CPU_MODES if (value := os.environ.get(name)) is not None}
+    os.environ.update(dict.fromkeys(before, "0"))
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        os.environ.update(before)
+
+
+def _read(module: nn.Module) -> dict[str, str]:
+    return {
+        path: type(submodule).__name__
+        for path, submodule in module.named_modules()
+        if path and ((found := _LAYER.search(path)) is None or found[1] == "0")
+    }
+
 
 _LOAD_STEP = "NxDI loads it by the class's own conversion; see --debug for the traceback."
 # Tokens of the shortest prompt in a prefill.

@@ -1,14 +1,20 @@
 """Target: a decoder layer under test, which is built, then loaded with a layer's weights.
 
 The value of `--target` names it. Each kind of target is a subclass of `Target`; `targets` lists them.
+
+Translation of errors raised by a port's code.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,14 +23,71 @@ from torch import nn
 
 from minimax_tools.checkpoint.filling import unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.errors import TargetError
+from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.model.family import FIXED_VALUES
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend
+from neuron.devices.machine import LOWER, is_out_of_device_memory, shorten
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader, reads_in_place
-from neuron.ports.port_errors import port_errors
+from neuron.process.status import doing
+
+# Folders of libraries, of Python itself, and of mm2's packages: a port's own code lies in none of them.
+_INSTALLED = {"site-packages", "dist-packages"}
+_FOLDERS = (
+    Path(os.__file__).parent,
+    *(Path(__file__).parents[2] / name for name in ("neuron", "minimax_tools", "compare", "gpu_reference")),
+)
+
+
+class PortEndError(TargetError):
+    """A port's attempt to exit, or its lack of memory. A caller that survives other errors of a port lets this pass."""
+
+
+@contextmanager
+def port_errors(failed: str, *, activity: str, next_step: str) -> Iterator[None]:
+    """Turn any error of a port's code into a `TargetError`; errors of mm2 pass.
+
+    `SystemExit` is caught too: a port's exit code must not be read as a verdict. If the port kills the process,
+    the supervisor reads `activity`.
+
+    Args:
+        failed: Failure and location, such as "port port.py:Layer, layer 3 failed while it ran".
+        activity: Work in progress, such as "running layer 3 of port port.py:Layer".
+        next_step: The next step for the user.
+
+    Raises:
+        TargetError: The code raised.
+        PortEndError: The code tried to exit, or ran out of memory.
+    """
+    try:
+        with doing(activity):
+            yield
+    except (Mm2Error, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # also SystemExit and classes that no handler knows
+        if is_out_of_device_memory(error):
+            raise PortEndError(
+                f"{failed}: the device is out of memory", found=shorten(error), next_step=LOWER
+            ) from error
+        kind = PortEndError if isinstance(error, (SystemExit, MemoryError)) else TargetError
+        found = f"{type(error).__name__}: {error}{_place(error)}"
+        raise kind(failed, found=found, next_step=next_step) from error
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of the port's own code that an error passed, as `, at port.py:57`; empty if none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if (
+            path.is_file()
+            and not any(map(path.is_relative_to, _FOLDERS))
+            and not _INSTALLED & set(path.parts)
+        ):
+            return f", at {path.name}:{frame.lineno}"
+    return ""
+
 
 _BUILD_STEP = "It is called as NAME(config, layer_idx); see --debug for the traceback."
 _CONVERT_STEP = "It gets the hub's names relative to the layer; see --debug for the traceback."

@@ -1,16 +1,173 @@
-"""The kinds of targets, of layers and of whole ports, and the search for the target of a --target."""
+"""The kinds of targets, of layers and of whole ports, and the search for the target of a --target.
+
+A port's own class or function as a target: `PATH.py:NAME` or `package.module:NAME`.
+
+Layers of mm2 as targets, the values of --target: `builtin` for a device, `reference` in plain PyTorch.
+"""
 
 from __future__ import annotations
 
-from minimax_tools.errors import UsageError, did_you_mean
-from neuron.ports.mm2_targets import BuiltinTarget, ReferenceTarget
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.errors import TargetError, UsageError, did_you_mean
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference.layer import ReferenceLayer
+from neuron.builtin.layer import DeviceLayer
+from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
+from neuron.devices.backend import Backend
+from neuron.devices.ranks import Ranks
+from neuron.devices.weights import reads_in_place
 from neuron.ports.model_target import ModelTarget, PortModelTarget
 from neuron.ports.nxdi import NxdiTarget
+from neuron.ports.nxdi_config import read_options
 from neuron.ports.nxdi_model import NxdiModelTarget
-from neuron.ports.port_target import PortTarget
-from neuron.ports.target import Target
+from neuron.ports.sources import TargetSource, import_callable
+from neuron.ports.target import Target, target_config
 from neuron.ports.traced import TracedTarget
 from neuron.ports.vllm_neuron_model import VllmNeuronModelTarget
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortTarget(Target):
+    """A class or function that is called as `factory(config, layer_idx)` and returns a module."""
+
+    forms = "PATH.py:NAME or package.module:NAME"
+
+    factory: Callable[[Any, int], object]
+
+    def __post_init__(self) -> None:
+        if self.build_dtype is not None and not isinstance(self.build_dtype, torch.dtype):
+            raise TargetError(
+                f"port {self.name}: build_dtype is no dtype",
+                expected="a torch.dtype, such as torch.float32",
+                found=repr(self.build_dtype),
+            )
+
+    @classmethod
+    def find(cls, name: str) -> PortTarget | None:
+        """Import the port's file or module; None if the name has another form."""
+        found = import_callable(name)
+        if found is None:
+            return None
+        source, factory = found
+        return cls(name=name, factory=factory, source_digest=source.digest())
+
+    def make(self, config: Any, layer_idx: int) -> object:
+        """Call the port's factory."""
+        return self.factory(config, layer_idx)
+
+    @property
+    def is_reused(self) -> bool:
+        """True if the factory sets `reuse`."""
+        return bool(getattr(self.factory, "reuse", False))
+
+    @property
+    def build_dtype(self) -> torch.dtype | None:
+        """The default dtype under which the port wants its module built; None for the run's."""
+        dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
+        return dtype
+
+    @property
+    def port_config(self) -> Mapping[str, Any]:
+        """The options that the port declares for NxDI. mm2 records them, and reads none."""
+        return read_options(self.factory, inspect.getmodule(self.factory))
+
+    @property
+    def adds_over_ranks(self) -> bool:
+        """True if the module adds up its ranks' partial sums: mm2's device layer and classes derived from it do."""
+        return isinstance(self.factory, type) and issubclass(self.factory, DeviceLayer)
+
+    @property
+    def fills_storage(self) -> bool:
+        """True if the module's parameters are known to be filled from the checkpoint, with no second layer in memory.
+
+        So it is for a class without `convert_state_dict`, or with one that is marked by `read_in_place`. Nobody knows
+        what a function builds.
+        """
+        convert = getattr(self.factory, "convert_state_dict", None)
+        return isinstance(self.factory, type) and (convert is None or reads_in_place(convert))
+
+    @property
+    def may_convert(self) -> bool:
+        """False for a class without `convert_state_dict`; an object that a function builds may have one."""
+        return not isinstance(self.factory, type) or hasattr(self.factory, "convert_state_dict")
+
+    def _conversion(self, module: nn.Module) -> Any:
+        # A function may build a class that its author cannot change: then the function has the conversion as attribute.
+        return super()._conversion(module) or getattr(self.factory, "convert_state_dict", None)
+
+
+class ResidentReference(ReferenceLayer):
+    """The reference layer, built once without memory and reused for all layers."""
+
+    reuse = True
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        # Random weights of a full-size layer would take a minute, only to be overwritten.
+        with torch.device("meta"):
+            super().__init__(config, layer_idx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltinTarget(PortTarget):
+    """mm2's layer for a device."""
+
+    forms = "builtin"
+    divides_weights = True  # of several ranks, each holds only its part of a layer
+
+    factory: Callable[[Any, int], object] = DeviceLayer
+
+    @classmethod
+    def find(cls, name: str) -> BuiltinTarget | None:
+        """Return the target if --target is `builtin`, else None."""
+        return cls(name=name, source_digest=_digest_source(DeviceLayer)) if name == cls.forms else None
+
+    def num_experts_at_once(
+        self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
+    ) -> int:
+        """Return the number of experts that run together: those of a chunk, so that scratch memory stays small."""
+        config = target_config(spec, ranks=ranks)
+        return experts_per_chunk(config, dtype=dtype, chunk_size_bytes=CHUNK_SIZE_BYTES)
+
+    def require_traceable(self, backend: Backend) -> None:
+        """Raise TargetError for Neuron over torch_xla, where the layer is several graphs."""
+        if backend is Backend.NEURON_XLA:
+            raise TargetError(
+                "the port builtin is several graphs on a lazy device, not one program",
+                next_step="Trace a port of your own; builtin runs as it is.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceTarget(PortTarget):
+    """mm2's plain PyTorch layer."""
+
+    forms = "reference"
+
+    factory: Callable[[Any, int], object] = ResidentReference
+
+    @classmethod
+    def find(cls, name: str) -> ReferenceTarget | None:
+        """Return the target if --target is `reference`, else None."""
+        return cls(name=name, source_digest=_digest_source(ReferenceLayer)) if name == cls.forms else None
+
+    def num_experts_at_once(
+        self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
+    ) -> int:
+        """Return the number of experts that run together: all on a lazy device, where they are one graph; else 1."""
+        return spec.num_local_experts if is_lazy else 1
+
+
+def _digest_source(layer: type[nn.Module]) -> str:
+    return TargetSource(place=layer.__name__, module=sys.modules[layer.__module__]).digest()
+
 
 # In the order of the search: a prefix such as `nxdi:` would be a module of PortTarget.
 _KINDS: tuple[type[Target], ...] = (BuiltinTarget, ReferenceTarget, NxdiTarget, TracedTarget, PortTarget)

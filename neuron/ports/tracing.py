@@ -34,9 +34,8 @@ from minimax_tools.provenance import library_versions
 from neuron.devices.backend import Backend
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import find_exposure
-from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import find_output
-from neuron.ports.target import Target
+from neuron.ports.target import Target, port_errors
 from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, TracedProgram, load_program
 from neuron.process.status import doing
 

@@ -11,12 +11,25 @@ mm2 takes the place of the plugin's model runner, and calls a model as that does
 
 Tokens are packed in one dimension. A prefill takes one prompt, padded to a bucket; a decoding step takes one token of
 each request. B requests, S columns of a prompt, T tokens of a pass, V vocabulary.
+
+Layers in vLLM's own style, which pass the residual stream on as two summands, shown as layers that pass it on whole.
+
+Such a layer is called as `layer(positions, hidden_states, residual, …)` and returns (hidden_states, residual). The next
+norm adds the two. Hooks put their sum in the first place and zeros in the second, which changes no sum.
+H hidden.
+
+Checkpoint folders without FP8, for ports that read the files themselves.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import json
+import math
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,24 +38,125 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from minimax_tools.capture.passes import CachePair
+from minimax_tools.checkpoint.filling import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import TargetError, UsageError, list_names
+from minimax_tools.errors import CheckpointError, TargetError, UsageError, list_names
+from minimax_tools.machine.size import format_size
+from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import layer_of
+from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
-from neuron.ports.block_cache import BlockCache, CachedLayer
-from neuron.ports.divided_tokens import DividedTokens, new_host_group, refuse_uneven
-from neuron.ports.model_exposure import CACHE, find_model_exposure
+from neuron.ports.exposure import CACHE, find_exposure, find_model_exposure
 from neuron.ports.model_returned import PAST
 from neuron.ports.model_target import ModelTarget
-from neuron.ports.packed_request import PackedRequest, pack_prompt, pack_step
-from neuron.ports.plain_checkpoint import plain_checkpoint
-from neuron.ports.port_errors import port_errors
-from neuron.ports.residual_stream import find_stream_sites, passes_summands, show_stream
+from neuron.ports.packed_request import (
+    BlockCache,
+    CachedLayer,
+    DividedTokens,
+    PackedRequest,
+    new_host_group,
+    pack_prompt,
+    pack_step,
+    refuse_uneven,
+)
 from neuron.ports.sources import import_callable
+from neuron.ports.target import port_errors
+
+_STATES, _RESIDUAL = "hidden_states", "residual"
+
+
+def passes_summands(layer: nn.Module) -> bool:
+    """Decide whether a layer takes the residual stream as two summands."""
+    return _RESIDUAL in inspect.signature(layer.forward).parameters
+
+
+def show_stream(layer: nn.Module) -> None:
+    """Hook a layer: its first argument and its first output become the residual stream, [T,H]."""
+    signature = inspect.signature(layer.forward)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        states, residual = _summed(given.pop(_STATES), given.pop(_RESIDUAL, None))
+        # The states first: a site's tap counts keyword arguments too.
+        return (), {_STATES: states, _RESIDUAL: residual, **given}
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        is_pair = isinstance(output, (tuple, list)) and len(output) == 2
+        return _summed(*output) if is_pair else output
+
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+    layer.register_forward_hook(after)
+
+
+def find_stream_sites(layer: nn.Module) -> dict[str, str]:
+    """Return the sites that a hooked layer shows by usual names, as a port declares them.
+
+    The norm behind the attention adds the summands: its second output is the stream there, its first one is normed.
+    """
+    taps = find_exposure(layer, what=type(layer).__name__).taps
+    sites = {str(site): str(tap) for site, tap in taps.items() if tap.path}
+    if Site.POST_NORM in taps:
+        sites[str(Site.ATTN_RESIDUAL)] = f"{taps[Site.POST_NORM].path}:output[1]"
+    return sites
+
+
+def _summed(states: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if residual is None:
+        return states, None
+    return states + residual, torch.zeros_like(residual)
+
+
+_CONFIG = "config.json"
+_INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def plain_checkpoint(reader: CheckpointReader, spec: ModelSpec, *, dtype: torch.dtype) -> Iterator[Path]:
+    """Open a folder of the model's tensors without FP8: the checkpoint itself, or a copy for the time of the block.
+
+    The copy holds the hub's names, values in `dtype`, router gates and correction biases in float32. Its config.json
+    names no quantisation.
+
+    Raises:
+        CheckpointError: A tensor cannot be read, or the disk is too small for the copy.
+    """
+    if not any(reader.index[name].dtype == FLOAT8_E4M3FN for name in reader.index.names):
+        yield reader.folder
+        return
+    with tempfile.TemporaryDirectory(prefix="mm2-plain-") as folder:
+        _write(ModelTensors.open(reader, spec, dtype), Path(folder), config=dict(spec.raw))
+        yield Path(folder)
+
+
+def _write(tensors: ModelTensors, folder: Path, *, config: dict[str, object]) -> None:
+    # The router's few tensors in float32 do not count.
+    needed = sum(math.prod(tensors.given_shape(name)) for name in tensors) * tensors.dtype.itemsize
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"{folder.parent} is too small for a copy of the checkpoint without FP8, which the port reads",
+            expected=format_size(needed),
+            found=f"{format_size(free)} free",
+            next_step="Set TMPDIR to a larger disk, or give --model a copy of the checkpoint in BF16.",
+        )
+    names_of: dict[str, list[str]] = {}
+    for name in tensors:
+        layer = layer_of(name)
+        file = "model.safetensors" if layer is None else f"model-layer-{layer:03}.safetensors"
+        names_of.setdefault(file, []).append(name)
+    for file, names in names_of.items():
+        save_file({name: tensors[name] for name in names}, folder / file)
+    weight_map = {name: file for file, names in names_of.items() for name in names}
+    (folder / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config.pop("quantization_config", None)
+    (folder / _CONFIG).write_text(json.dumps(config))
+
 
 PREFIX = "vllm-neuron:"
 # Attributes of the port's class: options of the plugin's NeuronConfig, and whether its load_weights reads FP8.

@@ -1,31 +1,167 @@
 """PromptRun: runs a port over prompts with their answers, in batches, and judges each prompt.
 
 B prompts of a batch, s columns of a pass, t judged tokens of a prompt.
+
+The passes of a batch of prompts: one prefill of the prompts, then a step for each token of the longest answer.
+
+The tokens that a step feeds are those of the answer, whatever the port would choose (teacher forcing). A prompt whose
+answer has ended goes on with its last token; nothing of that is judged.
+B prompts, s columns of a pass, P columns of the port's cache.
+
+PortRecord: a port's logits of the prompts of a list, kept in a folder while the list runs.
+
+A killed run continues after its last whole batch. Another port, model, device, library, batch or golden begins anew.
+t tokens, K candidates.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import safetensors
 import torch
+from safetensors.torch import save_file
 
 from compare.prompts.prompt_judge import NoiseLevel, PortLogits, PromptJudge
 from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.progress import Progress
-from minimax_tools.errors import IncomparableError, TargetError, list_faults
-from minimax_tools.golden_logits.golden_logits import GoldenLogits, join_tokens
+from minimax_tools.errors import CaptureError, IncomparableError, TargetError, list_faults
+from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, join_tokens
+from minimax_tools.json_codec import encode
+from minimax_tools.machine.files import whole_capture_file
+from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.provenance import Provenance
 from minimax_tools.results.prompt_results import PromptRanking, PromptResult, rank_prompts
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 from minimax_tools.text.prompts import pad_token_id
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.passes import Pass
 from neuron.prompt_runs.golden_rows import GoldenRows
-from neuron.prompt_runs.port_record import PortRecord
-from neuron.prompt_runs.prompt_passes import plan_prompt_passes
+
+
+def plan_prompt_passes(
+    prompts: Sequence[AnsweredPrompt],
+    *,
+    padding_side: str,
+    buckets: tuple[int, ...] = (),
+    pad_token_id: int,
+    last_position: int,
+) -> list[Pass]:
+    """Plan the passes; the prefill is padded to the longest prompt, or to the smallest of `buckets` that holds it.
+
+    The `columns` of a pass are the indices of its tokens in each prompt's row, -1 for others.
+
+    Raises:
+        UsageError: A prompt is longer than every bucket.
+    """
+    prefill = _plan_prefill(prompts, padding_side=padding_side, buckets=buckets, pad_token_id=pad_token_id)
+    passes = [prefill]
+    lengths = torch.tensor([len(prompt.prompt_ids) for prompt in prompts])
+    for number in range(1, max(len(prompt.answer_ids) for prompt in prompts) + 1):
+        past_mask = passes[-1].attention_mask
+        fed = [prompt.row[min(len(prompt.prompt_ids) + number, len(prompt.row)) - 1] for prompt in prompts]
+        has_ended = torch.tensor([number > len(prompt.answer_ids) for prompt in prompts])
+        indices = lengths + number - 1
+        passes.append(
+            Pass(
+                number=number,
+                input_ids=torch.tensor(fed)[:, None],
+                attention_mask=torch.cat((past_mask, torch.ones_like(past_mask[:, :1])), dim=1),
+                position_ids=indices.clamp(max=last_position)[:, None],
+                columns=torch.where(has_ended, -1, indices)[:, None],
+            )
+        )
+    return passes
+
+
+def _plan_prefill(
+    prompts: Sequence[AnsweredPrompt], *, padding_side: str, buckets: tuple[int, ...], pad_token_id: int
+) -> Pass:
+    inputs = pad_rows(
+        [list(prompt.prompt_ids) for prompt in prompts],
+        padding_side=padding_side,
+        buckets=buckets,
+        pad_token_id=pad_token_id,
+        source="prompts",
+    )
+    is_real = inputs.attention_mask.bool()
+    return Pass(
+        number=0,
+        input_ids=inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        position_ids=inputs.position_ids,
+        columns=torch.where(is_real, inputs.position_ids, -1),
+    )
+
+
+_FIELDS = ("candidates", "others", "following", "choices")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortRecord:
+    """The batches of one list that a port has run."""
+
+    directory: Path
+    run_digest: str  # sha256 of all that decides the port's numbers
+
+    @classmethod
+    def open(cls, directory: Path, provenance: Provenance) -> PortRecord:
+        """Open the record of a run; `provenance` names port, model, device, libraries and options.
+
+        Raises:
+            CaptureError: The folder cannot be made.
+        """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CaptureError(
+                f"{directory} cannot be made", found=str(error), next_step="Choose another --output-dir."
+            ) from error
+        text = json.dumps(encode(provenance), sort_keys=True)
+        return cls(directory=directory, run_digest=hashlib.sha256(text.encode()).hexdigest())
+
+    def read(self, batch: list[AnsweredPrompt]) -> list[PortLogits] | None:
+        """Read the logits of a batch that ran before; None if it did not."""
+        try:
+            with safetensors.safe_open(self._path(batch), framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return [
+                PortLogits(
+                    tokens=tensors[f"{place}.tokens"],
+                    logits=TokenLogits(**{name: tensors[f"{place}.{name}"] for name in _FIELDS}),
+                )
+                for place in range(len(batch))
+            ]
+        except (OSError, KeyError, safetensors.SafetensorError):
+            # Not there, or not whole: the batch runs again.
+            return None
+
+    def write(self, batch: list[AnsweredPrompt], logits: list[PortLogits]) -> None:
+        """Keep the logits of a batch.
+
+        Raises:
+            CaptureError: They cannot be written.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for place, port in enumerate(logits):
+            tensors[f"{place}.tokens"] = port.tokens.contiguous()
+            for name in _FIELDS:
+                tensors[f"{place}.{name}"] = getattr(port.logits, name).contiguous()
+        with whole_capture_file(self._path(batch)) as path:
+            save_file(tensors, path)
+
+    def _path(self, batch: list[AnsweredPrompt]) -> Path:
+        rows: Any = [[prompt.prompt_ids, prompt.answer_ids] for prompt in batch]
+        digest = hashlib.sha256(f"{self.run_digest} {json.dumps(rows)}".encode()).hexdigest()
+        return self.directory / f"batch_{digest[:32]}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)

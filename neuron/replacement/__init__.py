@@ -3,10 +3,9 @@
 The stream is the hidden states that pass from layer to layer. The logits that follow tell whether what lies behind the
 point of replacement is right.
 
-- `stream`: the golden's stream at a point, for passes and for golden logits
-- `replaced_judge`: judges the logits of a run with a replaced stream
-- `replaced_port`: a whole port in memory, run with a replaced stream
-- `whole_bisection`: the search for a whole port's last wrong part
+- `stream`: the golden's stream at a point, for passes and for golden logits; judges the logits of a run with a
+  replaced stream
+- `whole_bisection`: the search for a whole port's last wrong part; a whole port in memory, run with a replaced stream
 - `run_folder`: the folder of runs that are made by hand: their plan, and their logits
 - `nxdi_files`: the stream in the files of NxDI's tensor replacement; `nxdi_run`: a run there
 - `vllm_neuron_files`: the same for vLLM Neuron; `vllm_neuron_run`: a run there

@@ -16,7 +16,7 @@ def nxdi_instructions(folder: RunFolder, point: Point) -> str:
     batch_size = folder.read_inputs().batch_size
     return f"""\
 # 1. Once, in the port's model (its NeuronBaseModel), as the last line of init_model:
-from neuron.ports.nxdi_points import add_stream_points
+from neuron.ports.nxdi_settings import add_stream_points
 add_stream_points(self)
 
 # 2. Once: options of the NeuronConfig, and the replacement, before the application is built, compiled and loaded.
@@ -25,7 +25,7 @@ add_stream_points(self)
 #      output_logits=True, sequence_parallel_enabled=False, seq_len at least {plan.bucket + plan.num_decoded}
 import copy
 from neuronx_distributed_inference.models.config import TensorReplacementConfig
-from neuron.ports.nxdi_replacement import map_steps
+from neuron.ports.nxdi_settings import map_steps
 neuron_config.tensor_replacement_config = TensorReplacementConfig(
     ref_dir={str(directory / REFERENCE)!r},
     neuron_dir={str(directory / SHAPES)!r},

@@ -15,8 +15,7 @@ from minimax_tools.errors import UsageError
 from minimax_tools.machine.files import whole_capture_file
 from minimax_tools.model.inputs import Inputs
 from neuron.model_runs.passes import Pass
-from neuron.ports.nxdi_points import point_module
-from neuron.ports.nxdi_replacement import file_name
+from neuron.ports.nxdi_settings import file_name, point_module
 from neuron.replacement.run_folder import RunFolder
 from neuron.replacement.stream import GoldenStream
 

@@ -15,7 +15,7 @@ import torch
 from minimax_tools.errors import TargetError
 from neuron.model_runs.assembly import last_logits
 from neuron.ports.nxdi_loaded import prefill_arguments, step_arguments
-from neuron.ports.nxdi_replacement import map_steps
+from neuron.ports.nxdi_settings import map_steps
 from neuron.replacement.nxdi_files import REFERENCE, SHAPES
 from neuron.replacement.run_folder import RunFolder
 

@@ -32,8 +32,7 @@ from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.results.probes import Point, name_point
 from neuron.model_runs.passes import Pass, plan_passes
-from neuron.replacement.replaced_judge import RowLogits
-from neuron.replacement.stream import ignores_stream
+from neuron.replacement.stream import RowLogits, ignores_stream
 
 PLAN_NAME, INPUTS_NAME, LOGITS_NAME = "replacement.json", "inputs.safetensors", "logits"
 _UNFINISHED = ".unfinished"  # an empty folder, there until the plan is written

@@ -22,7 +22,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance, plain_values
 from neuron.devices.runtime import Runtime
 from neuron.ports.target import Target
-from neuron.runs.stage_feeds import StageFeeds
+from neuron.runs.layer_run import StageFeeds
 
 _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
 

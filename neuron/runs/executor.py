@@ -1,40 +1,237 @@
 """LayerExecutor: runs single layers of a port on a device, and records their sites.
 
 Each of several ranks has an executor. The lead's sends its requests to the others, which `follow`.
+
+RecordedLayer: a port's layer that returns its sites and further outputs, so that a compiler keeps them.
+
+LayerStopwatch: measures the time of one run of a layer, by phase.
+
+RankAssembly: cuts tensors for the ranks that share a layer, and joins their pieces on the lead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from compare.diagnosis.proof.undo import Undo
-from minimax_tools.capture.further import require_further, verify_further
+from minimax_tools.capture.further import (
+    FurtherPlace,
+    FurtherRecorder,
+    names_place,
+    require_further,
+    verify_further,
+)
 from minimax_tools.capture.manifest import HeldWeights
-from minimax_tools.capture.recorder import Calls, join_calls
+from minimax_tools.capture.recorder import Calls, Recorder, copy_on_device, join_calls
+from minimax_tools.capture.taps import Tap
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
-from neuron.devices.device_memory import device_memory_errors
+from neuron.builtin.layer import KeyValues
+from neuron.devices.machine import device_memory_errors
 from neuron.devices.runtime import Runtime, calls_to_host
+from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure, router_dtypes
-from neuron.ports.port_errors import port_errors
-from neuron.ports.recorded_layer import RecordedLayer
 from neuron.ports.returned import PAST, find_key_values, find_output, require_past
+from neuron.ports.target import port_errors
 from neuron.process.status import doing
 from neuron.runs.device_request import PortSetup
 from neuron.runs.footprint import device_footprint
-from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun
-from neuron.runs.rank_assembly import RankAssembly
-from neuron.runs.resident_layer import ResidentLayer
-from neuron.runs.stopwatch import LayerStopwatch
+from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun, LayerTimes
+from neuron.runs.next_layer import ResidentLayer
 from neuron.weight_trace.held_check import HeldPart, conclude
 from neuron.weight_trace.source_lines import LineTable
+
+
+class RecordedLayer(nn.Module):
+    """A port's layer, called with values that replace its own at some sites, and then as the layer itself.
+
+    Its hooks are in place in `with layer.recorder, layer.further:`. torch.compile takes them into the graph: a
+    site becomes an output of it, and a value that replaces one an input.
+    """
+
+    def __init__(
+        self, layer: nn.Module, taps: Mapping[Site, Tap], further: tuple[FurtherPlace, ...] = ()
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.recorder: Recorder[Site] = Recorder(layer, taps, keep=copy_on_device)
+        self.further = FurtherRecorder(layer, further, keep=copy_on_device)
+        # The graph of another layer is taken only if this is equal: torch.compile does not look at hooks.
+        self.places = tuple((site, str(tap)) for site, tap in taps.items())
+        self.further_places = tuple(map(str, further))
+
+    def forward(
+        self, feeds: Mapping[Site, torch.Tensor], *arguments: object, **keywords: object
+    ) -> tuple[Any, dict[Site, Calls], dict[str, torch.Tensor]]:
+        """Return what the layer returns, copies of the tensors at each site that it reached, and further outputs."""
+        self.recorder.start(feeds)
+        self.further.start()
+        result = self.layer(*arguments, **keywords)
+        calls = self.recorder.calls()
+        sites = {site: calls[site] for site, _ in self.places if site in calls}
+        return result, sites, dict(self.further.tensors)
+
+
+class LayerStopwatch:
+    """A stopwatch that starts when it is made; `mark_loaded` and `mark_computed` come in this order, then `times`.
+
+    The runtime counts the seconds of compiling, the loader those of sending weights to the device, and the reader those
+    of converting, reading included, summed over its threads. What is read while a layer computes counts nowhere.
+    """
+
+    def __init__(self, runtime: Runtime, reader: CheckpointReader, loader: WeightLoader) -> None:
+        self._runtime, self._reader, self._loader = runtime, reader, loader
+        self._started = self._read_counters()
+
+    def mark_loaded(self) -> None:
+        """Note that the weights are loaded."""
+        self._loaded = self._read_counters()
+
+    def mark_computed(self) -> None:
+        """Note that the forward pass has been computed: the device is synchronised."""
+        self._computed = self._read_counters()
+
+    def times(self) -> LayerTimes:
+        """Divide the time until now among the phases; called when the results are on the host."""
+        loading = self._loaded.since(self._started)
+        computing = self._computed.since(self._loaded)
+        host_s = max(0.0, loading.clock_s - loading.sending_s - loading.compile_s)
+        # Parallel threads convert for more seconds than pass: then reading gets its share of `host_s`, else its own
+        # seconds. The tiny number avoids 0 ∕ 0.
+        read_s = host_s * loading.reading_s / max(loading.converting_s, host_s, 1e-9)
+        return LayerTimes(
+            read_s=read_s,
+            regroup_s=host_s - read_s,
+            transfer_s=loading.sending_s,
+            compile_s=loading.compile_s + computing.compile_s,
+            run_s=max(0.0, computing.clock_s - computing.compile_s),
+            copy_back_s=time.perf_counter() - self._computed.clock_s,
+        )
+
+    def _read_counters(self) -> _Counters:
+        return _Counters(
+            clock_s=time.perf_counter(),
+            reading_s=self._reader.reading_s,
+            converting_s=self._reader.converting_s,
+            sending_s=self._loader.sending_s,
+            compile_s=self._runtime.count_compiles().seconds,
+        )
+
+
+class _Counters(NamedTuple):
+    """The clock and all counters at one moment, in seconds; `converting_s` includes `reading_s`."""
+
+    clock_s: float
+    reading_s: float
+    converting_s: float
+    sending_s: float
+    compile_s: float
+
+    def since(self, earlier: _Counters) -> _Counters:
+        return _Counters(*(now_s - then_s for now_s, then_s in zip(self, earlier, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAssembly:
+    """A forward pass of a layer that ranks share: each rank holds a piece of every tensor.
+
+    All ranks make the same calls in the same order. On a single rank, the piece is the whole tensor.
+    """
+
+    runtime: Runtime
+    exposure: Exposure  # the sites that the port exposes, and how each site's pieces make up the whole
+    batch_shape: tuple[int, int]  # number of prompts, and tokens of each in this pass
+    head_dim: int
+    what: str  # target and layer, for errors
+
+    def cut_past(self, layer_input: LayerInput) -> LayerInput:
+        """Cut the past down to the heads that this rank holds.
+
+        Raises:
+            TargetError: The port does not say which heads a rank holds.
+        """
+        if layer_input.past is None:
+            return layer_input
+        # Values are divided among the ranks as keys are; keys have the layout of the site `k_rope`.
+        keys, values = (self.cut(Site.K_ROPE, tensor) for tensor in layer_input.past)
+        return replace(layer_input, past=(keys, values))
+
+    def cut(self, site: Site, tensor: torch.Tensor) -> torch.Tensor:
+        """Cut this rank's piece out of a site's whole tensor.
+
+        Raises:
+            TargetError: The port does not say how the site is divided.
+        """
+        return self.exposure.cut(site, tensor, ranks=self.runtime.ranks, what=f"{self.what}, {site}")
+
+    def join(self, site: Site, piece: torch.Tensor | None, *, name: str = "") -> torch.Tensor | None:
+        """Join the ranks' pieces of a site.
+
+        Args:
+            site: The site whose layout over ranks the tensor has.
+            piece: This rank's piece, on the CPU; None if nothing was recorded.
+            name: Name of the tensor in errors, if it is not the site.
+
+        Returns:
+            The whole tensor on the lead. None on other ranks, if no rank shows the site, and if its layout is unknown.
+
+        Raises:
+            TargetError: The pieces do not make up a tensor.
+        """
+        # Only the lead gets pieces; on other ranks the list is empty.
+        pieces = self.runtime.messages.gather(piece)
+        missing = [rank for rank, rank_piece in enumerate(pieces) if rank_piece is None]
+        if len(missing) == len(pieces):
+            return None
+        what = f"{self.what}, {name or site}"
+        if missing:
+            raise TargetError(
+                f"{what} shows on some ranks and not on others",
+                expected="a tensor on every rank",
+                found=f"none on {', '.join(f'rank {rank}' for rank in missing)}",
+                next_step="Every rank must call the same submodules.",
+            )
+        return self.exposure.assemble(site, pieces, self.batch_shape, head_dim=self.head_dim, what=what)
+
+    def join_further(
+        self, places: Sequence[FurtherPlace], tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Join the ranks' further outputs, by name and on the CPU; {} on ranks other than the lead.
+
+        Raises:
+            TargetError: Pieces contradict the layout that their place names.
+        """
+        if not places:
+            return {}
+        pieces = self.runtime.messages.gather({name: tensor.to("cpu") for name, tensor in tensors.items()})
+        joined: dict[str, torch.Tensor] = {}
+        for place in places if pieces else ():
+            of_place = [
+                {name: tensor for name, tensor in piece.items() if names_place(name, place)}
+                for piece in pieces
+            ]
+            joined |= place.join(of_place, what=self.what)
+        return joined
+
+    def join_past(self, key_values: KeyValues) -> KeyValues | None:
+        """Join keys and values of all heads, on the CPU; None on ranks other than the lead.
+
+        Raises:
+            TargetError: The pieces do not make up a tensor.
+        """
+        keys = self.join(Site.K_ROPE, key_values[0].to("cpu"), name="keys of the past")
+        values = self.join(Site.K_ROPE, key_values[1].to("cpu"), name="values of the past")
+        return None if keys is None or values is None else (keys, values)
+
 
 # Names of the arguments that every port gets, in their order.
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")

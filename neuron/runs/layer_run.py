@@ -3,22 +3,60 @@
 A column is one index along the padded length of the batch. A pass computes S columns, after P earlier ones, the past.
 It is made in one or more *calls* of the layer, each of some rows of the batch.
 B batch, b rows of a call, H hidden, K kv heads, D head_dim.
+
+LayerTimes: the time of one layer, by phase.
+
+StageFeeds: right values that replace what a port gives at some sites, computed from the port's own inputs there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from compare.diagnosis.proof.right_stages import RightStages, waves
 from minimax_tools.capture.further import FurtherPlace
 from minimax_tools.capture.manifest import HeldWeights
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
-from neuron.runs.layer_times import LayerTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Wall time of one layer, or the sum of several, in seconds."""
+
+    read_s: float = 0.0  # reading bytes from the disk or its cache
+    regroup_s: float = 0.0  # making weights of these bytes: dequantising, converting dtypes, cutting, joining
+    transfer_s: float = 0.0  # copying weights to the device
+    compile_s: float = 0.0  # compiling graphs
+    run_s: float = 0.0  # the forward passes, without compiling
+    copy_back_s: float = 0.0  # copying the results to the host
+
+    @property
+    def total_s(self) -> float:
+        """The sum of all phases."""
+        return float(sum(dataclasses.astuple(self)))
+
+    def by_phase(self) -> dict[str, float]:
+        """Return the seconds of each phase, by its name in words, such as `copy back`."""
+        return {
+            name.removesuffix("_s").replace("_", " "): value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def combined(cls, times: Sequence[LayerTimes], combine: Callable[[list[float]], float]) -> LayerTimes:
+        """Combine the times of several layers, phase by phase, by a function such as `sum`."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: combine([getattr(layer, name) for layer in times]) for name in names})
+
+    def __add__(self, other: LayerTimes) -> LayerTimes:
+        return self.combined((self, other), sum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -206,3 +244,27 @@ def _shift(tensor: torch.Tensor, num_columns: torch.Tensor, *, dim: int) -> torc
     """Move each row of [B,…] to the left along `dim`; the columns that leave it on the left come in on the right."""
     shifts = zip(tensor, num_columns.tolist(), strict=True)
     return torch.stack([row.roll(-shift, dims=dim - 1) for row, shift in shifts])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageFeeds:
+    """The sites of one layer to replace, and their right stages."""
+
+    sites: tuple[Site, ...]  # the sites, in execution order
+    known: frozenset[
+        Site
+    ]  # sites whose values the port shows in the right shape; the replaced ones are among them
+    right: RightStages
+
+    def feed(self, request: LayerRequest, *, run: Callable[[LayerRequest], LayerRun]) -> LayerRequest:
+        """Return the request with the right values at its border.
+
+        `run` runs the layer. It is run once for each group of sites that do not follow from each other: the inputs of a
+        later stage are what the port computes once the earlier ones are right.
+        """
+        asked = tuple(site for site in Site if site in self.known or site is Site.INPUT)
+        border = dict(request.border)
+        for wave in waves(self.sites):
+            shown = run(replace(request, sites=asked, border=border)).tensors
+            border |= {site: self.right.value(site, shown) for site in wave}
+        return replace(request, border=border)

@@ -34,8 +34,8 @@ from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.results.results import Comparison, SiteStatus
 from neuron.devices.runtime import Runtime
 from neuron.runs.device_request import DeviceRequest
+from neuron.runs.layer_run import StageFeeds
 from neuron.runs.runner import DeviceRun
-from neuron.runs.stage_feeds import StageFeeds
 
 # Share of ρ at the layer's output: an undone mistake that leaves less took a part of the error away.
 _LESS = 0.7

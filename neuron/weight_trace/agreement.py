@@ -5,24 +5,52 @@
   rank holds partners together, in one order.
 
 What disagrees may be on purpose, if the forward knows of it: then the output is right.
+
+Weight finding: a fault in a port's weights, or something that may be one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
-from neuron.weight_trace.index_sequence import IndexSequence
-from neuron.weight_trace.layout_segment import LayoutSegment
+from minimax_tools.text_enum import TextEnum
+from neuron.weight_trace.layout_segment import IndexSequence, LayoutSegment
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, word_experts, word_kinds
 from neuron.weight_trace.tensor_layout import Matrix, TensorLayout, expert_orders, stack_matrices
-from neuron.weight_trace.weight_finding import Severity, WeightFinding
+
+
+class Severity(TextEnum):
+    """Certainty that a finding is a fault."""
+
+    WRONG = "wrong"  # certain: the port fails
+    SUSPECT = "suspect"  # a port may do it on purpose: running the layer (the trial) decides
+    NOTE = "note"  # the port does it on purpose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFinding:
+    """A fault in a port's weights, or something that may be one: `severity` tells which."""
+
+    mistake: WeightMistake
+    severity: Severity
+    kinds: tuple[str, ...]  # kinds of the source tensors concerned: `q_proj`, `w1`
+    text: str
+    details: str = ""  # what lies where, if the text does not say
+    port_tensors: tuple[str, ...] = ()  # names of the port's tensors concerned
+    # True if the name of the port's tensor claims another weight than lies there: wrong, unless the trial is right.
+    contradicts_names: bool = False
+
+    def cleared(self, reason: str) -> WeightFinding:
+        """Return the finding as a note, with the reason why it is no fault."""
+        return replace(self, severity=Severity.NOTE, text=f"{self.text}; {reason}")
+
 
 # The layout of a matrix without its expert.
 _Signature = tuple[object, ...]

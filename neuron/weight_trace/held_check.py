@@ -8,11 +8,17 @@ all experts: `q_proj`, `w1`.
 - If less is held, the port has the kind in other numbers, as if it quantises, or folds a scale into it. Then it is not
   compared. Zeros are a fault even so.
 - An expert that lies otherwise than most experts is a fault too, although all its numbers are held.
+
+Expert lines: where the lines of each expert lie in a family of a port's tensors, compared with the other experts.
+
+All experts should lie alike, one after the other: each line of an expert lies some places behind the same line of the
+expert before, and that step is one for all lines and experts. The router's rows, and the numbers of its correction
+bias, count as lines of their experts. E experts, n lines of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,16 +29,17 @@ from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import HeldWeights, WeightFault, WeightMistake
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from neuron.weight_trace.expert_lines import (
-    Deviation,
-    ReadLines,
-    find_disorder,
-    find_experts,
-    find_gaps,
-)
-from neuron.weight_trace.port_lines import PortFamily, PortLines
+from minimax_tools.model.weight_names import FLOAT32_NAMES
 from neuron.weight_trace.port_tensors import find_port_tensors
-from neuron.weight_trace.source_lines import Direction, Flags, LineTable, NotedTensors, Numbers
+from neuron.weight_trace.source_lines import (
+    Direction,
+    Flags,
+    LineTable,
+    NotedTensors,
+    Numbers,
+    PortFamily,
+    PortLines,
+)
 from neuron.weight_trace.source_tensors import (
     MAX_EXPERTS_LISTED,
     expert_of,
@@ -40,6 +47,295 @@ from neuron.weight_trace.source_tensors import (
     word_experts,
     word_kinds,
 )
+from reports.wording import word_order
+
+_ABSENT = -1
+_ROUTER_KINDS = frozenset(map(kind_of, FLOAT32_NAMES))
+# What no port means to hold.
+UNUSABLE = _ZEROS, _NONFINITE = ("zeros", "NaN or Inf")
+# Norms of the same numbers in two dtypes differ by less than this share.
+_NORM_SLACK = 1e-2
+
+# Reads lines of one tensor of the checkpoint, by their numbers, as float32 [n,length].
+ReadLines = Callable[[Numbers, Direction], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deviation:
+    """Weights that a port holds otherwise than most of their kind."""
+
+    kind: str
+    expert: int | None  # None for weights that no expert has
+    mistake: WeightMistake
+    place: str  # names of the port's tensors
+    what: str  # a clause on what lies in its place, or how it lies
+    is_held: bool = True  # whether all its numbers are held
+    is_certain: bool = False  # whether no port can mean it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertLines:
+    """Places of the experts' lines in one family."""
+
+    family: PortFamily
+    kinds: tuple[str, ...]  # kinds that the family holds
+    kind_of: Numbers  # [n], index in `kinds` of each line
+    numbers: Numbers  # [E,n], numbers of the lines in the checkpoint
+    places: Numbers  # [E,n], their places in the family; `_ABSENT` for lines that are not there
+    reference: int  # an expert that most others lie like
+    shifts: Numbers  # [E], places by which an expert lies behind the reference
+    step: int  # places from each expert to the next; 0 if most do not follow each other
+
+    @classmethod
+    def of(
+        cls, family: PortFamily, table: LineTable, *, strays: Collection[tuple[str, int | None]] = ()
+    ) -> ExpertLines | None:
+        """Find the lines of experts in a family; None if it holds none. `strays` are kinds of experts to leave out."""
+        place_of = family.places_of(table)
+        by_kind = table.of_experts[family.direction]
+        for kind, expert in strays:
+            place_of[by_kind[kind][expert]] = _ABSENT
+        numbers = {kind: lines for kind, lines in by_kind.items() if (place_of[lines] >= 0).any()}
+        if not numbers:
+            return None
+        joined = np.concatenate(list(numbers.values()), axis=1)
+        places = place_of[joined]
+        reference, shifts = _choose_reference(places)
+        return cls(
+            family=family,
+            kinds=tuple(numbers),
+            kind_of=np.repeat(np.arange(len(numbers)), [lines.shape[1] for lines in numbers.values()]),
+            numbers=joined,
+            places=places,
+            reference=reference,
+            shifts=shifts,
+            step=_find_step(shifts, (places >= 0).any(axis=1)),
+        )
+
+    @property
+    def order(self) -> list[int]:
+        """The experts that are there, in the order in which they lie."""
+        present = np.flatnonzero((self.places >= 0).any(axis=1))
+        order: list[int] = present[np.argsort(self.shifts[present], kind="stable")].tolist()
+        return order
+
+    def experts_of(self, kind: str) -> frozenset[int]:
+        """Return the experts of which at least one line of a kind is there."""
+        is_there = self.places[:, self.kind_of == self.kinds.index(kind)] >= 0
+        return frozenset(np.flatnonzero(is_there.any(axis=1)).tolist())
+
+    def find_unlike(self) -> Iterator[Deviation]:
+        """Yield experts that lie in another layout than most."""
+        both = (self.places >= 0) & (self.places[self.reference] >= 0)
+        shifts = self.places - self.places[self.reference]
+        is_torn = (both & (shifts != self.shifts[:, None])).any(axis=1)
+        followed = self.step * (np.arange(len(shifts)) - self.reference)
+        expected: Numbers = followed if self.step else self.shifts
+        for expert in np.flatnonzero(is_torn).tolist():
+            is_unlike = both[expert] & (shifts[expert] != expected[expert])
+            for index in np.unique(self.kind_of[is_unlike]):
+                what = "in another layout than those of other experts"
+                yield self._deviation(index, expert, what, WeightMistake.ORDER)
+
+    def find_lost(
+        self,
+        is_held: Flags,
+        table: LineTable,
+        *,
+        port_tensors: Mapping[str, torch.Tensor],
+        read: ReadLines,
+    ) -> Iterator[Deviation]:
+        """Yield what lies in the place of lines that are not held."""
+        if not self.step:
+            return
+        expected = self.places[self.reference]
+        is_lost = (expected >= 0) & ~is_held[self.numbers]
+        for expert in np.flatnonzero(is_lost.any(axis=1)).tolist():
+            places = expected + self.step * (expert - self.reference)
+            is_inside = (places >= 0) & (places < len(self.family.found))
+            for index in range(len(self.kinds)):
+                is_of_kind = (self.kind_of == index) & (expected >= 0)
+                lost = np.flatnonzero(is_of_kind & is_lost[expert] & is_inside)
+                if not len(lost):
+                    continue
+                what, mistake = (
+                    self._word_others(places[lost], self.kinds[index], table),
+                    WeightMistake.SWAPPED,
+                )
+                if not what:
+                    what, mistake = word_values(
+                        self.family.values_at(port_tensors, places[lost]),
+                        read(self.numbers[expert, lost], self.family.direction),
+                    )
+                part = word_part(len(lost), int(is_of_kind.sum()), self.family.direction)
+                yield self._deviation(index, expert, f"{what} in their place{part}", mistake, is_held=False)
+
+    def _word_others(self, places: Numbers, kind: str, table: LineTable) -> str:
+        """Return whose lines lie at some places; empty if most of what lies there is not the checkpoint's."""
+        found = self.family.found[places]
+        lines = found[found >= 0]
+        if len(lines) <= len(found) / 2:
+            return ""
+        name = table.name_of(int(np.sort(lines)[len(lines) // 2]))
+        expert = expert_of(name)
+        weights = "those" if kind_of(name) == kind else word_kinds([kind_of(name)])
+        return weights if expert is None else f"{weights} of expert {expert}"
+
+    def _deviation(
+        self, index: int, expert: int, what: str, mistake: WeightMistake, *, is_held: bool = True
+    ) -> Deviation:
+        return Deviation(
+            kind=self.kinds[index],
+            expert=expert,
+            mistake=mistake,
+            place=self.family.pattern,
+            what=what,
+            is_held=is_held,
+            is_certain=what.startswith(UNUSABLE),
+        )
+
+
+def find_disorder(experts: Sequence[ExpertLines]) -> Iterator[Deviation]:
+    """Yield experts that lie in another order than the router's rows; without these, than their numbers."""
+    router = next((lines for lines in experts if _ROUTER_KINDS & set(lines.kinds)), None)
+    numbers = (
+        sorted(expert for lines in experts for expert in lines.order) if router is None else router.order
+    )
+    rank_of = {expert: rank for rank, expert in enumerate(dict.fromkeys(numbers))}
+    against = "" if router is None else ", the router's rows are not"
+    for lines in experts:
+        order = [expert for expert in lines.order if expert in rank_of]
+        right = sorted(order, key=rank_of.__getitem__)
+        if order == right:
+            continue
+        in_order = right == sorted(right)
+        what = word_order(order, noun="experts") if in_order else "experts lie in another order"
+        for expert, expected in zip(order, right, strict=True):
+            if expert == expected:
+                continue
+            for kind in lines.kinds:
+                yield Deviation(
+                    kind=kind,
+                    expert=expert,
+                    mistake=WeightMistake.ORDER,
+                    place=lines.family.pattern,
+                    what=f"{what}{against}",
+                )
+
+
+def find_experts(
+    families: Sequence[PortFamily], table: LineTable
+) -> tuple[list[ExpertLines], list[Deviation]]:
+    """Return the lines of experts in each family that holds any, and the experts that lie in others than most do."""
+    found = [lines for family in families if (lines := ExpertLines.of(family, table)) is not None]
+    strays: list[Deviation] = []
+    for kind in dict.fromkeys(kind for lines in found for kind in lines.kinds):
+        present = [lines for lines in found if kind in lines.kinds]
+        home = max(present, key=lambda lines: len(lines.experts_of(kind)))
+        strays += [
+            Deviation(
+                kind=kind,
+                expert=expert,
+                mistake=WeightMistake.SWAPPED,
+                place=lines.family.pattern,
+                what=f"there, where most experts have them in {home.family.pattern}",
+            )
+            for lines in present
+            for expert in sorted(lines.experts_of(kind) - home.experts_of(kind))
+        ]
+    if strays:
+        # They would look like experts in another order.
+        left_out = {(stray.kind, stray.expert) for stray in strays}
+        found = [
+            lines
+            for family in families
+            if (lines := ExpertLines.of(family, table, strays=left_out)) is not None
+        ]
+    return found, strays
+
+
+def find_gaps(
+    family: PortFamily,
+    is_held: Flags,
+    table: LineTable,
+    *,
+    port_tensors: Mapping[str, torch.Tensor],
+    read: ReadLines,
+) -> Iterator[Deviation]:
+    """Yield what lies in the place of some lines of a tensor that no expert has, beside lines of it that are held."""
+    places = family.places_of(table)
+    for name in table.shared:
+        lines = np.r_[table.lines(name, family.direction)]
+        present, lost = np.flatnonzero(places[lines] >= 0), np.flatnonzero(~is_held[lines])
+        if len(present) < 2 or not len(lost):
+            continue
+        # The lines of a tensor lie one after the other, or at equal distances: the one next to it tells a line's place.
+        step = int(np.median(np.diff(places[lines][present])))
+        nearest = present[(np.searchsorted(present, lost) - 1).clip(min=0)]
+        expected = places[lines][nearest] + step * (lost - nearest)
+        is_inside = (expected >= 0) & (expected < len(family.found))
+        # Where another line of the checkpoint lies, this tensor has an end.
+        lost, expected = lost[is_inside], expected[is_inside]
+        lost, expected = lost[family.found[expected] < 0], expected[family.found[expected] < 0]
+        if len(lost):
+            values = family.values_at(port_tensors, expected)
+            what, mistake = word_values(values, read(lines[lost], family.direction))
+            part = word_part(len(lost), len(lines), family.direction)
+            yield Deviation(
+                kind=kind_of(name),
+                expert=None,
+                mistake=mistake,
+                place=family.pattern,
+                what=f"{what} in their place{part}",
+                is_held=False,
+                is_certain=what.startswith(UNUSABLE),
+            )
+
+
+def word_part(num_lost: int, num_lines: int, direction: Direction) -> str:
+    """Return how many lines of a tensor are concerned; empty for all."""
+    return "" if num_lost == num_lines else f", {num_lost} of {num_lines} {direction.value}"
+
+
+def word_values(values: torch.Tensor, expected: torch.Tensor) -> tuple[str, WeightMistake]:
+    """Return what values [n,length] are, beside the expected ones, in words and by kind of mistake."""
+    if not torch.isfinite(values).all():
+        return _NONFINITE, WeightMistake.VALUES
+    if not values.any():
+        return _ZEROS, WeightMistake.ZERO
+    ratio = float(values.norm() / expected.norm())
+    what = "other numbers" if abs(ratio - 1) < _NORM_SLACK else f"numbers of {ratio:.3g} times the norm"
+    return what, WeightMistake.VALUES
+
+
+def _choose_reference(places: Numbers) -> tuple[int, Numbers]:
+    """Return an expert that most others lie like, and the shift [E] of each against it."""
+    num_held = (places >= 0).sum(axis=1)
+    fullest = np.flatnonzero(num_held == num_held.max())
+    tried = dict.fromkeys((int(fullest[0]), int(fullest[len(fullest) // 2]), int(fullest[-1])))
+    ways = [(expert, *_shift_against(places, expert)) for expert in tried]
+    reference, shifts, _ = max(ways, key=lambda way: int(way[2].sum()))
+    return reference, shifts
+
+
+def _shift_against(places: Numbers, reference: int) -> tuple[Numbers, Flags]:
+    """Return the most common shift [E] of each expert's lines against those of one, and whether all share it."""
+    both = (places >= 0) & (places[reference] >= 0)
+    differences = places - places[reference]
+    shifts = np.take_along_axis(differences, both.argmax(axis=1)[:, None], axis=1)[:, 0]
+    is_alike = ((differences == shifts[:, None]) | ~both).all(axis=1)
+    for expert in np.flatnonzero(~is_alike):
+        values, counts = np.unique(differences[expert][both[expert]], return_counts=True)
+        shifts[expert] = values[counts.argmax()]
+    return np.where(both.any(axis=1), shifts, 0), is_alike
+
+
+def _find_step(shifts: Numbers, is_present: Flags) -> int:
+    """Return the shift from each expert to the next, if most of those that are there have one; else 0."""
+    neighbours = is_present[1:] & is_present[:-1]
+    steps, counts = np.unique((shifts[1:] - shifts[:-1])[neighbours], return_counts=True)
+    return int(steps[counts.argmax()]) if len(counts) and 2 * counts.max() >= neighbours.sum() else 0
+
 
 # Share of a kind from which on it counts as held.
 _MOST = 0.5

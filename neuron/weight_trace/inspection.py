@@ -5,11 +5,14 @@
    wrong, or leaves them where it cannot tell.
    A repair undoes a known mistake in the port's input: if the output is right then, the mistake is proved.
 3. The checkpoint's own layer is loaded, and compared with the checkpoint.
+
+InspectionGroup: layers whose inspections found the same.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from minimax_tools.capture.manifest import WeightMistake
@@ -18,20 +21,19 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
 from neuron.ports.target import ConversionOrigin
-from neuron.weight_trace.conversion_memory import word_memory
-from neuron.weight_trace.layout_check import check_layouts, find_refills
-from neuron.weight_trace.loaded_check import check_loaded, number_as_loaded
+from neuron.weight_trace.agreement import Severity, WeightFinding
+from neuron.weight_trace.layout_check import check_layouts, check_loaded, find_refills, number_as_loaded
 from neuron.weight_trace.repairs import candidate_repairs
 from neuron.weight_trace.scales import Scales
 from neuron.weight_trace.shared_port import SharedPort
 from neuron.weight_trace.source_tensors import SourceTensors
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 from neuron.weight_trace.tensor_origin import TensorOrigin
-from neuron.weight_trace.trace_size import ExpertSample, TrialMemory
+from neuron.weight_trace.trace_size import ExpertSample, TrialMemory, word_memory
 from neuron.weight_trace.trial import TrialOutcome, run_trial
-from neuron.weight_trace.weight_finding import Severity, WeightFinding
 
 logger = logging.getLogger(__name__)
+
 
 # Share of the error that repairs may leave and still be sure, though not all is explained: unrelated ones leave at
 # least 0.93 (see `trial`).
@@ -228,3 +230,32 @@ def _settle(suspect: WeightFinding, trial: TrialOutcome) -> WeightFinding:
     # The port ran, and nothing else explains its error. If it could not run, the names alone prove a mistake.
     is_wrong = trial.has_run or suspect.contradicts_names
     return replace(suspect, severity=Severity.WRONG) if is_wrong else suspect
+
+
+_WORST_FIRST = (Verdict.FAIL, Verdict.WARN, Verdict.PASS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionGroup:
+    """Layers whose inspections have one verdict and the same findings."""
+
+    layers: tuple[int, ...]  # the layers, ascending
+    first: WeightInspection  # the inspection of the first of them
+
+
+def group_inspections(inspections: Iterable[WeightInspection]) -> tuple[InspectionGroup, ...]:
+    """Group layers that are alike; the worst verdict comes first, then the first layer.
+
+    Figures are not compared: the generated weights differ from layer to layer. Of each group one inspection is kept,
+    since its layouts hold a number for each element.
+    """
+    layers: dict[object, list[int]] = {}
+    firsts: dict[object, WeightInspection] = {}
+    for inspection in inspections:
+        findings = (inspection.verdict, inspection.findings)
+        layers.setdefault(findings, []).append(inspection.layer)
+        firsts.setdefault(findings, inspection)
+    groups = [
+        InspectionGroup(layers=tuple(layers[findings]), first=first) for findings, first in firsts.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: _WORST_FIRST.index(group.first.verdict)))

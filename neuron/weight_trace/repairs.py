@@ -21,7 +21,7 @@ from neuron.weight_trace.layout_segment import Disorder
 from neuron.weight_trace.scales import Scales, word_factors
 from neuron.weight_trace.source_tensors import SourceTensors, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
-from reports.order_words import word_order
+from reports.wording import word_order
 
 # Returns the tensors that a repair changes, and no others.
 Change = Callable[[Tensors], Tensors]

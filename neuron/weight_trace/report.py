@@ -10,13 +10,12 @@ from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Verdict
-from neuron.weight_trace.inspection import WeightInspection
-from neuron.weight_trace.inspection_group import InspectionGroup
+from neuron.weight_trace.agreement import Severity, WeightFinding
+from neuron.weight_trace.inspection import InspectionGroup, WeightInspection
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, kinds_of, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout
-from neuron.weight_trace.weight_finding import Severity, WeightFinding
-from reports.json_values import to_json
+from reports.data import to_json
 
 _MARKS = {Severity.WRONG: "[wrong]", Severity.SUSPECT: "[unclear]", Severity.NOTE: "[note]"}
 # In the first line, before what is wrong; and its end if that explains all.

@@ -21,7 +21,7 @@ from neuron.devices.runtime import Runtime
 from neuron.ports.targets import find_target
 from neuron.weight_trace.generated_tensors import Tensors
 from neuron.weight_trace.held_check import conclude
-from neuron.weight_trace.loaded_check import LoadedLayer
+from neuron.weight_trace.layout_check import LoadedLayer
 from neuron.weight_trace.source_lines import LineTable
 from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample

@@ -14,7 +14,7 @@ import torch
 
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes
-from reports.order_words import word_order
+from reports.wording import word_order
 
 _EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.")
 _ROLES = {"w1": "w1 (gate)", "w2": "w2 (down)", "w3": "w3 (up)", "gate": "gate (router)"}

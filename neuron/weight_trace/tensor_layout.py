@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from neuron.weight_trace.layout_segment import LayoutSegment
-from neuron.weight_trace.matrix_segments import MAX_SEGMENTS, read_segments
+from neuron.weight_trace.layout_segment import MAX_SEGMENTS, LayoutSegment, read_segments
 from neuron.weight_trace.port_tensors import name_numbers, name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, kinds_of, word_experts, word_kinds
 from neuron.weight_trace.tensor_origin import TensorOrigin

@@ -19,18 +19,15 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_bytes
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
-from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import find_output
-from neuron.ports.target import Target
-from neuron.weight_trace.conversion_memory import WideAllocations
+from neuron.ports.target import Target, port_errors
 from neuron.weight_trace.generated_tensors import GeneratedTensors, MakeTensor, Tensors
 from neuron.weight_trace.held_check import HeldPart, check_part
 from neuron.weight_trace.origin_tracer import OriginTracer
-from neuron.weight_trace.port_lines import PortLines
 from neuron.weight_trace.port_tensors import find_port_tensors
-from neuron.weight_trace.source_lines import LineTable, NotedTensors
+from neuron.weight_trace.source_lines import LineTable, NotedTensors, PortLines
 from neuron.weight_trace.tensor_origin import TensorOrigin
-from neuron.weight_trace.trace_size import ExpertSample
+from neuron.weight_trace.trace_size import ExpertSample, WideAllocations
 from neuron.weight_trace.trial import TrialInput, TrialPort
 
 # A conversion of a larger layer is not measured: all tensors of the layer are in memory at once.

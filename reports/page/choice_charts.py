@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minimax_tools.results.results import Comparison
-from reports.page.evidence import LayerRouting, LogitsEvidence
-from reports.page.vega import (
+from reports.page.charts import (
     BAND,
     GOLDEN,
     HEIGHT,
@@ -22,6 +21,7 @@ from reports.page.vega import (
     shown_field,
     two_marks,
 )
+from reports.page.evidence import LayerRouting, LogitsEvidence
 
 # Flips that the chart of margins shows.
 _MOST_FLIPS = 800

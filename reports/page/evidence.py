@@ -2,11 +2,93 @@
 
 Those who hold the captures collect it (`compare/evidence/`); the page draws it. A token is named by its row in the
 batch and its position in the row, padding included.
+
+Diagnosed: a diagnosis in words, as Markdown and the page show it.
+
+Uncompared: sites of a comparison that were not compared, grouped by status and reason.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from minimax_tools.errors import format_count
+from minimax_tools.results.results import Comparison, SiteStatus
+from reports.wording import word_sites_by_layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedMistake:
+    """A known mistake that was tried on a place, and what it leaves of the error."""
+
+    name: str
+    parameters: str  # such as `theta 10000`; empty without any
+    is_named: bool  # whether it explains the error; if not, it came nearest, which is a hint and no cause
+    leaves: str  # ρ that is left with the mistake in the float32 layer
+    explains: str  # percentage of the error's energy that it takes away
+    what: str
+    look_at: str
+    layers: str = ""  # layers of the place that it was tried on; empty for all
+    sources: tuple[str, ...] = ()  # public threads that report it
+    proof: tuple[str, ...] = ()  # sentences on undoing it in the port; () if that was not asked for
+    edits: tuple[str, ...] = ()  # lines that undo it in the weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnosedPlace:
+    """Layers that share a finding, or sites outside the layers."""
+
+    place: str  # such as `layers 0-3`
+    outcome: str  # such as `no known mistake explains them`, with ρ
+    is_right: bool
+    # Sentences on where the mistake lies, if nothing names it, and on the layers that are like these.
+    lies: tuple[str, ...] = ()
+    mistakes: tuple[TriedMistake, ...] = ()  # those that explain it, or came nearest: what leaves least first
+    method: str = ""  # number of hypotheses that were tried, and what judged them
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnosedRun:
+    """A whole diagnosis."""
+
+    headline: str  # the verdict and the first wrong place, with its mistake
+    places: tuple[DiagnosedPlace, ...]
+    notes: tuple[str, ...] = ()
+
+
+_TITLES = {
+    SiteStatus.NOT_EXPOSED: "Not exposed by the port",
+    SiteStatus.NOT_CAPTURED: "Not captured by the golden",
+    SiteStatus.NOT_JUDGED: "Not judged",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UncomparedGroup:
+    """Sites that were not compared for one reason."""
+
+    title: str
+    reason: str  # empty if the title says it all
+    places: tuple[str, ...]  # such as `layers 0-7: q_rope, k_rope`
+
+
+def group_uncompared(comparison: Comparison) -> tuple[UncomparedGroup, ...]:
+    """Return the sites that were not compared, in the order of `_TITLES`; () if all were."""
+    return tuple(_groups(comparison))
+
+
+def _groups(comparison: Comparison) -> Iterator[UncomparedGroup]:
+    for status, title in _TITLES.items():
+        sites = [site for site in comparison.sites if site.status is status]
+        for reason in dict.fromkeys(site.reason for site in sites):
+            alike = [site for site in sites if site.reason == reason]
+            yield UncomparedGroup(
+                title=f"{title}: {format_count(len(alike), 'site')}",
+                reason=reason,
+                places=word_sites_by_layer((site.layer, site.site) for site in alike),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from minimax_tools.errors import MissingExtraError
 from minimax_tools.printable import printable, printable_values
-from reports.json_values import to_json
+from reports.data import to_json
 from reports.page.glossary import SITE_MEANINGS, explain_place, explain_sentence
 from reports.page.heat_map import FIGURES, Cell
 from reports.page.page import Page

@@ -8,19 +8,30 @@ from dataclasses import dataclass
 from minimax_tools.capture.passes import pass_name
 from minimax_tools.errors import format_count
 from minimax_tools.results.results import Comparison, GeneratedRow
-from reports.causes import causes_of, word_cause, word_reasons
-from reports.page.charts import draw_chain, draw_curves
+from reports.page.charts import Chart, draw_chain, draw_curves
 from reports.page.choice_charts import draw_divergence, draw_flips, draw_loads, draw_margins
-from reports.page.diagnosed import DiagnosedRun
-from reports.page.evidence import Evidence, SiteErrors, TopTokens
+from reports.page.evidence import (
+    DiagnosedRun,
+    Evidence,
+    SiteErrors,
+    TopTokens,
+    UncomparedGroup,
+    group_uncompared,
+)
 from reports.page.glossary import GLOSSARY
 from reports.page.heat_map import FIGURES, Cell, Figure, HeatMap, draw_layers, draw_outside
 from reports.page.origins import OriginRow
 from reports.page.site_charts import draw_site
-from reports.page.uncompared import UncomparedGroup, group_uncompared
-from reports.page.vega import Chart
 from reports.terminal import render_comparison
-from reports.wording import word_figure, word_layer, word_port, word_untested
+from reports.wording import (
+    causes_of,
+    word_cause,
+    word_figure,
+    word_layer,
+    word_port,
+    word_reasons,
+    word_untested,
+)
 
 # Wide enough that a line of the terminal's text is not broken.
 _ONE_LINE = 1000

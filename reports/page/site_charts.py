@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from reports.page.evidence import ErrorPicture, SiteErrors
-from reports.page.vega import (
+from reports.page.charts import (
     BAND,
     DECADES,
     FAINT,
@@ -22,6 +21,7 @@ from reports.page.vega import (
     short,
     shown_field,
 )
+from reports.page.evidence import ErrorPicture, SiteErrors
 
 
 def draw_site(errors: SiteErrors, *, anchor: str) -> tuple[Chart, ...]:

@@ -29,7 +29,7 @@ from minimax_tools.text.input_request import InputRequest
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.runtime import open_runtime
 from neuron.devices.weights import Weight
-from neuron.ports.port_target import PortTarget
+from neuron.ports.targets import PortTarget
 from neuron.runs.bisection import BisectRequest, bisect_layers
 from neuron.runs.extent import Extent
 

@@ -22,7 +22,7 @@ from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from neuron.ports.target import target_config
-from neuron.runs.decoding import run_decoding
+from neuron.runs.generation import run_decoding
 from neuron.runs.golden_inputs import GoldenInputs
 from neuron.runs.layer_run import LayerInput, LayerRun
 

@@ -19,7 +19,7 @@ from faults.plant import Plant
 from faults.stages import FusedWeights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
-from neuron.ports.port_target import PortTarget
+from neuron.ports.targets import PortTarget
 
 _SITES = tuple(str(site) for site in Site if site not in (Site.INPUT, Site.OUTPUT))
 

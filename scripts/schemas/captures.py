@@ -10,7 +10,7 @@ from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.run import Component, Mode
 from minimax_tools.provenance import CONFIGS, Provenance
 from neuron.ports.traced import TracedProgram
-from neuron.runs.run_report import CaptureEffect
+from neuron.runs.run_profile import CaptureEffect
 from schemas.judging import graphs
 from schemas.parts import Schema, anything, by_name, choice, flag, listed, maybe, number, record, text, whole
 from schemas.values import schema_of

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_reference.readiness.golden_way import GoldenWay, Speeds
-from gpu_reference.readiness.gpu_machine import GpuMachine
+from gpu_reference.readiness.golden_way import GoldenWay, GpuMachine, Speeds
 from minimax_tools.machine.finding import Level, MachineFinding
 from minimax_tools.partition.model_memory import DtypeShare, PartMemory, Regrouping
 from minimax_tools.remote.cache import CachedFolder

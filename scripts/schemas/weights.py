@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minimax_tools.capture.manifest import WeightMistake
-from neuron.weight_trace.weight_finding import Severity
+from neuron.weight_trace.agreement import Severity
 from schemas.judging import VERDICT
 from schemas.parts import Schema, anything, by_name, choice, flag, listed, maybe, number, record, text, whole
 

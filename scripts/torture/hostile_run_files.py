@@ -26,10 +26,9 @@ from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.results.probes import Chain, Probe
 from neuron.port_stages import StageLog, StageResult
 from neuron.replacement.run_folder import PLAN_NAME, RunFolder, RunPlan
-from neuron.runs.journal import JOURNAL_NAME, open_journal
-from neuron.runs.layer_times import LayerTimes
-from neuron.runs.run_profile import RunProfile
-from neuron.runs.run_report import LayerProfile
+from neuron.runs.bisection import JOURNAL_NAME, open_journal
+from neuron.runs.layer_run import LayerTimes
+from neuron.runs.run_profile import LayerProfile, RunProfile
 from torture.hostile_file import HostileFile, finding, reading
 from torture.hostile_world import HostileWorld
 from torture.mutations import Leniency

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuron.devices.compile_counts import GraphBreak
+from neuron.devices.compiler import GraphBreak
 from neuron.report_text import find_warnings, render_report
-from neuron.runs.run_report import CompileReport, RunReport
+from neuron.runs.run_profile import CompileReport, RunReport
 
 BREAK = GraphBreak(reason="Failed to trace builtin operator", place='port.py:7 `print("x")`')
 

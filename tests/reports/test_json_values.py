@@ -5,7 +5,7 @@ import math
 import pytest
 
 from minimax_tools.results.results import Blame, Verdict
-from reports.json_values import to_json
+from reports.data import to_json
 
 
 @pytest.mark.parametrize(

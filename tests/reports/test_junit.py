@@ -4,7 +4,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from minimax_tools.results.results import Comparison, SiteStatus, Verdict
-from reports.junit import render_junit
+from reports.folder import render_junit
 
 
 def read(comparison: Comparison, sentence: str = "FAIL: layer 5, moe_delta") -> ElementTree.Element:

@@ -7,7 +7,7 @@ import pytest
 
 from minimax_tools.results.results import Comparison
 from reports.markdown import render_markdown
-from reports.page.diagnosed import DiagnosedPlace, DiagnosedRun, TriedMistake
+from reports.page.evidence import DiagnosedPlace, DiagnosedRun, TriedMistake
 
 NEXT = ("mm2-diagnose --model m --gpu-path 'a b' --neuron-path run",)
 HOSTILE = "](http://x) www.x.org <img src=x onerror=y> `code` | cell | **bold** @everyone ~~~ # title\n- item"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reports.order_words import word_order
+from reports.wording import word_order
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from gpu_reference.model.footprint import Footprint
-from gpu_reference.readiness.golden_way import GoldenWay, Job, Speeds, find_ways, layers_on_gpus
-from gpu_reference.readiness.gpu_machine import GpuMachine
+from gpu_reference.readiness.golden_way import GoldenWay, GpuMachine, Job, Speeds, find_ways, layers_on_gpus
 from gpu_reference.readiness.machine_check import check_machine, check_ways, measure_cpu, measure_disk
 from minimax_tools.checkpoint.expected_tensors import expected_tensors
 from minimax_tools.command_line.console import end_command, print_json, print_text

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpu_reference.export.golden_pair import open_golden_pair
-from gpu_reference.export.site_modules import SiteModules
-from gpu_reference.export.vllm_neuron import ReferenceExport, export_reference
+from gpu_reference.export.vllm_neuron import ReferenceExport, SiteModules, export_reference, open_golden_pair
 from minimax_tools.command_line.console import print_json, say
 
 

@@ -20,8 +20,7 @@ from gpu_reference.commands.work.golden_run import (
 )
 from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.options import GoldenOptions
-from gpu_reference.pipeline.pipeline import capture_by_ranks
-from gpu_reference.pipeline.steps import validate_plan
+from gpu_reference.pipeline.pipeline import capture_by_ranks, validate_plan
 from gpu_reference.streaming.stream_choice import choose_part_streaming
 from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture

@@ -33,7 +33,7 @@ from neuron.ports.targets import find_target
 from neuron.report_text import render_report
 from neuron.runs.bisection import BisectRequest, bisect_layers
 from neuron.runs.extent import Extent
-from neuron.runs.run_report import RunReport
+from neuron.runs.run_profile import RunReport
 from reports.bisection import bisection_record, next_commands, render_bisection
 
 

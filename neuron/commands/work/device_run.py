@@ -35,19 +35,16 @@ from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Comparison
 from neuron.devices.runtime import open_runtime
-from neuron.options import DeviceOptions
-from neuron.port_arguments import port_arguments
+from neuron.options import DeviceOptions, port_arguments
 from neuron.ports.targets import find_target
 from neuron.report_text import find_warnings, render_report
 from neuron.runs.device_request import DeviceRequest
 from neuron.runs.golden_inputs import read_inputs
-from neuron.runs.run_profile import PROFILE_NAME, RunProfile
-from neuron.runs.run_report import RunReport
+from neuron.runs.run_profile import PROFILE_NAME, RunProfile, RunReport
 from neuron.runs.runner import DeviceRun
 from reports.captures import capture_record, render_capture
-from reports.data import comparison_record, summary_record
+from reports.data import comparison_record, summary_record, to_json
 from reports.folder import WrittenReport
-from reports.json_values import to_json
 from reports.terminal import render_comparison
 
 

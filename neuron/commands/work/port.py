@@ -21,7 +21,7 @@ from minimax_tools.command_line.streams import write
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.results.results import Verdict
 from neuron.devices.ranks import Ranks
-from neuron.port_arguments import name_port
+from neuron.options import name_port
 from neuron.port_stages import StageLog, StageResult
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX

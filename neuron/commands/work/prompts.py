@@ -41,8 +41,7 @@ from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.following import Follower
 from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
-from neuron.prompt_runs.port_record import PortRecord
-from neuron.prompt_runs.prompt_run import PromptRun, trust_golden
+from neuron.prompt_runs.prompt_run import PortRecord, PromptRun, trust_golden
 from reports.prompts import prompts_record, render_followed, render_prompts
 
 # Tokens of an answer that are decoded, and of a golden's rows, if --decode does not say.

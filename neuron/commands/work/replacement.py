@@ -23,9 +23,8 @@ from neuron.commands.work.bisect_whole import choose_num_decoded
 from neuron.model_runs.passes import plan_passes
 from neuron.replacement.instructions import nxdi_instructions, vllm_neuron_instructions
 from neuron.replacement.nxdi_files import refuse_prompts, write_nxdi_files
-from neuron.replacement.replaced_judge import ReplacedJudge
 from neuron.replacement.run_folder import RunFolder, RunPlan
-from neuron.replacement.stream import GoldenStream
+from neuron.replacement.stream import GoldenStream, ReplacedJudge
 from neuron.replacement.vllm_neuron_files import refuse_requests, write_tensors, write_token_ids
 from reports.replacements import render_stream_search, stream_search_record
 

@@ -20,8 +20,7 @@ from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.spec import ModelSpec
 from neuron.commands.work.device_run import build_request
 from neuron.devices.runtime import open_runtime
-from neuron.options import DeviceOptions
-from neuron.port_arguments import port_arguments
+from neuron.options import DeviceOptions, port_arguments
 from neuron.runs.proving import PortProver
 
 

@@ -21,11 +21,10 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
-from neuron.port_arguments import name_port
+from neuron.options import name_port
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX
-from neuron.weight_trace.inspection import WeightInspection, inspect_weights
-from neuron.weight_trace.inspection_group import group_inspections
+from neuron.weight_trace.inspection import WeightInspection, group_inspections, inspect_weights
 from neuron.weight_trace.report import (
     inspection_record,
     inspections_record,

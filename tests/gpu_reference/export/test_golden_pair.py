@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpu_reference.cli import main
-from gpu_reference.export.golden_pair import open_golden_pair
+from gpu_reference.export.vllm_neuron import open_golden_pair
 from minimax_tools.errors import CaptureError, IncomparableError, UsageError
 
 

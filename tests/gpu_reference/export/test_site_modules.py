@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_reference.export.site_modules import SiteModules
+from gpu_reference.export.vllm_neuron import SiteModules
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import ModelSite, Site
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu_reference.golden.golden import Golden, GoldenRequest, open_golden
-from gpu_reference.golden.resumption import skipping_layers
+from gpu_reference.golden.golden_writer import skipping_layers
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import multi_layer_run

@@ -8,7 +8,7 @@ import torch
 
 from gpu_reference.golden.golden import open_golden
 from gpu_reference.model.model import load_golden_model
-from gpu_reference.model.offload import weight_of
+from gpu_reference.model.model_checks import weight_of
 from gpu_reference.model.placement import Placement
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, UsageError

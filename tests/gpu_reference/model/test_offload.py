@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu_reference.golden.golden import open_golden
-from gpu_reference.model.offload import hold_weight, weight_of
+from gpu_reference.model.model_checks import hold_weight, weight_of
 from gpu_reference.model.placement import Placement
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import MANIFEST_NAME

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpu_reference.pipeline.steps import Step, plan_steps
+from gpu_reference.pipeline.pipeline import Step, plan_steps
 from minimax_tools.partition.node import Node, Stage
 
 

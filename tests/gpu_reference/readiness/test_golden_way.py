@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from gpu_reference.model.footprint import Footprint
-from gpu_reference.readiness.golden_way import GoldenWay, Job, Speeds, find_ways, layers_on_gpus
-from gpu_reference.readiness.gpu_machine import GpuMachine
+from gpu_reference.readiness.golden_way import GoldenWay, GpuMachine, Job, Speeds, find_ways, layers_on_gpus
 from minimax_tools.errors import UsageError
 from minimax_tools.reference.variant_names import variant_names
 from minimax_tools.synthetic.toy_model import SyntheticModel

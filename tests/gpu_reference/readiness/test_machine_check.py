@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from gpu_reference.cli import main as mm2_gpu
-from gpu_reference.readiness.golden_way import GoldenWay
-from gpu_reference.readiness.gpu_machine import Gpu, GpuMachine
+from gpu_reference.readiness.golden_way import GoldenWay, Gpu, GpuMachine
 from gpu_reference.readiness.machine_check import check_gpus, check_ways, measure_disk
 from minimax_tools.machine.finding import Level, MachineFinding
 

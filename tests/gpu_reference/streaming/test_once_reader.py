@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_reference.streaming.once_reader import OnceReader
+from gpu_reference.streaming.streaming import OnceReader
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError

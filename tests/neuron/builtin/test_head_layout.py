@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron.builtin.head_layout import HeadLayout
+from neuron.builtin.rank_cut import HeadLayout
 
 SHAPES = [(6, 1), (6, 2), (6, 3), (6, 6), (4, 2), (8, 8), (48, 8), (10, 5), (1, 1)]
 RANKS = [1, 2, 3, 4, 8]

@@ -16,8 +16,7 @@ from torch._dynamo.backends.registry import register_backend
 
 from minimax_tools.errors import TargetError, UsageError
 from neuron.devices.backend import Backend
-from neuron.devices.compile_counts import CompileCounts, GraphBreak
-from neuron.devices.compiler import Compiler, choose_compiler, count_torch_compiles
+from neuron.devices.compiler import CompileCounts, Compiler, GraphBreak, choose_compiler, count_torch_compiles
 
 REPOSITORY = Path(__file__).parents[3]
 EVERY_SITE = f"{REPOSITORY / 'scripts/examples/port.py'}:DecoderLayer"

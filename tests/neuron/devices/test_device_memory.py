@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import BackendError
-from neuron.devices.device_memory import device_memory_errors, is_out_of_device_memory, shorten
+from neuron.devices.machine import device_memory_errors, is_out_of_device_memory, shorten
 
 FULL_PORT = """
 class Port(ReferenceLayer):

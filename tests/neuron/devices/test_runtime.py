@@ -16,7 +16,7 @@ from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.backend import Backend
 from neuron.devices.backend_choice import choose_backend
-from neuron.devices.compile_counts import CompileCounts
+from neuron.devices.compiler import CompileCounts
 from neuron.devices.distributed import probe_group, process_group
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime, to_host

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from neuron.ports.block_cache import BLOCK_SIZE, NO_BLOCK, BlockCache, CachedLayer
+from neuron.ports.packed_request import BLOCK_SIZE, NO_BLOCK, BlockCache, CachedLayer
 
 LAYER = CachedLayer(name="layers.0.self_attn", num_kv_heads=2, head_size=4, dtype=torch.bfloat16)
 

@@ -5,7 +5,7 @@ import torch
 
 from minimax_tools.errors import TargetError
 from neuron.devices.ranks import Ranks
-from neuron.ports.divided_tokens import DividedTokens, refuse_uneven
+from neuron.ports.packed_request import DividedTokens, refuse_uneven
 
 
 def test_a_single_rank_has_all_tokens() -> None:

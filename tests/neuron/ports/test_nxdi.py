@@ -17,8 +17,7 @@ from torch import nn
 
 from minimax_tools.errors import TargetError
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.nxdi_conversion import TableConversion
-from neuron.ports.nxdi_layer import NxdiLayer
+from neuron.ports.nxdi_layer import NxdiLayer, TableConversion
 from neuron.ports.nxdi_layout import NxdiLayout
 
 PORT = Path(__file__).parents[2] / "ports" / "nxdi_port.py"

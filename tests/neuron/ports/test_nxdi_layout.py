@@ -14,7 +14,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE
-from neuron.builtin.head_layout import HeadLayout
+from neuron.builtin.rank_cut import HeadLayout
 from neuron.devices.weights import Weight
 from neuron.ports.nxdi_layout import NxdiLayout
 

@@ -18,10 +18,9 @@ from safetensors.torch import load_file
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.model_batch import ModelBatch
-from neuron.ports.model_classes import ModelClasses
-from neuron.ports.nxdi_capture import captured_modules
-from neuron.ports.nxdi_model import NxdiModelTarget
+from neuron.ports.model_target import ModelBatch
+from neuron.ports.nxdi_loaded import captured_modules
+from neuron.ports.nxdi_model import ModelClasses, NxdiModelTarget
 
 TESTS = Path(__file__).parents[2]
 REAL_PORT = TESTS / "ports" / "nxdi_whole_port.py"
@@ -97,7 +96,7 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.model_runs.passes import plan_passes
-from neuron.ports.model_batch import ModelBatch
+from neuron.ports.model_target import ModelBatch
 from neuron.ports.targets import find_model_target
 
 inputs = Capture.open(Path(golden)).read_inputs()

@@ -11,8 +11,13 @@ import torch
 from torch import nn
 
 from minimax_tools.errors import TargetError
-from neuron.ports.nxdi_points import add_stream_points, list_point_modules
-from neuron.ports.nxdi_replacement import file_name, map_steps, replacement_arguments
+from neuron.ports.nxdi_settings import (
+    add_stream_points,
+    file_name,
+    list_point_modules,
+    map_steps,
+    replacement_arguments,
+)
 
 TESTS = Path(__file__).parents[2]
 STAND_IN = {"PYTHONPATH": f"{TESTS / 'nxdi_stand_in'}:{TESTS.parent}", "NXD_CPU_MODE": "1"}
@@ -21,7 +26,7 @@ PORTS = f"""
 import sys
 sys.path.insert(0, {str(TESTS / "ports")!r})
 from nxdi_stand_in_port import Application, Model
-from neuron.ports.nxdi_points import add_stream_points
+from neuron.ports.nxdi_settings import add_stream_points
 
 class Swapped(Application):
     @classmethod
@@ -52,7 +57,7 @@ import torch
 from neuronx_distributed_inference.models.config import NeuronConfig, TensorReplacementConfig
 from minimax_tools.errors import Mm2Error
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.nxdi_replacement import map_steps
+from neuron.ports.nxdi_settings import map_steps
 from neuron.ports.target import target_config
 from neuron.replacement.nxdi_run import run_replaced
 sys.path.insert(0, os.path.dirname(port))
@@ -90,7 +95,7 @@ from minimax_tools.model.spec import ModelSpec
 from dataclasses import replace
 from neuron.devices.weights import WeightLoader
 from neuron.model_runs.passes import plan_passes
-from neuron.ports.model_batch import ModelBatch
+from neuron.ports.model_target import ModelBatch
 from neuron.ports.targets import find_model_target
 
 capture = Capture.open(Path(golden))

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import TargetError
-from neuron.ports.block_cache import BLOCK_SIZE, BlockCache, CachedLayer
-from neuron.ports.packed_request import pack_prompt, pack_step
+from neuron.ports.packed_request import BLOCK_SIZE, BlockCache, CachedLayer, pack_prompt, pack_step
 
 LAYER = CachedLayer(name="layers.0.self_attn", num_kv_heads=2, head_size=4, dtype=torch.bfloat16)
 

@@ -10,7 +10,7 @@ from minimax_tools.checkpoint.filling import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.plain_checkpoint import plain_checkpoint
+from neuron.ports.vllm_neuron_model import plain_checkpoint
 
 
 def test_the_copy_of_an_fp8_checkpoint_has_its_values_and_no_scales(toy: Path) -> None:

@@ -13,7 +13,7 @@ from minimax_tools.capture.further import parse_further
 from minimax_tools.capture.taps import Tap
 from minimax_tools.model.sites import Site
 from neuron.devices.compiler import Compiler, count_torch_compiles
-from neuron.ports.recorded_layer import RecordedLayer
+from neuron.runs.executor import RecordedLayer
 
 TAPS = {Site.Q_PROJ: Tap(path="first"), Site.MOE_DELTA: Tap(path="second", point="input")}
 STATES = torch.arange(8.0).reshape(1, 2, 4)

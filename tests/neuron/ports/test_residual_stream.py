@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from neuron.ports.residual_stream import find_stream_sites, passes_summands, show_stream
+from neuron.ports.vllm_neuron_model import find_stream_sites, passes_summands, show_stream
 
 
 class AddingNorm(nn.Module):

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from minimax_tools.errors import UsageError
-from neuron.ports.port_target import PortTarget
-from neuron.ports.targets import find_target
+from neuron.ports.targets import PortTarget, find_target
 
 IN_PLACE = """
 class Port(ReferenceLayer):

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from minimax_tools.errors import CannotRunError, TargetError
-from neuron.process.ending import describe_end, end_error
 from neuron.process.record import Status
+from neuron.process.supervisor import describe_end, end_error
 
 RUNNING = Status(activity="running layer 3 of port p.py:P", is_in_port=True)
 

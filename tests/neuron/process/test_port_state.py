@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from neuron.process.port_state import port_state
+from neuron.process.status import port_state
 
 
 def process_state() -> tuple[object, ...]:

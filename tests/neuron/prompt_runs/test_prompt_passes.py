@@ -7,7 +7,7 @@ import pytest
 from minimax_tools.errors import UsageError
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 from neuron.model_runs.passes import Pass
-from neuron.prompt_runs.prompt_passes import plan_prompt_passes
+from neuron.prompt_runs.prompt_run import plan_prompt_passes
 
 
 def prompt(prompt_ids: tuple[int, ...], answer_ids: tuple[int, ...]) -> AnsweredPrompt:

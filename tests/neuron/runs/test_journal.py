@@ -15,7 +15,7 @@ from minimax_tools.model.run import multi_layer_run
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import Provenance
 from minimax_tools.results.probes import Chain, Probe
-from neuron.runs.journal import JOURNAL_NAME, open_journal
+from neuron.runs.bisection import JOURNAL_NAME, open_journal
 
 SPAN = Span(0, 2)
 PROBE = Probe(

@@ -12,9 +12,8 @@ import torch
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.spec import ModelSpec
 from neuron.cli import main
-from neuron.runs.layer_times import LayerTimes
-from neuron.runs.run_profile import RunProfile
-from neuron.runs.run_report import CaptureEffect, LayerProfile
+from neuron.runs.layer_run import LayerTimes
+from neuron.runs.run_profile import CaptureEffect, LayerProfile, RunProfile
 
 # Its attention is fused where nobody looks: a hook on q_norm makes it take the other way.
 # A shift changes every value. A scale would keep those that are exactly zero, and machines differ in how many are.

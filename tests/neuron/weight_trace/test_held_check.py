@@ -20,8 +20,7 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.weights import WeightLoader
 from neuron.ports.targets import find_target
 from neuron.weight_trace.held_check import check_part, conclude
-from neuron.weight_trace.port_lines import PortLines
-from neuron.weight_trace.source_lines import LineTable, NotedTensors
+from neuron.weight_trace.source_lines import LineTable, NotedTensors, PortLines
 
 EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 MODEL = SyntheticModel(

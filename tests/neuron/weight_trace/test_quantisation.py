@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuron.weight_trace.quantisation import EXACT_VALUES
+from neuron.weight_trace.trial import EXACT_VALUES
 
 ROWS, COLUMNS = 384, 256
 BY_ROW, BY_BLOCK = "INT8 with a scale for each row", "INT8 with a scale for each block"

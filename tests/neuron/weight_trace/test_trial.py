@@ -12,7 +12,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import Float32Layer
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from neuron.ports.port_errors import PortEndError
+from neuron.ports.target import PortEndError
 from neuron.weight_trace.generated_tensors import Tensors
 from neuron.weight_trace.repairs import Repair, candidate_repairs
 from neuron.weight_trace.source_tensors import SourceTensors

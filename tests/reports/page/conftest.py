@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from minimax_tools.results.results import Comparison, Curve, CurvePoint
-from reports.page.diagnosed import DiagnosedPlace, DiagnosedRun, TriedMistake
 from reports.page.evidence import (
+    DiagnosedPlace,
+    DiagnosedRun,
     ErrorHistogram,
     ErrorPicture,
     Evidence,
@@ -22,6 +23,7 @@ from reports.page.evidence import (
     SiteErrors,
     TokenChance,
     TopTokens,
+    TriedMistake,
     WorstElement,
 )
 from reports.page.html import render_page

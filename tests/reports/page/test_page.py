@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from minimax_tools.results.results import BlameGroup, Comparison
-from reports.json_values import to_json
+from reports.data import to_json
 from reports.page.evidence import Evidence
 from reports.page.page import Page
 

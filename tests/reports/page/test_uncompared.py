@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from minimax_tools.results.results import Comparison
-from reports.page.uncompared import group_uncompared
+from reports.page.evidence import group_uncompared
 
 
 def test_sites_are_grouped_by_why_they_were_not_compared(unexposed: Comparison) -> None:
