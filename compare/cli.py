@@ -9,8 +9,8 @@ from compare.options import criteria_options, report_option
 from compare.sides.opening import layers_options, sides_options
 from minimax_tools.command_line.console import Mm2Command, version_option
 from minimax_tools.command_line.options import judging_output_options
-from minimax_tools.command_line.streams import write
 from minimax_tools.command_line.work import done_by
+from minimax_tools.machine.streams import write
 
 
 def _print_template(context: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -11,9 +11,9 @@ from compare.next_commands import after_comparison
 from compare.run_report import print_then_report, report_run
 from compare.sides.golden_weights import find_weights
 from compare.sides.opening import NamedSides
+from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.command_line.console import end_command, print_json
 from minimax_tools.command_line.options import SUMMARY_JSON
-from minimax_tools.command_line.run_commands import RunCommands
 from reports.data import comparison_record, summary_record
 from reports.terminal import render_comparison
 

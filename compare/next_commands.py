@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from compare.diagnosis.finding import Diagnosis
 from compare.diagnosis.proof.proof import MistakeProof
 from minimax_tools.capture.reader import Capture
-from minimax_tools.command_line.run_commands import RunCommands, judge_port, make_golden
+from minimax_tools.capture.run_commands import RunCommands, judge_port, make_golden
 from minimax_tools.model.run import Mode, single_layer_run
 from minimax_tools.model.sites import SITE_LEVELS, Site
 from minimax_tools.results.results import Comparison, Verdict

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from compare.limits.limits import backend_of, computes_in_float32
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.run_commands import certify_golden
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.command_line.run_commands import certify_golden
 from minimax_tools.errors import format_count, list_names
 from minimax_tools.model.inputs import format_positions
 from minimax_tools.model.sites import Site

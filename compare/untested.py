@@ -18,8 +18,8 @@ import shlex
 from collections.abc import Iterator
 
 from compare.sides.sides import Sides
+from minimax_tools.capture.run_commands import RunCommands, golden_words
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.command_line.run_commands import RunCommands, golden_words
 from minimax_tools.errors import format_count
 from minimax_tools.model.run import Mode
 from minimax_tools.model.span import word_layers

@@ -1,15 +1,21 @@
 r"""Text of captures, ports and file names, made fit to be shown: control characters become escapes, such as `\x1b`.
 
 A terminal acts on control characters: it sets its title, moves the cursor, or reverses the reading direction.
+
+What every command's text and JSON end in, the commands to run next, has its title and version here.
 """
 
 from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Version of the keys and values of every JSON output. It changes where a reader of the old ones would be wrong.
+SCHEMA_VERSION = 2
+# Line of a command's text above the commands to run next, which end it.
+NEXT_TITLE = "Next"
 _LINES = "\n\t"  # what lines of text are made of
 
 
@@ -40,6 +46,11 @@ def printable_values(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {printable(key): printable_values(item) for key, item in value.items()}
     return [printable_values(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def versioned(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> dict[str, Any]:
+    """Return a command's JSON object with its schema version and the commands to run next, each complete."""
+    return {"schema_version": SCHEMA_VERSION, **record, "next": list(next_commands)}
 
 
 def _acts(char: str) -> bool:

@@ -14,7 +14,6 @@ From the lowest floor up:
 - `check`: findings about a machine's devices, settings, memory and time
 - `report_text`: the report of a run as text
 - `port_stages`: commands run one after the other, and a log from which a later call goes on
-- `launch`: the ranks of a run, started as processes of the command; a command shared among ranks
 - `options`: options that several commands share, ranks among them; the port that they name, as options again
 - `commands`: commands with a file of their own
 - `cli`: the other commands of `mm2-test`

@@ -18,7 +18,7 @@ def main() -> NoReturn:
     """Run this process's command line, and exit with the code of its verdict."""
     words = (_NAME, *sys.argv[1:])
     begin(words)
-    from minimax_tools.command_line.stops import die_when_stopped
+    from minimax_tools.machine.stops import die_when_stopped
     from neuron.process.record import StatusRecord
     from neuron.process.status import RECORD_VARIABLE, run_supervised
     from neuron.process.supervisor import supervise
@@ -33,7 +33,7 @@ def main() -> NoReturn:
 
 
 def _run_command() -> None:
-    from minimax_tools.command_line.stops import raise_when_stopped
+    from minimax_tools.machine.stops import raise_when_stopped
     from neuron.cli import main as run_mm2_test
 
     # `obj` is called once the command's work is loaded.

@@ -16,10 +16,10 @@ import psutil
 import torch
 
 from minimax_tools.capture.digests import dtype_name
-from minimax_tools.command_line.progress import format_duration
 from minimax_tools.errors import BackendError, MissingExtraError, format_count
 from minimax_tools.machine.finding import Level, MachineFinding
 from minimax_tools.machine.memory import available_bytes
+from minimax_tools.machine.progress import format_duration
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes, vocabulary_bytes

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_SHARING = Work("neuron.launch", "run_on_ranks")
+_SHARING = Work("neuron.commands.launch", "run_on_ranks")
 _OPTIONS = stack_options(
     click.option(
         "--tp-degree",

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from minimax_tools.command_line.console import NEXT_TITLE, SCHEMA_VERSION
-from minimax_tools.command_line.streams import write
 from minimax_tools.json_codec import DecodeError, decode
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import JsonError, parse_json, read_own_json
+from minimax_tools.machine.streams import write
+from minimax_tools.printable import NEXT_TITLE, SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
 

@@ -33,10 +33,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from minimax_tools.command_line.console import NEXT_TITLE, versioned
 from minimax_tools.errors import CannotRunError, install_command
 from minimax_tools.machine.files import whole_file
-from minimax_tools.printable import printable, printable_json
+from minimax_tools.printable import NEXT_TITLE, printable, printable_json, versioned
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 from reports.data import comparison_record, comparison_table, summary_record
 from reports.markdown import render_markdown

@@ -19,8 +19,8 @@ from figures import Figure, benchmark_parser, print_figures
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import NoProgress
 from minimax_tools.golden_logits.logits_store import LogitsStore
+from minimax_tools.machine.progress import NoProgress
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance

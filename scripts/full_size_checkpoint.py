@@ -43,11 +43,11 @@ from reflinks import (
     unmount,
 )
 
+from minimax_tools.capture.run_commands import make_golden
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import output_options
-from minimax_tools.command_line.run_commands import make_golden
 from minimax_tools.errors import UsageError
 from minimax_tools.synthetic.checkpoint import FP8
 from minimax_tools.synthetic.random_weights import SyntheticWeights

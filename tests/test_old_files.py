@@ -20,7 +20,7 @@ from compare.cli import main as compare
 from compare.diagnosis.cli import main as diagnose
 from gpu_reference.cli import main as gpu
 from minimax_tools.cli import mm2_split as split
-from minimax_tools.command_line.console import SCHEMA_VERSION
+from minimax_tools.printable import SCHEMA_VERSION
 from neuron.cli import main as mm2_test
 
 OLD = Path(__file__).with_name("old_files")

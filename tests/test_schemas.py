@@ -18,7 +18,7 @@ from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.cli import mm2_split
-from minimax_tools.command_line.console import SCHEMA_VERSION
+from minimax_tools.printable import SCHEMA_VERSION
 from neuron.cli import main as mm2_test
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: it is in the extra dev")

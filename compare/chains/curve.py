@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from compare.noise.rows import TINY, InputError, square_difference, square_rows
 from compare.sides.sides import Sides
+from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.metrics.noise_floor import massive_channels
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import Site

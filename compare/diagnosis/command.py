@@ -31,16 +31,16 @@ from compare.next_commands import after_diagnosis
 from compare.run_report import print_then_report, report_run
 from compare.sides.opening import NamedSides
 from compare.sides.pairing import select_layers
+from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.command_line.console import end_command, print_json, print_text
-from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
 from minimax_tools.json_codec import DecodeError, decode, encode
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_json
+from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import digest_sources
 

@@ -29,10 +29,10 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
 from compare.sides.pairing import declared_layers, is_of_shape
 from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.command_line.progress import NoProgress, Progress
-from minimax_tools.command_line.run_commands import RunCommands
 from minimax_tools.errors import IncomparableError
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import WEIGHTS, Blame, Comparison, SiteResult, SiteStatus, Verdict

@@ -13,8 +13,8 @@ import torch
 
 from compare.noise.rows import InputError, measure_input_error
 from compare.sides.sides import Sides
+from minimax_tools.capture.run_commands import RUN_ON_THIS_GOLDEN, run_on_this_golden
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.command_line.run_commands import RUN_ON_THIS_GOLDEN, run_on_this_golden
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site

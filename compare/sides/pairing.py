@@ -7,8 +7,8 @@ import fnmatch
 import torch
 
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.run_commands import RUN_ON_THIS_GOLDEN, run_on_this_golden
 from minimax_tools.capture.source import CaptureSource, DumpListing
-from minimax_tools.command_line.run_commands import RUN_ON_THIS_GOLDEN, run_on_this_golden
 from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.inputs import Inputs
 

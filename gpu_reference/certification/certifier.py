@@ -21,9 +21,9 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import store_certificate
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import LayerProgress, Progress
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.files import digest_file
+from minimax_tools.machine.progress import LayerProgress, Progress
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import library_versions
 

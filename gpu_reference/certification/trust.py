@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.run_commands import certify_golden
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.command_line.run_commands import certify_golden
 from minimax_tools.errors import CaptureError, IncomparableError
 
 _ALLOW = "Or give --allow-uncertified."

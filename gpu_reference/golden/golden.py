@@ -32,8 +32,8 @@ from minimax_tools.checkpoint.fingerprint import FINGERPRINTED_NAMES, ModelFinge
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_faults import verify_layer, warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site

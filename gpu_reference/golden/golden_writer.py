@@ -15,7 +15,7 @@ import torch
 from gpu_reference.golden.noise_floor import FLOOR_SITES, NoiseFloor
 from minimax_tools.capture.writer import CaptureWriter
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import Progress
+from minimax_tools.machine.progress import Progress
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site

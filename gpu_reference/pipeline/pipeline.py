@@ -41,9 +41,9 @@ from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import CaptureWriter, read_shared, refuse_other_owner
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.command_line.progress import Progress
 from minimax_tools.errors import CannotRunError, CaptureError, CheckpointError
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.machine.progress import Progress
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site

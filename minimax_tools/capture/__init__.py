@@ -21,4 +21,5 @@
 - `reader`: a capture directory opened for reading; the values of each row's last tokens alone, for long rows
 - `proof`: tensors checked against their digests; checks run once, or beside the reading; the files read last, kept
   open
+- `run_commands`: commands about a run of a port; commands that come next for a capture
 """

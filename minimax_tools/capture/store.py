@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
+
+import click
 
 from minimax_tools.errors import CaptureError
 
 MANIFEST_NAME = "manifest.json"  # a folder that holds it is a capture
 GOLDEN_SIDE = "gpu_reference"  # goldens
 DEVICE_SIDE = "neuron"  # runs of a port on a device
+# The folder of all captures, and the variable that names another.
+DEFAULT_CAPTURES = Path("mm2-captures")
+CAPTURES_VARIABLE = "MM2_CAPTURES"
 
 _COMMANDS = {
     GOLDEN_SIDE: "mm2-gpu extract-all --model DIR",
@@ -17,6 +23,16 @@ _COMMANDS = {
 }
 
 _OPTIONS = {GOLDEN_SIDE: "--golden", DEVICE_SIDE: "--run"}
+
+
+def captures_folder(context: click.Context | None = None) -> Path:
+    """Return the folder of all captures, as the running command was given it; else the usual one.
+
+    `context` is the running command's, if it is not the current one.
+    """
+    context = context or click.get_current_context(silent=True)
+    given = None if context is None else context.params.get("captures")
+    return Path(given or os.environ.get(CAPTURES_VARIABLE) or DEFAULT_CAPTURES)
 
 
 def capture_directory(captures: Path, side: str, run_name: str) -> Path:

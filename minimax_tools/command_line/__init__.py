@@ -4,15 +4,10 @@
   shell completion of captures
 - `remote_paths`: options that take remote addresses beside folders
 - `work`: what a command does, imported when it runs
-- `stops`: Ctrl-C, SIGTERM and SIGHUP
-- `streams`: standard output and standard error; tables as plain text
-- `given_line`: the command line as it was given
 - `console`: exit codes, errors, JSON and log messages; a choice among names whose error suggests near ones; warnings
   and log messages of a port and its libraries; options that take paths of this machine alone; values of options that
   are found when the command runs; work for a command's end
 - `group`: groups of commands, each loaded when it is called; a command begun as a process
 - `help_groups`: the groups in which a command's help shows its options
 - `project_defaults`: a project's defaults, in `mm2.toml`
-- `run_commands`: commands about a run of a port; commands that come next for a capture
-- `progress`: progress of a run over layers
 """

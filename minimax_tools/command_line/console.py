@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from minimax_tools.command_line.given_line import given_words, keep_arguments
 from minimax_tools.command_line.help_groups import write_options
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
-from minimax_tools.command_line.stops import forget_interrupt, stopped_error
-from minimax_tools.command_line.streams import OutputError, drop_output, write
 from minimax_tools.command_line.work import load_work
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError, did_you_mean
-from minimax_tools.printable import printable, printable_json
+from minimax_tools.machine.given_line import given_words, keep_arguments
+from minimax_tools.machine.stops import forget_interrupt, stopped_error
+from minimax_tools.machine.streams import OutputError, drop_output, write
+from minimax_tools.printable import NEXT_TITLE, printable, printable_json, versioned
 from minimax_tools.remote.address import is_remote
 
 logger = logging.getLogger(__name__)
@@ -151,10 +151,6 @@ def take_afterwards(ctx: click.Context) -> tuple[Work, ...]:
 
 # Level of the environment variable DEBUG from which every section is shown.
 DETAILED_LEVEL = 11
-# Version of the keys and values of every JSON output. It changes where a reader of the old ones would be wrong.
-SCHEMA_VERSION = 2
-# Line of a command's text above the commands to run next, which end it.
-NEXT_TITLE = "Next"
 # Keys of click's `Context.meta`, in which the functions below keep facts about the running command.
 _DEBUG = "minimax_tools.debug"  # whether --debug was given
 _JSON = "minimax_tools.json"  # whether --json was given
@@ -320,11 +316,6 @@ def show_warnings_only() -> None:
     """Log only warnings; one of several ranks reports the progress of all."""
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(logging.WARNING)
-
-
-def versioned(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> dict[str, Any]:
-    """Return a command's JSON object with its schema version and the commands to run next, each complete."""
-    return {"schema_version": SCHEMA_VERSION, **record, "next": list(next_commands)}
 
 
 def print_json(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import click
 
 from minimax_tools.command_line.console import Mm2Command, failing_on_lost_help, version_option
-from minimax_tools.command_line.given_line import keep_arguments
 from minimax_tools.errors import did_you_mean
+from minimax_tools.machine.given_line import keep_arguments
 
 
 def run_command(program: str, module: str, name: str = "main", further: tuple[str, ...] = ()) -> None:
@@ -29,7 +29,7 @@ def run_command(program: str, module: str, name: str = "main", further: tuple[st
     Until the command's work is loaded, which may take seconds, a stop ends the process in words.
     """
     begin((program, *sys.argv[1:]))
-    from minimax_tools.command_line.stops import raise_when_stopped
+    from minimax_tools.machine.stops import raise_when_stopped
 
     command = getattr(importlib.import_module(module), name)
     # `obj` is called once the work is loaded.
@@ -41,9 +41,9 @@ def begin(words: Sequence[str]) -> None:
     stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     from minimax_tools.command_line.console import print_error
-    from minimax_tools.command_line.given_line import asks_for_json
-    from minimax_tools.command_line.stops import end_when_stopped, ignore_stops, stopped_error
-    from minimax_tools.command_line.streams import OutputError, require_streams
+    from minimax_tools.machine.given_line import asks_for_json
+    from minimax_tools.machine.stops import end_when_stopped, ignore_stops, stopped_error
+    from minimax_tools.machine.streams import OutputError, require_streams
 
     as_json = asks_for_json(words)
     # Registered first, this is called last: what is done is told, and a stop must not replace the exit code.

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from minimax_tools.capture.store import DEVICE_SIDE, capture_directory, list_captures
+from minimax_tools.capture.store import (
+    CAPTURES_VARIABLE,
+    DEFAULT_CAPTURES,
+    DEVICE_SIDE,
+    capture_directory,
+    captures_folder,
+    list_captures,
+)
 from minimax_tools.command_line.console import LateValue, remember_debug, remember_json, show_progress
 from minimax_tools.command_line.remote_paths import OutputPath
 from minimax_tools.dumps.format_names import FORMAT_NAMES
@@ -126,9 +132,6 @@ class CaptureStore:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-DEFAULT_CAPTURES = Path("mm2-captures")
-_CAPTURES_VARIABLE = "MM2_CAPTURES"
-
 
 def stack_options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Return one decorator for several options, shown in the order given."""
@@ -163,16 +166,6 @@ def grouped_as(name: str, build: Callable[..., Any], *, prefix: str = "") -> Cal
         return decorated
 
     return decorate
-
-
-def captures_folder(context: click.Context | None = None) -> Path:
-    """Return the folder of all captures, as the running command was given it; else the usual one.
-
-    `context` is the running command's, if it is not the current one.
-    """
-    context = context or click.get_current_context(silent=True)
-    given = None if context is None else context.params.get("captures")
-    return Path(given or os.environ.get(_CAPTURES_VARIABLE) or DEFAULT_CAPTURES)
 
 
 def read_span(start_layer: int | None, end_layer: int | None, layers: str | None) -> Span | None:
@@ -261,7 +254,7 @@ optional_model_option = _model_option(required=False)
 captures_option = click.option(
     "--captures",
     type=click.Path(path_type=Path, file_okay=False),
-    envvar=_CAPTURES_VARIABLE,
+    envvar=CAPTURES_VARIABLE,
     default=DEFAULT_CAPTURES,
     show_default=True,
     help="Folder of all captures [env: MM2_CAPTURES].",

@@ -15,4 +15,8 @@
 - `json_file`: JSON that somebody else wrote, bounded
 - `yaml_file`: YAML that a user wrote, bounded
 - `native_output`: standard output kept free of what libraries print
+- `progress`: progress of a run over layers
+- `stops`: Ctrl-C, SIGTERM and SIGHUP
+- `streams`: standard output and standard error; tables as plain text
+- `given_line`: the command line as it was given
 """

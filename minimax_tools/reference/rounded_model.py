@@ -17,7 +17,7 @@ import torch
 from minimax_tools.checkpoint.filling import ModelTensors
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import NoProgress, Progress
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimax_tools.command_line.progress import Progress
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import fetch_files, is_on_hub
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.machine.files import refuse_occupied, remove_abandoned
+from minimax_tools.machine.progress import Progress
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.download import Download, Repository

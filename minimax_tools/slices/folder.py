@@ -25,10 +25,10 @@ from typing import BinaryIO
 from minimax_tools.checkpoint.header import ByteRange, TensorEntry, encode_header, join_ranges
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
-from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import CheckpointError, UsageError, list_faults
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES
 from minimax_tools.machine.files import new_folder, remove_abandoned, sync_path
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.spec import CONFIG_FILE
 from minimax_tools.slices.cut import SliceCut
 from minimax_tools.slices.description import SLICE_FILE, SliceDescription

@@ -18,7 +18,6 @@ from typing import BinaryIO, TextIO
 
 from minimax_tools.checkpoint.header import ByteRange, TensorEntry, join_ranges
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubAccess, HubFile
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, work_on_hub
@@ -27,6 +26,7 @@ from minimax_tools.hub.snapshot import HubSnapshot, run_all
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.files import locked_folder
 from minimax_tools.machine.json_file import parse_json
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import SliceSource

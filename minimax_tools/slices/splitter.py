@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import UsageError, format_count, list_faults
 from minimax_tools.machine.json_file import read_own_json
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.partition.node import is_node_name
 from minimax_tools.partition.plan import PartitionPlan

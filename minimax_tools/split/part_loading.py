@@ -24,9 +24,9 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
-from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.machine.size import format_size
 from minimax_tools.split.binding import plan_binding
 from minimax_tools.split.causal_model import Implementation, load_whole

@@ -11,4 +11,5 @@
 - `check`: this machine, and whether a layer fits
 - `show`: the content of a saved run
 - `work`: what they do, imported when they run
+- `launch`: the ranks of a run, started as processes of the command; a command shared among ranks
 """

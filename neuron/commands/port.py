@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
+from minimax_tools.capture.store import DEFAULT_CAPTURES
 from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import (
-    DEFAULT_CAPTURES,
     dtype_option,
     model_option,
     output_options,

@@ -33,9 +33,9 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
 from minimax_tools.json_codec import encode
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.run import chunked_run, single_layer_run
 from minimax_tools.model.site_layouts import are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site

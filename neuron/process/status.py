@@ -31,7 +31,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from minimax_tools.command_line.stops import STOPS
+from minimax_tools.machine.stops import STOPS
 from neuron.process.record import Status, StatusRecord
 
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)

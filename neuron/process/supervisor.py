@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from minimax_tools.command_line.console import print_error
-from minimax_tools.command_line.given_line import asks_for_json
-from minimax_tools.command_line.stops import STOPS, die_when_stopped, stopped_error
-from minimax_tools.command_line.streams import OutputError, drop_output
 from minimax_tools.errors import CannotRunError, TargetError
+from minimax_tools.machine.given_line import asks_for_json
+from minimax_tools.machine.stops import STOPS, die_when_stopped, stopped_error
+from minimax_tools.machine.streams import OutputError, drop_output
 from neuron.process.record import Status, StatusRecord
 from neuron.process.status import HELD_BACK, STACK_SIGNAL, run_supervised
 

@@ -12,7 +12,6 @@ import torch
 
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.golden_logits.golden_logits import (
     ALTERNATIVE_KINDS,
     ALTERNATIVE_SHARES,
@@ -22,6 +21,7 @@ from minimax_tools.golden_logits.golden_logits import (
 )
 from minimax_tools.golden_logits.logits_run import compute_alternatives, compute_golden_logits
 from minimax_tools.golden_logits.logits_store import LogitsStore
+from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.plausible_flips import FLIP_SHARES

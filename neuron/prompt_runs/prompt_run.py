@@ -31,11 +31,11 @@ from safetensors.torch import save_file
 
 from compare.prompts.prompt_judge import NoiseLevel, PortLogits, PromptJudge
 from minimax_tools.capture.reader import Capture
-from minimax_tools.command_line.progress import Progress
 from minimax_tools.errors import CaptureError, IncomparableError, TargetError, list_faults
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, join_tokens
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.files import whole_capture_file
+from minimax_tools.machine.progress import Progress
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance

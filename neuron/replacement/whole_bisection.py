@@ -24,8 +24,8 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import TargetError
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import (
     Chain,

@@ -28,7 +28,6 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import CaptureError, IncomparableError, UsageError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.files import (
@@ -39,6 +38,7 @@ from minimax_tools.machine.files import (
     whole_capture_file,
 )
 from minimax_tools.machine.json_file import read_own_json
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.run import bisect_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span

@@ -29,9 +29,9 @@ from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.filling import Gathered
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import TargetError
 from minimax_tools.json_codec import encode
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.inputs import decoded_columns
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from minimax_tools.command_line.console import SCHEMA_VERSION
+from minimax_tools.printable import SCHEMA_VERSION
 from schemas import captures, judging, splitting, summary, travel, weights
 from schemas.parts import DRAFT, Schema, listed, merged, record, text, whole
 

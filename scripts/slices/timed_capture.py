@@ -22,7 +22,7 @@ from cpu_golden import request_golden
 from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.pipeline.pipeline import capture_by_ranks
 from gpu_reference.streaming.streaming import Streaming
-from minimax_tools.command_line.progress import NoProgress
+from minimax_tools.machine.progress import NoProgress
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.ranks.rank_group import open_ranks

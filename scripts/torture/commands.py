@@ -11,7 +11,7 @@ from pathlib import Path
 
 from port_runs import EXAMPLES
 
-from minimax_tools.command_line.stops import STOPS
+from minimax_tools.machine.stops import STOPS
 
 # Longest run of one command in seconds: more is a hang.
 DEADLINE_S = 300.0

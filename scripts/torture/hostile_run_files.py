@@ -19,10 +19,10 @@ from minimax_tools.capture.passes import (
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.cli import mm2_split
-from minimax_tools.command_line.console import SCHEMA_VERSION
 from minimax_tools.json_codec import encode
 from minimax_tools.model.span import Span
 from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.printable import SCHEMA_VERSION
 from minimax_tools.results.probes import Chain, Probe
 from neuron.port_stages import StageLog, StageResult
 from neuron.replacement.run_folder import PLAN_NAME, RunFolder, RunPlan

@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from minimax_tools.command_line.stops import STOPS
+from minimax_tools.machine.stops import STOPS
 from torture.commands import DEADLINE_S, CommandLine, make_commands
 from torture.tally import Tally
 

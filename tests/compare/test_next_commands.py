@@ -8,7 +8,7 @@ import pytest
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis
 from compare.next_commands import after_comparison, after_diagnosis
 from minimax_tools.capture.reader import Capture
-from minimax_tools.command_line.run_commands import RunCommands
+from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.model.run import multi_layer_run, single_layer_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from minimax_tools.command_line.console import SCHEMA_VERSION
 from minimax_tools.errors import CannotRunError
+from minimax_tools.printable import SCHEMA_VERSION
 from minimax_tools.results.results import Comparison
 from reports.data import comparison_record, comparison_table, summary_record
 from reports.folder import Report, WrittenReport, write_report

@@ -25,9 +25,9 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import parse_json
+from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.sites import ModelSite
 
 _MODULE = "neuron"  # the package of `mm2-test`

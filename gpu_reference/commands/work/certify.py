@@ -13,10 +13,10 @@ from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.manifest import Certificate, Outcome
 from minimax_tools.capture.mirror import CaptureMirror
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.run_commands import after_golden
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.capture.writer import store_certificate
 from minimax_tools.command_line.console import do_afterwards, end_command, print_json, print_text
-from minimax_tools.command_line.run_commands import after_golden
 from minimax_tools.json_codec import encode
 
 _MARKS = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKED: "[not checked]"}

@@ -14,13 +14,13 @@ from gpu_reference.readiness.golden_way import GoldenWay, GpuMachine, Job, Speed
 from gpu_reference.readiness.machine_check import check_machine, check_ways, measure_cpu, measure_disk
 from minimax_tools.checkpoint.expected_tensors import expected_tensors
 from minimax_tools.command_line.console import end_command, print_json, print_text
-from minimax_tools.command_line.progress import format_duration
-from minimax_tools.command_line.streams import align_columns
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub, resolve_config
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.finding import Level, render_findings, worst_level
+from minimax_tools.machine.progress import format_duration
 from minimax_tools.machine.size import format_size
+from minimax_tools.machine.streams import align_columns
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.synthetic.toy_model import SyntheticModel

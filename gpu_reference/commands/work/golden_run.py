@@ -23,17 +23,17 @@ from minimax_tools.capture.kept_runs import holds_same, other_run_error, read_ke
 from minimax_tools.capture.passes import GENERATION_NAME, Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.remote_output import RemoteOutput, kept_directory
+from minimax_tools.capture.run_commands import after_golden
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import tidy_capture
 from minimax_tools.checkpoint.index import find_absent_shards
 from minimax_tools.command_line.console import print_json, print_text
-from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.command_line.run_commands import after_golden
 from minimax_tools.errors import UsageError, list_faults
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.model.run import Run, full_run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names

@@ -24,13 +24,13 @@ from gpu_reference.pipeline.pipeline import capture_by_ranks, validate_plan
 from gpu_reference.streaming.stream_choice import choose_part_streaming
 from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.run_commands import after_golden
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.console import say, show_warnings_only, shows_details
-from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
-from minimax_tools.command_line.run_commands import after_golden
-from minimax_tools.command_line.streams import shows_pictures
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.progress import LayerProgress, NoProgress, Progress
+from minimax_tools.machine.streams import shows_pictures
 from minimax_tools.model.run import Run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan, Slice

@@ -7,9 +7,9 @@ from pathlib import Path
 from gpu_reference.publication.publication import Publication, publish_golden
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.run_commands import judge_port
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.command_line.console import print_json, print_text
-from minimax_tools.command_line.run_commands import judge_port
 from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
 

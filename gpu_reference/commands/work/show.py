@@ -6,9 +6,9 @@ from pathlib import Path
 
 from gpu_reference.commands.work.golden_run import print_golden
 from minimax_tools.capture.passes import Generation
+from minimax_tools.capture.run_commands import after_capture
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.command_line.console import end_command
-from minimax_tools.command_line.run_commands import after_capture
 from minimax_tools.dumps.opening import DumpReading, open_source
 from minimax_tools.errors import CaptureError
 from reports.captures import capture_record, is_damaged, render_capture

@@ -5,10 +5,10 @@ from __future__ import annotations
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.remote_output import RemoteOutput
 from minimax_tools.command_line.console import print_json, print_text
-from minimax_tools.command_line.streams import align_columns
 from minimax_tools.errors import UsageError
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.size import format_size
+from minimax_tools.machine.streams import align_columns
 from minimax_tools.remote.cache import CACHE_VARIABLE, OUTPUT_RUN, OUTPUTS, CachedFolder, RemoteCache
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minimax_tools.command_line.console import print_json, print_text
-from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import UsageError, format_count
+from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import SliceCut, cut_slice

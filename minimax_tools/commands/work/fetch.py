@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.command_line.console import print_json, print_text, say, shows_details
-from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.command_line.streams import shows_pictures
 from minimax_tools.errors import UsageError, format_count
+from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.machine.size import format_size
+from minimax_tools.machine.streams import shows_pictures
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.download import Download, DownloadedFile, Repository
 from minimax_tools.slices.fetch import FetchedSlice, fetch_slice, fetch_slice_ranges

@@ -7,10 +7,10 @@ from itertools import groupby
 from typing import Any
 
 from minimax_tools.command_line.console import print_json, print_text
-from minimax_tools.command_line.streams import align_columns
 from minimax_tools.errors import format_count
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.size import format_size
+from minimax_tools.machine.streams import align_columns
 from minimax_tools.partition.model_memory import ModelMemory, PartMemory
 from minimax_tools.slices.source import open_source
 

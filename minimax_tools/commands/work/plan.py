@@ -16,11 +16,11 @@ from typing import Any
 
 from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.command_line.console import print_json, print_text
-from minimax_tools.command_line.streams import align_columns
 from minimax_tools.errors import format_count
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.size import format_size
+from minimax_tools.machine.streams import align_columns
 from minimax_tools.model.family import MODEL_TYPE
 from minimax_tools.model.quantisation import find_other_format, find_side_format
 from minimax_tools.model.rope import warn_of_rotary_width

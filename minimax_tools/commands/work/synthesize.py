@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from minimax_tools.capture.run_commands import make_golden
 from minimax_tools.command_line.console import print_json, print_text
-from minimax_tools.command_line.run_commands import make_golden
 from minimax_tools.errors import format_count
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import PRESETS

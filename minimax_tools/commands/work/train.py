@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import torch
 
+from minimax_tools.capture.run_commands import make_golden
 from minimax_tools.command_line.console import print_json, print_text
-from minimax_tools.command_line.run_commands import make_golden
 from minimax_tools.errors import format_count
 from minimax_tools.synthetic.learned import LearnedModel, train_checkpoint, training_record
 from minimax_tools.synthetic.toy_model import SyntheticModel

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from minimax_tools.command_line.console import end_command, print_json, print_text, say, shows_details
-from minimax_tools.command_line.streams import shows_pictures
 from minimax_tools.errors import UsageError, list_names
 from minimax_tools.json_codec import encode
+from minimax_tools.machine.streams import shows_pictures
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.layout import DEFAULT_FOLDER
 from minimax_tools.slices.verification_text import render_details, render_summary

@@ -16,11 +16,11 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, print_json, print_text
 from minimax_tools.command_line.options import CaptureStore
-from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.model.run import bisect_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec

@@ -13,12 +13,12 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, print_json
 from minimax_tools.command_line.options import CaptureStore
-from minimax_tools.command_line.streams import write
 from minimax_tools.errors import UsageError
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.machine.streams import write
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import whole_bisect_run
 from minimax_tools.model.spec import ModelSpec

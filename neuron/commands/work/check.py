@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from minimax_tools.capture.run_commands import judge_port_of
 from minimax_tools.command_line.console import end_command, print_json, print_text
-from minimax_tools.command_line.run_commands import judge_port_of
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
 from minimax_tools.machine.finding import Level, render_findings, worst_level

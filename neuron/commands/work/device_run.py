@@ -19,18 +19,18 @@ from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.further import ALSO
 from minimax_tools.capture.passes import Generation
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.run_commands import RunCommands, judge_port_of
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, print_json, say
 from minimax_tools.command_line.options import SUMMARY_JSON
-from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.command_line.run_commands import RunCommands, judge_port_of
 from minimax_tools.errors import CaptureError, TargetError, UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Comparison

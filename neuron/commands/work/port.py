@@ -14,11 +14,11 @@ import torch
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.run_commands import golden_words
 from minimax_tools.command_line.console import end_command, print_json, print_text, say
-from minimax_tools.command_line.given_line import same_command
-from minimax_tools.command_line.run_commands import golden_words
-from minimax_tools.command_line.streams import write
 from minimax_tools.errors import CannotRunError, UsageError
+from minimax_tools.machine.given_line import same_command
+from minimax_tools.machine.streams import write
 from minimax_tools.results.results import Verdict
 from neuron.devices.ranks import Ranks
 from neuron.options import name_port

@@ -11,14 +11,14 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, print_json, print_text, say
-from minimax_tools.command_line.given_line import same_command
-from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.command_line.streams import write
 from minimax_tools.errors import UsageError, format_count
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER, LogitsStore
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.given_line import same_command
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.machine.progress import LayerProgress
+from minimax_tools.machine.streams import write
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance
 from minimax_tools.results.prompt_results import Followed, PromptRanking

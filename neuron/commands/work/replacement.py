@@ -11,11 +11,11 @@ from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, print_json, print_text
-from minimax_tools.command_line.streams import write
 from minimax_tools.dumps.format_names import NXDI
 from minimax_tools.errors import UsageError
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.streams import write
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.probes import Point, ReplacedRun, StreamSearch
 from neuron.commands.replacement import LENGTH_MULTIPLE, ReplacementOptions

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from minimax_tools.capture.run_commands import after_capture
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.command_line.console import end_command, print_json, print_text
-from minimax_tools.command_line.run_commands import after_capture
-from minimax_tools.command_line.streams import write
 from minimax_tools.dumps.opening import DumpReading, open_source
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.streams import write
 from reports.captures import capture_record, is_damaged, render_capture
 from reports.dumps import map_template_of
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.run_commands import judge_port, judge_port_of
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import print_json, print_text, say
-from minimax_tools.command_line.run_commands import judge_port, judge_port_of
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.native_output import output_set_aside

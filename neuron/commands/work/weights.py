@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
+from minimax_tools.capture.run_commands import judge_port_of
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, print_json, print_text
-from minimax_tools.command_line.given_line import same_command
-from minimax_tools.command_line.run_commands import judge_port_of
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.given_line import same_command
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.span import Span

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import output_options
-from minimax_tools.command_line.progress import AboveBar, LayerProgress, NoProgress, Progress
+from minimax_tools.machine.progress import AboveBar, LayerProgress, NoProgress, Progress
 
 LONG = "/checkpoint/" + "x" * 120
 
@@ -55,7 +55,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    logger = logging.getLogger("minimax_tools.command_line.progress")
+    logger = logging.getLogger("minimax_tools.machine.progress")
     handler = Lines()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -122,7 +122,7 @@ def test_threads_may_advance_together(lines: Lines) -> None:
 
 def test_where_nobody_listens_nothing_is_shown(lines: Lines, capfd: Any) -> None:
     # What Python sets where no command has set up its log.
-    logging.getLogger("minimax_tools.command_line.progress").setLevel(logging.WARNING)
+    logging.getLogger("minimax_tools.machine.progress").setLevel(logging.WARNING)
     with LayerProgress(1) as progress:
         progress.skip(0)
     nobody: Progress = NoProgress()
@@ -160,7 +160,7 @@ import click
 from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.errors import CaptureError
 from minimax_tools.command_line.options import output_options
-from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.machine.progress import LayerProgress
 
 logger = logging.getLogger("minimax_tools.demo")
 

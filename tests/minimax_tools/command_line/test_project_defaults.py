@@ -8,8 +8,9 @@ import pytest
 
 from compare.cli import main as mm2_compare
 from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.capture.store import captures_folder
 from minimax_tools.command_line.console import Mm2Command
-from minimax_tools.command_line.options import captures_folder, output_options
+from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.project_defaults import ProjectDefaults
 from minimax_tools.errors import UsageError
 from neuron.cli import main as mm2_test

@@ -11,7 +11,7 @@ import pytest
 
 from minimax_tools.capture.further import ALSO
 from minimax_tools.capture.reader import Capture
-from minimax_tools.command_line.run_commands import RunCommands, after_golden, judge_port_of
+from minimax_tools.capture.run_commands import RunCommands, after_golden, judge_port_of
 from minimax_tools.model.run import Run, component_run, multi_layer_run, single_layer_run, sweep_run
 from minimax_tools.model.span import Span
 

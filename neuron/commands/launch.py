@@ -29,8 +29,8 @@ from minimax_tools.command_line.console import (
     speak_as,
     take_afterwards,
 )
-from minimax_tools.command_line.given_line import given_arguments
 from minimax_tools.errors import CannotRunError, UsageError
+from minimax_tools.machine.given_line import given_arguments
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.model.spec import ModelSpec

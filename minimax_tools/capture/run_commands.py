@@ -19,8 +19,14 @@ from minimax_tools.capture.kept_runs import is_numbered
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, capture_directory, list_captures
-from minimax_tools.command_line.options import DEFAULT_CAPTURES, captures_folder
+from minimax_tools.capture.store import (
+    DEFAULT_CAPTURES,
+    DEVICE_SIDE,
+    GOLDEN_SIDE,
+    capture_directory,
+    captures_folder,
+    list_captures,
+)
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.sites import SITE_LEVELS
