@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from compare.limits.tolerances import CALIBRATION
-from compare.options import criteria_options, report_option
-from compare.sides.opening import layers_options, sides_options
+from compare.options import criteria_options, layers_options, report_option, sides_options
 from minimax_tools.command_line.console import Mm2Command, version_option
 from minimax_tools.command_line.options import judging_output_options
 from minimax_tools.command_line.work import done_by

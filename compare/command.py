@@ -8,9 +8,9 @@ from pathlib import Path
 from compare.comparer import judge_run
 from compare.limits.criteria import Criteria
 from compare.next_commands import after_comparison
+from compare.options import NamedSides
 from compare.run_report import print_then_report, report_run
 from compare.sides.golden_weights import find_weights
-from compare.sides.opening import NamedSides
 from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.command_line.console import end_command, print_json
 from minimax_tools.command_line.options import SUMMARY_JSON

@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.json_codec import omit_default
 
 # In the order in which a manifest lists their versions.
@@ -68,6 +67,36 @@ def digest_sources(files: Mapping[str, Path]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFingerprint:
+    """sha256 digests of a model's config, of tensors' names and shapes, and of some values of each layer.
+
+    Parts that one side lacks are not compared: a folder with some layers of a model agrees with the whole model.
+    """
+
+    spec_digest: str  # of the quantities in config.json, number of layers included
+    # Of names and shapes of the tensors outside all layers; None if the folder lacks some.
+    tensors_digest: str | None
+    layers: Mapping[int, str]  # of the values of each layer's norms, router gate and bias
+    layer_tensors: Mapping[int, str] = field(default_factory=dict)  # of names and shapes of their tensors
+
+    def differences(self, other: ModelFingerprint) -> list[str]:
+        """Return one sentence for each difference between the models, in the parts that both have."""
+        sentences = []
+        if self.spec_digest != other.spec_digest:
+            sentences.append(f"config.json differs ({_format_pair(self.spec_digest, other.spec_digest)})")
+        digest, other_digest = self.tensors_digest, other.tensors_digest
+        if digest is not None and other_digest is not None and digest != other_digest:
+            pair = _format_pair(digest, other_digest)
+            sentences.append(f"tensor names or shapes outside the layers differ ({pair})")
+        sentences += _layer_differences(
+            self.layer_tensors, other.layer_tensors, "has other tensor names or shapes"
+        )
+        return sentences + _layer_differences(
+            self.layers, other.layers, "has other norms, router gate or bias"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """The maker of a capture: model, software, machine and options."""
 
@@ -103,3 +132,16 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     is_number = isinstance(value, (int, float)) and math.isfinite(value)
     return value if value is None or isinstance(value, str) or is_number else str(value)
+
+
+def _layer_differences(digests: Mapping[int, str], others: Mapping[int, str], predicate: str) -> list[str]:
+    """Return one sentence for each layer that both have with different digests; `predicate` says what differs."""
+    return [
+        f"layer {layer} {predicate} ({_format_pair(digests[layer], others[layer])})"
+        for layer in sorted(digests.keys() & others.keys())
+        if digests[layer] != others[layer]
+    ]
+
+
+def _format_pair(digest: str, other: str) -> str:
+    return f"sha256 {digest[:8]} against {other[:8]}"

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from figures import Figure, benchmark_parser, print_figures
 
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.machine.progress import NoProgress
@@ -58,7 +58,7 @@ def judge_port(name: str, run: PromptRun, folder: Path, reader: CheckpointReader
     """Run a port on the CPU, and judge its prompts."""
     target = find_model_target(name)
     setup = ModelSetup(target=target, spec=run.spec, folder=folder, dtype=torch.bfloat16, sites=())
-    model = ModelFingerprint.of(reader, run.spec, range(0))
+    model = fingerprint_model(reader, run.spec, range(0))
     provenance = Provenance(
         model=model, model_source="", backend="cpu", device="", dtypes={}, target=name, target_digest=""
     )

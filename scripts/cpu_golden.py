@@ -18,7 +18,7 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import open_capture
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.inputs import Inputs
@@ -157,7 +157,7 @@ def draw_golden(
     spec = ModelSpec.from_folder(folder)
     inputs, span = build_inputs(rows, folder=folder, spec=spec), Span(0, spec.num_hidden_layers)
     with CheckpointReader(folder) as reader:
-        model = ModelFingerprint.of(reader, spec, span)
+        model = fingerprint_model(reader, spec, span)
     provenance = Provenance(
         model=model,
         model_source=str(folder),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from compare.options import report_option
-from compare.sides.opening import layers_options, sides_options
+from compare.options import layers_options, report_option, sides_options
 from minimax_tools.command_line.console import Mm2Command, version_option
 from minimax_tools.command_line.options import optional_model_option, output_options
 from minimax_tools.command_line.work import done_by

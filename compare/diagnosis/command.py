@@ -28,8 +28,8 @@ from compare.diagnosis.report import (
     render_nothing_to_prove,
 )
 from compare.next_commands import after_diagnosis
+from compare.options import NamedSides
 from compare.run_report import print_then_report, report_run
-from compare.sides.opening import NamedSides
 from compare.sides.pairing import select_layers
 from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.capture.source import CaptureSource

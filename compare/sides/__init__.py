@@ -1,6 +1,5 @@
 """Sides: the golden and the device run, and what both were computed from.
 
-- `opening`: both sides as a command's options name them
 - `pairing`: captures that may be compared, and their layers
 - `proving`: no verdict before all that was read is checked
 - `sides`: the pair, its batch, criteria and weights; the real tokens; the ways in which a pass may take tokens for

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -23,6 +23,7 @@ from minimax_tools.hub.checkpoint_folder import is_on_hub, resolve_config, resol
 from minimax_tools.json_codec import decode
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FINAL_NORM, head_name
+from minimax_tools.provenance import ModelFingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +89,7 @@ class CheckpointWeights:
         folder = resolve_model(self.model, layers=layers)
         with self._open(folder, layers) as reader:
             tensors = LayerTensors.open(reader, spec, layer, _computed_dtype(reference))
-            refuse_other_model(reference, ModelFingerprint.of(reader, spec, layers), self.model)
+            refuse_other_model(reference, fingerprint_model(reader, spec, layers), self.model)
             yield GoldenWeights(spec=spec, tensors=tensors)
 
     @contextmanager
@@ -101,7 +102,7 @@ class CheckpointWeights:
         with self._open(folder, layers) as reader:
             dtype = _computed_dtype(reference)
             # The last layer tells whose checkpoint it is: fingerprints have no values of the head.
-            refuse_other_model(reference, ModelFingerprint.of(reader, spec, layers), self.model)
+            refuse_other_model(reference, fingerprint_model(reader, spec, layers), self.model)
             yield HeadWeights(
                 spec=spec,
                 norm=reader.read_weight(FINAL_NORM, dtype),

@@ -19,7 +19,7 @@ from minimax_tools.capture.manifest import Certificate, Check, Outcome
 from minimax_tools.capture.mirror import CaptureMirror
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import store_certificate
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.files import digest_file
@@ -134,7 +134,7 @@ def _check_model(capture: Capture, model: GoldenModel | None) -> Check:
     # Before any layer is read: another model may lack some of the golden's.
     if model.spec.digest() != recorded.spec_digest:
         return claim("same_model", is_right=False, found="config.json describes another model")
-    actual = ModelFingerprint.of(model.reader, model.spec, capture.description.run.span)
+    actual = fingerprint_model(model.reader, model.spec, capture.description.run.span)
     differing = [layer for layer, digest in actual.layers.items() if recorded.layers.get(layer) != digest]
     found = (
         f"norms or router of layers {differing[:4]} differ" if differing else "config, norms and router agree"

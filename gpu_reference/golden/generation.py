@@ -13,6 +13,7 @@ from gpu_reference.golden.sampling import Sampling
 from gpu_reference.model.placement import input_device, watched_memory
 from minimax_tools.capture.passes import NUM_LIKELIEST, Generation, Likely
 from minimax_tools.model.inputs import Inputs, num_tokens_left
+from minimax_tools.text.tokenizer import decode_if_possible
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM
@@ -36,7 +37,7 @@ def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *,
         inputs,
         rows,
         sampling=asdict(sampling),
-        folder=folder,
+        texts=decode_if_possible(folder, rows),
         # How close the second likeliest came says nothing about a token that was drawn.
         likeliest=() if sampling.do_sample else likeliest,
     )

@@ -28,7 +28,7 @@ from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
-from minimax_tools.checkpoint.fingerprint import FINGERPRINTED_NAMES, ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import FINGERPRINTED_NAMES, fingerprint_model
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_faults import verify_layer, warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -39,7 +39,7 @@ from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.weight_names import layer_prefix
 from minimax_tools.partition.plan import Slice
-from minimax_tools.provenance import Provenance, plain_values
+from minimax_tools.provenance import ModelFingerprint, Provenance, plain_values
 from minimax_tools.slices.stored_weights import read_slice_index
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Golden:
             self.reader.expect_again(
                 layer_prefix(layer) + name for layer in layers for name in FINGERPRINTED_NAMES
             )
-        return ModelFingerprint.of(self.reader, self.request.model.spec, layers)
+        return fingerprint_model(self.reader, self.request.model.spec, layers)
 
     def _run_into(self, writer: CaptureWriter, progress: Progress) -> None:
         run = self.request.run

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.capture.recorder import Keep
+from minimax_tools.capture.taps import Keep
 from minimax_tools.errors import TargetError, UsageError, did_you_mean, list_names
 from minimax_tools.model.site_layouts import PlaceNotation, are_equal_bits
 from minimax_tools.model.sites import Site

@@ -22,7 +22,6 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, omit_default
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.inputs import Inputs, decoded_tokens, number_steps
-from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 from minimax_tools.text_enum import TextEnum
 
 GENERATION_NAME = "generation.json"
@@ -77,17 +76,14 @@ class Generation:
         generated: Sequence[Sequence[int]],
         *,
         sampling: Mapping[str, Any],
-        folder: Path,
+        texts: Sequence[str | None],
         likeliest: Sequence[Sequence[Sequence[Likely]]] = (),
     ) -> Generation:
-        """Join the prompts of `inputs` with their generated tokens, and decode these if `folder` has a tokenizer.
+        """Join the prompts of `inputs` with their generated tokens, and the texts of these, which may be None.
 
         `likeliest` has the candidates of each prompt's generated tokens; it is empty if they were not kept.
         """
         generated_rows = [list(ids) for ids in generated]
-        texts: Sequence[str | None] = [None] * len(generated_rows)
-        if has_tokenizer(folder):
-            texts = decode_rows(folder, generated_rows)
         # No candidates for each row, if none were kept.
         likeliest = likeliest or [()] * len(generated_rows)
         rows = tuple(

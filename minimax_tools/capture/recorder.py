@@ -25,7 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from minimax_tools.capture.taps import Tap
+from minimax_tools.capture.taps import Keep, Tap
 from minimax_tools.errors import TargetError
 from minimax_tools.model.site_layouts import are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site
@@ -210,7 +210,6 @@ def _flat(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return tensor if dim == 0 else tensor[0].movedim(dim - 1, 0)
 
 
-Keep = Callable[[torch.Tensor], torch.Tensor]
 # Sites of a layer, or those around the layers.
 SiteKind = TypeVar("SiteKind", Site, ModelSite)
 # Torch neither compares nor indexes these on a CPU.

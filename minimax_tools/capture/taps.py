@@ -8,7 +8,7 @@ The notation is that of `minimax_tools.model.site_layouts`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ SITE_FORMS = (
     "'submodule.path', 'submodule.path:input', 'submodule.path:output[1]', "
     "or a cut along the last dim, 'submodule.path:output[0][0:512]'"
 )
+# Makes what is kept of a tensor.
+Keep = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,6 @@ results needs more: a tensor that was trained on, converted or exchanged makes o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -33,6 +31,7 @@ from minimax_tools.model.weight_names import (
     Q_NORM,
     layer_prefix,
 )
+from minimax_tools.provenance import ModelFingerprint
 
 # Bytes read at the beginning, in the middle and at the end of each tensor; smaller tensors are read whole.
 _BLOCK_BYTES = 4096
@@ -80,53 +79,23 @@ def _blocks(size_bytes: int) -> list[tuple[int, int]]:
 FINGERPRINTED_NAMES = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_BIAS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFingerprint:
-    """sha256 digests of a model's config, of tensors' names and shapes, and of some values of each layer.
+def fingerprint_model(reader: CheckpointReader, spec: ModelSpec, layers: Span | range) -> ModelFingerprint:
+    """Compute the fingerprint of some layers of a checkpoint.
 
-    Parts that one side lacks are not compared: a folder with some layers of a model agrees with the whole model.
+    Other layers are left out: shards with these alone do not change it.
+
+    Raises:
+        CheckpointError: A layer's norms, router gate or bias cannot be read.
     """
-
-    spec_digest: str  # of the quantities in config.json, number of layers included
-    # Of names and shapes of the tensors outside all layers; None if the folder lacks some.
-    tensors_digest: str | None
-    layers: Mapping[int, str]  # of the values of each layer's norms, router gate and bias
-    layer_tensors: Mapping[int, str] = field(default_factory=dict)  # of names and shapes of their tensors
-
-    @classmethod
-    def of(cls, reader: CheckpointReader, spec: ModelSpec, layers: Span | range) -> ModelFingerprint:
-        """Compute the fingerprint of some layers of a checkpoint.
-
-        Other layers are left out: shards with these alone do not change it.
-
-        Raises:
-            CheckpointError: A layer's norms, router gate or bias cannot be read.
-        """
-        shape_digests = {layer: reader.index.digest(layer) for layer in layers}
-        return cls(
-            spec_digest=spec.digest(),
-            tensors_digest=reader.index.digest(None),
-            layers=MappingProxyType({layer: _digest_values(reader, layer) for layer in layers}),
-            layer_tensors=MappingProxyType(
-                {layer: digest for layer, digest in shape_digests.items() if digest is not None}
-            ),
-        )
-
-    def differences(self, other: ModelFingerprint) -> list[str]:
-        """Return one sentence for each difference between the models, in the parts that both have."""
-        sentences = []
-        if self.spec_digest != other.spec_digest:
-            sentences.append(f"config.json differs ({_format_pair(self.spec_digest, other.spec_digest)})")
-        digest, other_digest = self.tensors_digest, other.tensors_digest
-        if digest is not None and other_digest is not None and digest != other_digest:
-            pair = _format_pair(digest, other_digest)
-            sentences.append(f"tensor names or shapes outside the layers differ ({pair})")
-        sentences += _layer_differences(
-            self.layer_tensors, other.layer_tensors, "has other tensor names or shapes"
-        )
-        return sentences + _layer_differences(
-            self.layers, other.layers, "has other norms, router gate or bias"
-        )
+    shape_digests = {layer: reader.index.digest(layer) for layer in layers}
+    return ModelFingerprint(
+        spec_digest=spec.digest(),
+        tensors_digest=reader.index.digest(None),
+        layers=MappingProxyType({layer: _digest_values(reader, layer) for layer in layers}),
+        layer_tensors=MappingProxyType(
+            {layer: digest for layer, digest in shape_digests.items() if digest is not None}
+        ),
+    )
 
 
 def _digest_values(reader: CheckpointReader, layer: int) -> str:
@@ -137,16 +106,3 @@ def _digest_values(reader: CheckpointReader, layer: int) -> str:
         digest.update(f"{name} {list(values.shape)}\n".encode())
         digest.update(values.numpy().data)
     return digest.hexdigest()
-
-
-def _layer_differences(digests: Mapping[int, str], others: Mapping[int, str], predicate: str) -> list[str]:
-    """Return one sentence for each layer that both have with different digests; `predicate` says what differs."""
-    return [
-        f"layer {layer} {predicate} ({_format_pair(digests[layer], others[layer])})"
-        for layer in sorted(digests.keys() & others.keys())
-        if digests[layer] != others[layer]
-    ]
-
-
-def _format_pair(digest: str, other: str) -> str:
-    return f"sha256 {digest[:8]} against {other[:8]}"

@@ -21,7 +21,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint, digest_content
+from minimax_tools.checkpoint.fingerprint import digest_content, fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError
 from minimax_tools.golden_logits.golden_logits import (
@@ -35,6 +35,7 @@ from minimax_tools.golden_logits.golden_logits import (
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.files import whole_capture_file, whole_file
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.provenance import ModelFingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class LogitsStore:
             CheckpointError: The checkpoint cannot be read.
             CaptureError: The folder cannot be written to.
         """
-        fingerprint = ModelFingerprint.of(reader, spec, range(spec.num_hidden_layers))
+        fingerprint = fingerprint_model(reader, spec, range(spec.num_hidden_layers))
         record = {
             "version": _VERSION,
             "copies": [kind.name.lower() for kind in KINDS],

@@ -174,6 +174,11 @@ def decode_rows(folder: Path, rows: list[list[int]]) -> list[str]:
     return [str(tokenizer.decode(row, skip_special_tokens=False)) for row in rows]
 
 
+def decode_if_possible(folder: Path, rows: Sequence[Sequence[int]]) -> Sequence[str | None]:
+    """Decode token rows into text; None for each if the checkpoint has no tokenizer."""
+    return decode_rows(folder, [list(row) for row in rows]) if has_tokenizer(folder) else [None] * len(rows)
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Decide whether the checkpoint comes with a tokenizer."""
     return (folder / TOKENIZER_NAME).is_file()

@@ -26,7 +26,6 @@ from minimax_tools.capture.recorder import (
     shape_to_batch,
     with_signed,
 )
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
@@ -34,7 +33,7 @@ from minimax_tools.model.run import Run
 from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site, parse_site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.provenance import Provenance, plain_values
+from minimax_tools.provenance import ModelFingerprint, Provenance, plain_values
 from neuron.devices.runtime import Runtime, calls_to_host
 from neuron.model_runs.passes import Pass, plan_passes
 from neuron.ports.exposure import ModelExposure

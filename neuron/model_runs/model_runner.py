@@ -31,7 +31,7 @@ from minimax_tools.capture.passes import (
 from minimax_tools.capture.resumption import clear_capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import IncomparableError
 from minimax_tools.json_codec import encode
@@ -39,7 +39,7 @@ from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.run import chunked_run, single_layer_run
 from minimax_tools.model.site_layouts import are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.text.tokenizer import read_end_tokens, until_end
+from minimax_tools.text.tokenizer import decode_if_possible, read_end_tokens, until_end
 from neuron.devices.runtime import Runtime
 from neuron.model_runs.assembly import (
     PassResult,
@@ -143,7 +143,7 @@ class ModelRun:
         self._reader = reader
         self._progress = progress or NoProgress()
         self._passes = request.plan_passes(request.run.num_decoded)
-        self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
+        self._model = fingerprint_model(reader, request.spec, request.run.span)
         self._refuse_other_golden()
         batch = ModelBatch.of(
             request.inputs, num_decoded=request.run.num_decoded, max_new_tokens=request.max_new_tokens
@@ -177,9 +177,8 @@ class ModelRun:
             self._write(writer, self._passes, results, repetitions)
             if generated is not None:
                 sampling = {"do_sample": False, "max_new_tokens": self._request.max_new_tokens}
-                generation = Generation.of(
-                    self._request.inputs, generated, sampling=sampling, folder=self._request.folder
-                )
+                texts = decode_if_possible(self._request.folder, generated)
+                generation = Generation.of(self._request.inputs, generated, sampling=sampling, texts=texts)
                 writer.write_json(GENERATION_NAME, encode(generation))
             writer.finish()
         # A port's run is memory that the chunks need.

@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from minimax_tools.capture.digests import dtype_name
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import CaptureError, TargetError, UsageError
 from minimax_tools.json_codec import decode, decode_fields, encode_fields
 from minimax_tools.machine.json_file import parse_json
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.provenance import ModelFingerprint
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import Weight, WeightLoader
@@ -248,7 +249,7 @@ class TracedTarget(Target):
         """Raise TargetError unless the weights in the file are those of the checkpoint."""
         assert isinstance(module, TracedLayer), "make returns nothing else"
         layers = range(tensors.layer, tensors.layer + 1)
-        module.verify_model(ModelFingerprint.of(tensors.reader, spec, layers))
+        module.verify_model(fingerprint_model(tensors.reader, spec, layers))
 
 
 def load_program(path: Path, traced: TracedProgram) -> Program:

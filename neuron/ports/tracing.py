@@ -21,7 +21,7 @@ from torch import nn
 from minimax_tools.capture.recorder import CallPlan, Recorder, copy_on_device, plan_calls, shape_to_batch
 from minimax_tools.capture.taps import Tap
 from minimax_tools.checkpoint.filling import ReadingPool
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import BackendError, Mm2Error, TargetError
@@ -145,7 +145,7 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
             sites=tuple(taps),
             shape=shape,
             dtype=request.dtype,
-            model=ModelFingerprint.of(reader, request.spec, range(request.layer, request.layer + 1)),
+            model=fingerprint_model(reader, request.spec, range(request.layer, request.layer + 1)),
             versions=library_versions(),
         )
         _compile(

@@ -21,7 +21,7 @@ from compare.prompts.logits_verdict import judge_logits
 from compare.prompts.prompt_judge import PortLogits
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import IncomparableError, UsageError, format_count
 from minimax_tools.golden_logits.golden_logits import StreamStart
@@ -82,7 +82,7 @@ class GoldenStream:
             )
         span = Span(0, spec.num_hidden_layers)
         sources = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
-        sources.verify(model=ModelFingerprint.of(reader, spec, span), dtype=dtype)
+        sources.verify(model=fingerprint_model(reader, spec, span), dtype=dtype)
         return cls(golden=golden, inputs=golden.read_inputs(), spec=spec)
 
     def digest(self, *, header: str = "") -> str:

@@ -22,7 +22,7 @@ from compare.chains.stream_search import search_stream
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.store import DEVICE_SIDE
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.progress import NoProgress, Progress
@@ -208,7 +208,7 @@ def _describe(
         run=request.run,
         provenance=request.provenance(
             runtime,
-            model=ModelFingerprint.of(reader, request.spec, span),
+            model=fingerprint_model(reader, request.spec, span),
             options={"golden": stream.digest(header=golden.noise_floor)},
         ),
         inputs_digest=request.inputs.digest(),

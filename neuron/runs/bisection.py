@@ -26,7 +26,7 @@ from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError, IncomparableError, UsageError
 from minimax_tools.json_codec import decode, encode
@@ -42,6 +42,7 @@ from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.run import bisect_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
+from minimax_tools.provenance import ModelFingerprint
 from minimax_tools.results.probes import Bisection, Chain, Probe
 from neuron.devices.compiler import AUTO, OFF, choose_compiler
 from neuron.devices.runtime import Runtime
@@ -235,7 +236,7 @@ def bisect_layers(
         TargetError: The port could not be built, loaded or run.
     """
     golden, span = request.golden, request.span
-    model = ModelFingerprint.of(reader, request.spec, span)
+    model = fingerprint_model(reader, request.spec, span)
     # A chain may begin at any layer: so every layer's input is needed, as for a sweep.
     golden_inputs = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
     golden_inputs.verify(model=model, dtype=request.dtype)

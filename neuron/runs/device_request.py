@@ -13,13 +13,12 @@ from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.further import FurtherPlace
 from minimax_tools.capture.reader import Capture
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.provenance import Provenance, plain_values
+from minimax_tools.provenance import ModelFingerprint, Provenance, plain_values
 from neuron.devices.runtime import Runtime
 from neuron.ports.target import Target
 from neuron.runs.layer_run import StageFeeds

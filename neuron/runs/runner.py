@@ -27,7 +27,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.filling import Gathered
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.json_codec import encode
@@ -38,6 +38,7 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, head_name
+from minimax_tools.text.tokenizer import decode_if_possible
 from neuron.builtin.layer import KeyValues, RMSNorm, UndrawnLinear
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight
@@ -111,7 +112,7 @@ class DeviceRun:
         self._reader = reader
         self._progress = progress or NoProgress()
         self._executor = LayerExecutor(request, runtime=runtime, reader=reader)
-        self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
+        self._model = fingerprint_model(reader, request.spec, request.run.span)
         self._golden = GoldenInputs(golden=request.golden, run=request.run) if request.golden else None
         if self._golden is not None:
             self._golden.verify(model=self._model, dtype=request.dtype)
@@ -264,7 +265,8 @@ class DeviceRun:
         except TargetError as error:
             return str(error)
         sampling = {"do_sample": False, "max_new_tokens": request.max_new_tokens}
-        generation = Generation.of(request.inputs, generated, sampling=sampling, folder=request.folder)
+        texts = decode_if_possible(request.folder, generated)
+        generation = Generation.of(request.inputs, generated, sampling=sampling, texts=texts)
         writer.write_json(GENERATION_NAME, encode(generation))
         return None
 
@@ -325,7 +327,7 @@ class DeviceRun:
         options: dict[str, Any] = {"golden_inputs": self._golden.digest()} if self._golden else {}
         if request.lead_in:
             # `self._model` covers the span alone, and the lead-in decides the span's input.
-            lead_in = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
+            lead_in = fingerprint_model(self._reader, request.spec, Span(0, request.run.span.start))
             options["layers_before"] = encode(lead_in)["layers"]
         if request.stage_feeds is not None:
             options["replaced"] = [str(site) for site in request.stage_feeds.sites]

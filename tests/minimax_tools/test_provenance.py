@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.provenance import Provenance, library_versions, numeric_environment, plain_values
+from minimax_tools.provenance import (
+    ModelFingerprint,
+    Provenance,
+    library_versions,
+    numeric_environment,
+    plain_values,
+)
 
 
 def provenance() -> Provenance:

@@ -10,13 +10,12 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.writer import open_capture
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.dumps.opening import open_source
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import ModelFingerprint, Provenance
 from reports.captures import capture_record, render_capture, render_statistics, statistics_record
 
 SITES = (Site.INPUT, Site.Q_ROPE, Site.ROUTER_EXPERTS, Site.OUTPUT)

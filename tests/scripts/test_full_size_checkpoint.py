@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.header import encode_header, read_header
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CannotRunError
@@ -284,7 +284,7 @@ def test_safetensors_reads_a_clone_as_mm2_does(cloned: Path) -> None:
 def test_layers_that_share_codes_differ_in_digest_and_in_every_matrix(cloned: Path) -> None:
     spec = ModelSpec.from_config(json.loads((cloned / "config.json").read_text()))
     with CheckpointReader(cloned) as reader:
-        digests = ModelFingerprint.of(reader, spec, Span(0, LAYERS)).layers.values()
+        digests = fingerprint_model(reader, spec, Span(0, LAYERS)).layers.values()
         assert len(set(digests)) == LAYERS
         for name in reader.index.layer_names(0):
             if reader.index[name].dtype == FLOAT8_E4M3FN:

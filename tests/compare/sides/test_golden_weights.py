@@ -19,11 +19,12 @@ from compare.sides.golden_weights import (
     keep_layer_open,
     refuse_other_model,
 )
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, IncomparableError
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FINAL_NORM, head_name
+from minimax_tools.provenance import ModelFingerprint
 
 LAYER_NORM = "model.layers.{}.input_layernorm.weight"
 
@@ -31,7 +32,7 @@ LAYER_NORM = "model.layers.{}.input_layernorm.weight"
 def fingerprint(toy: Path, *layers: int, spec_digest: str | None = None) -> ModelFingerprint:
     spec = ModelSpec.from_folder(toy)
     with CheckpointReader(toy) as reader:
-        found = ModelFingerprint.of(reader, spec, layers)
+        found = fingerprint_model(reader, spec, layers)
     return found if spec_digest is None else replace(found, spec_digest=spec_digest)
 
 

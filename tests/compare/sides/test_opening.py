@@ -11,7 +11,7 @@ import click
 import click.testing
 import pytest
 
-from compare.sides.opening import NamedSides, layers_options, sides_options
+from compare.options import NamedSides, layers_options, sides_options
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.checkpoint.shard_files import is_cached
 from minimax_tools.dumps.opening import DumpReading

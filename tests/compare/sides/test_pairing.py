@@ -10,13 +10,12 @@ import torch
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.writer import open_capture
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Component, component_run, multi_layer_run, single_layer_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import ModelFingerprint, Provenance
 from minimax_tools.results.results import Comparison, Verdict
 
 Judge = Callable[..., Comparison]

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from minimax_tools.capture.manifest import Description
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.model.inputs import Inputs, pad_rows
 from minimax_tools.model.run import Run, multi_layer_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import ModelFingerprint, Provenance
 
 Describe = Callable[..., Description]
 

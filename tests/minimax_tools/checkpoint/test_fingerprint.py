@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
 from minimax_tools.json_codec import DecodeError, decode, encode
@@ -26,6 +26,7 @@ from minimax_tools.model.weight_names import (
     Q_PROJ,
     layer_prefix,
 )
+from minimax_tools.provenance import ModelFingerprint
 
 Tensors = dict[str, torch.Tensor]
 Take = Callable[..., ModelFingerprint]
@@ -35,7 +36,7 @@ Take = Callable[..., ModelFingerprint]
 def take(spec: ModelSpec, write: Callable[..., Path]) -> Take:
     def take_fingerprint(tensors: Tensors, name: str, span: Span | None = None) -> ModelFingerprint:
         with CheckpointReader(write(tensors, name)) as reader:
-            return ModelFingerprint.of(reader, spec, span or Span(0, 2))
+            return fingerprint_model(reader, spec, span or Span(0, 2))
 
     return take_fingerprint
 
@@ -135,7 +136,7 @@ def _take_part(
     weight_map = {name: f"{'here' if name in here else 'absent'}.safetensors" for name in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with CheckpointReader(folder, layers=range(1)) as reader:
-        return ModelFingerprint.of(reader, spec, Span.single(0))
+        return fingerprint_model(reader, spec, Span.single(0))
 
 
 @pytest.mark.parametrize("has_embedding", [True, False])

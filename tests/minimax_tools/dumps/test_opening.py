@@ -8,7 +8,6 @@ import torch
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.opening import DumpReading, open_source
@@ -16,7 +15,7 @@ from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.sites import Site
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import ModelFingerprint, Provenance
 
 
 def write_legacy(directory: Path) -> Path:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from minimax_tools.capture.manifest import Description
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.model.run import multi_layer_run
 from minimax_tools.model.span import Span
-from minimax_tools.provenance import Provenance
+from minimax_tools.provenance import ModelFingerprint, Provenance
 from minimax_tools.results.probes import Chain, Probe
 from neuron.runs.bisection import JOURNAL_NAME, open_journal
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.shard_files import stored_layer_bytes
@@ -387,7 +387,7 @@ class TestResumption:
 def fingerprint_bytes(folder: Path, span: Span) -> int:
     """Return the number of bytes that the fingerprint reads."""
     with CheckpointReader(folder) as reader:
-        ModelFingerprint.of(reader, ModelSpec.from_folder(folder), span)
+        fingerprint_model(reader, ModelSpec.from_folder(folder), span)
         return reader.num_bytes_read
 
 
