@@ -19,6 +19,7 @@ from figures import Figure, benchmark_parser, print_figures
 
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.golden_logits.golden_rows import GoldenRows
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.machine.progress import NoProgress
 from minimax_tools.model.inputs import pad_rows
@@ -33,7 +34,6 @@ from neuron.devices.runtime import open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.targets import find_model_target
-from neuron.prompt_runs.golden_rows import GoldenRows
 from neuron.prompt_runs.prompt_run import PortRecord, PromptRun
 
 RIGHT = str(Path(__file__).parent / "examples" / "model_port.py") + ":Model"

@@ -29,6 +29,7 @@ from compare.prompts.prompt_judge import PortLogits, PromptLimits
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.golden_logits.golden_rows import GoldenRows, captured_logits
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
@@ -40,7 +41,6 @@ from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelSetup
 from neuron.model_runs.passes import plan_passes
 from neuron.ports.targets import find_model_target
-from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 from neuron.prompt_runs.prompt_run import PromptRun
 from neuron.replacement.stream import GoldenStream, ReplacedJudge, RowLogits
 from neuron.replacement.whole_bisection import ReplacedPort

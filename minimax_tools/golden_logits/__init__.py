@@ -2,6 +2,6 @@
 
 - `golden_logits`: those of the exact model, and of right models that round; next-token logits of a row, at the
   likeliest tokens and in sum at the others; the golden's stream at the input of a layer, where they may begin
-- `logits_run`: computes golden logits of many rows, one layer of weights in memory
 - `logits_store`: golden logits in a folder, under the model's fingerprint
+- `golden_rows`: golden logits of rows, read from the store or computed, with one layer of weights in memory
 """

@@ -4,6 +4,5 @@
 - `pair_metrics`: figures of a pair of tensors
 - `pair_sums`: the sums behind them; the median distance
 - `noise_floor`: statistics of the golden's noise floor; averages of an error in which rounding cancels
-- `blocks`: tensors widened a part at a time, on every core
-- `error_sums`: sums of errors by token and by channel
+- `error_sums`: sums of errors by token and by channel; tensors widened a part at a time, on every core
 """

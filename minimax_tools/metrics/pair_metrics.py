@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from minimax_tools.metrics.blocks import read_blocks, sum_on_cores
+from minimax_tools.metrics.error_sums import read_blocks, sum_on_cores
 from minimax_tools.metrics.pair_sums import Centres, DistanceCounts, PairSums, Tolerance, Values
 
 # Elements of the sample from which the centres are taken.

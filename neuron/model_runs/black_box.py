@@ -23,13 +23,13 @@ from compare.prompts.prompt_judge import PortLogits
 from compare.sides.sides import Batch
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.golden_logits.golden_rows import GoldenRows, captured_logits
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.prompt_results import word_flipped
 from minimax_tools.results.results import Comparison, ModelFinding, SiteResult, SiteStatus, Verdict
 from minimax_tools.text.answered_prompts import split_rows
-from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 
 _LOGITS = str(ModelSite.LOGITS)
 _NOTE = "the port shows no layer: its logits alone were judged, by {}; a faint mistake passes"

@@ -1,6 +1,5 @@
 """Runs of many prompts with their answers through a whole port.
 
-- `golden_rows`: golden logits of prompts, read from the store or computed
 - `prompt_run`: the port's run over all batches, and the judgement; what of a golden at hand is trusted; the prefill
   and the teacher-forced steps of a batch of prompts, on paper; a port's logits of the prompts, kept while a list runs
 - `following`: from the worst prompt to its golden, and to the layer

@@ -33,6 +33,7 @@ from compare.prompts.prompt_judge import NoiseLevel, PortLogits, PromptJudge
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError, IncomparableError, TargetError, list_faults
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, join_tokens
+from minimax_tools.golden_logits.golden_rows import GoldenRows
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.files import whole_capture_file
 from minimax_tools.machine.progress import Progress
@@ -44,7 +45,6 @@ from minimax_tools.text.answered_prompts import AnsweredPrompt
 from minimax_tools.text.prompts import pad_token_id
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.passes import Pass
-from neuron.prompt_runs.golden_rows import GoldenRows
 
 
 def plan_prompt_passes(

@@ -25,6 +25,7 @@ from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import IncomparableError, UsageError, format_count
 from minimax_tools.golden_logits.golden_logits import StreamStart
+from minimax_tools.golden_logits.golden_rows import GoldenRows, captured_logits
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import sweep_run
@@ -33,7 +34,6 @@ from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.probes import Point, ReplacedRun
 from minimax_tools.text.answered_prompts import split_rows
-from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 from neuron.runs.golden_inputs import GoldenInputs, digest_sites
 
 

@@ -12,6 +12,7 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, print_json, print_text, say
 from minimax_tools.errors import UsageError, format_count
+from minimax_tools.golden_logits.golden_rows import GoldenRows, captured_logits
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER, LogitsStore
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.given_line import same_command
@@ -40,7 +41,6 @@ from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.following import Follower
-from neuron.prompt_runs.golden_rows import GoldenRows, captured_logits
 from neuron.prompt_runs.prompt_run import PortRecord, PromptRun, trust_golden
 from reports.prompts import prompts_record, render_followed, render_prompts
 

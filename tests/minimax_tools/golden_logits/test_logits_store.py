@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError
 from minimax_tools.golden_logits.golden_logits import KINDS, GoldenLogits, divergence
-from minimax_tools.golden_logits.logits_run import compute_golden_logits
+from minimax_tools.golden_logits.golden_rows import compute_golden_logits
 from minimax_tools.golden_logits.logits_store import MODEL_FILE, LogitsStore
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounded_model import RoundedModel

@@ -11,7 +11,7 @@ import torch
 from minimax_tools.checkpoint.filling import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.golden_logits.golden_logits import KINDS, GoldenLogits, StreamStart, divergence
-from minimax_tools.golden_logits.logits_run import compute_golden_logits
+from minimax_tools.golden_logits.golden_rows import compute_golden_logits
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minimax_tools.metrics.blocks import read_blocks, sum_on_cores
+from minimax_tools.metrics.error_sums import read_blocks, sum_on_cores
 
 
 @pytest.mark.parametrize("shape", [(400_000,), (3, 200_001), (1000, 300), (0, 5)])

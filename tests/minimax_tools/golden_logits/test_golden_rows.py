@@ -13,6 +13,7 @@ from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
 from compare.prompts.prompt_judge import GoldenSource, PortLogits
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.golden_logits.golden_logits import GoldenLogits
+from minimax_tools.golden_logits.golden_rows import GoldenRows
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
@@ -20,7 +21,6 @@ from minimax_tools.reference.rounded_model import RoundedModel
 from minimax_tools.reference.rounding import RoundingKind
 from minimax_tools.text.answered_prompts import split_rows
 from minimax_tools.text.tokenizer import encode_texts
-from neuron.prompt_runs.golden_rows import GoldenRows
 
 LEARNED = Path(__file__).parents[2] / "models" / "learned"
 # A row of held-out text in which one of these right models sends a token to an expert that no variant chooses.
