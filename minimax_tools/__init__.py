@@ -5,7 +5,7 @@
 - `torch_files/`: `.bin`, `.pt` and `.pth` files, read without executing anything in them
 - `hub/`: files of a hub's model or dataset, fetched and verified
 - `remote/`: folders at remote addresses, and the cache of what was fetched from them
-- `synthetic/`: checkpoints made of random numbers, or trained on text
+- `synthetic/`: checkpoints made of random numbers
 - `reference/`: the decoder layer: plain, in float32 by stages, and in variants
 - `golden_logits/`: exact next-token logits of whole rows with their noise, kept from run to run
 - `capture/`: capture directories of mm2's own, written and read

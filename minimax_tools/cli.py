@@ -20,12 +20,6 @@ mm2_split.add_section(
         "synthesize_command",
         "Write a checkpoint in the hub's layout whose random numbers behave like a trained model's.",
     ),
-    CommandPlace(
-        "train",
-        "minimax_tools.commands.train",
-        "train_command",
-        "Train a small MiniMax-M2 on text, and write a checkpoint with held-out prompts.",
-    ),
 )
 mm2_split.add_section(
     "Divide a model",

@@ -78,7 +78,7 @@ def request_text_rows(
     path = folder / HELD_OUT_NAME
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no {HELD_OUT_NAME}", next_step="Name a model of mm2-split train."
+            f"{folder} has no {HELD_OUT_NAME}", next_step="Name a model of scripts/train_models.py."
         )
     tokens = encode_texts(folder, [path.read_text(encoding="utf-8")], chat=False)[0]
     if len(tokens) < sum(lengths):

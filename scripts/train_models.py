@@ -1,8 +1,9 @@
 """Train the models of BENCHMARKS.md, each in BF16 and in block FP8.
 
-    python scripts/train_models.py --output-dir models            all models
-    python scripts/train_models.py --output-dir models b tiny     some models
-    python scripts/train_models.py --output-dir models --table    a table of what the models there have learnt
+    python scripts/train_models.py                                all models, into mm2-models
+    python scripts/train_models.py b tiny --output-dir models     some models
+    python scripts/train_models.py tiny --steps 20 --text FILE    one with other options: text, length, sizes
+    python scripts/train_models.py --table                        a table of what the models there have learnt
 
 A model takes one core for 5 to 20 minutes. The same torch version gives the same weights on the same kind of machine:
 training has one thread, a fixed number of steps, and a seed per model. `tiny` is the model in tests/models/learned.
@@ -12,13 +13,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shlex
-import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-# Options of `mm2-split train`, by model.
+import torch
+from training.learned import LearnedModel, Recipe, train_checkpoint
+from training.text import CORPORA
+from training.trainee import TrainingOptions
+
+from minimax_tools.errors import Mm2Error, format_count
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+# Sizes of a model whose recipe names no others.
+_DEFAULTS = {"num_hidden_layers": 5, "num_local_experts": 16, "intermediate_size": 64, "vocab_size": 262}
+_SIZES = tuple(field.name for field in fields(SyntheticModel))
+# The learning rate times the hidden size: wider models need smaller steps.
+_LEARNING_RATE_OF_WIDTH = 0.5
+# Options of each model; `--help` explains them.
 RECIPES = {
     # Many heads, long text: the shape of the first report.
     "a": "--text prose --steps 798 --seed 0",
@@ -70,9 +85,9 @@ RECIPES = {
 
 
 def main() -> int:
-    """Train the requested models; return the first exit code that is not 0."""
+    """Train the requested models; return 3 if one could not be trained, else 0."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[_recipe_parser()]
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(RECIPES)} (default: all)")
     parser.add_argument(
@@ -90,16 +105,79 @@ def main() -> int:
     unknown = sorted(set(arguments.models) - set(RECIPES))
     if unknown:
         parser.error(f"there is no model {', '.join(unknown)}; there are {', '.join(RECIPES)}")
+    models = arguments.models or list(RECIPES)
     if arguments.table:
-        print_table(arguments.output_dir, arguments.models or list(RECIPES))
+        print_table(arguments.output_dir, models)
         return 0
-    for name in arguments.models or RECIPES:
-        output = arguments.output_dir / f"learned_{name}"
-        command = ["train", "--output", str(output), "--fp8-output", f"{output}_fp8", "--num-threads", "1"]
-        code = _run([*command, *shlex.split(RECIPES[name])])
-        if code:
-            return code
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # Another number of threads changes the last bits of the weights.
+    torch.set_num_threads(1)
+    try:
+        for name in models:
+            output = arguments.output_dir / f"learned_{name}"
+            outputs = {output: torch.bfloat16, Path(f"{output}_fp8"): torch.float8_e4m3fn}
+            learned = train_checkpoint(outputs, read_recipe(RECIPES[name], **vars(arguments)))
+            print("\n".join(_describe(learned)), flush=True)
+    except Mm2Error as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 3
     return 0
+
+
+def _recipe_parser() -> argparse.ArgumentParser:
+    """Return a parser of a recipe's options; options that are not given leave no value."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    group = parser.add_argument_group("options of a model, instead of its recipe's")
+    group.add_argument("--text", metavar="NAME|FILE", help=f"{', '.join(CORPORA)}, or a UTF-8 file")
+    group.add_argument("--steps", type=int, help="number of training steps")
+    group.add_argument("--seed", type=int, help="seed of weights and rows")
+    group.add_argument("--massive-channels", type=int, help="channels of the stream that start massive")
+    for size in _SIZES:
+        group.add_argument(f"--{size.replace('_', '-')}", type=int, help="as in config.json")
+    return parser
+
+
+def read_recipe(line: str, **given: Any) -> Recipe:
+    """Read a line of `RECIPES`; options that are `given` replace its own.
+
+    Raises:
+        UsageError: The sizes describe no MiniMax-M2.
+    """
+    chosen = {**_DEFAULTS, **vars(_recipe_parser().parse_args(shlex.split(line))), **given}
+    model = SyntheticModel(**{size: chosen[size] for size in _SIZES if size in chosen})
+    return Recipe(
+        texts=(chosen["text"],),
+        model=model,
+        options=TrainingOptions(
+            num_steps=chosen["steps"],
+            learning_rate=_LEARNING_RATE_OF_WIDTH / model.hidden_size,
+            seed=chosen["seed"],
+        ),
+        num_massive_channels=chosen.get("massive_channels", 0),
+    )
+
+
+def _describe(learned: LearnedModel) -> list[str]:
+    """Return lines on the training, and on held-out text, which `rivals` compress without a model."""
+    course, after = learned.course, learned.after
+    lines = [
+        f"{', '.join(str(folder) for folder in learned.folders)}: "
+        f"{format_count(course.num_steps, 'step')}, {course.num_tokens} tokens, {course.duration_s:.0f} s",
+        f"loss {course.loss:.3f} nats per token over the last steps",
+        f"held-out text: {after.bits_per_byte:.3f} bits per byte "
+        f"({learned.before.bits_per_byte:.2f} before training; unigrams {learned.rivals.unigram:.2f}, "
+        f"lzma {learned.rivals.lzma:.2f})",
+        f"with the experts of another token: {after.bits_per_byte_random_experts:.3f} bits per byte",
+        "layer  load (1 is even)  bits of the token in an expert, before → after  of the next token",
+    ]
+    for index, (untrained, trained) in enumerate(zip(learned.before.layers, after.layers, strict=True)):
+        low, high = trained.load_range
+        lines.append(
+            f"{index:5}  {low:.2f} to {high:.2f}      {untrained.token_information:.2f} → "
+            f"{trained.token_information:.2f}  {untrained.next_token_information:.2f} → "
+            f"{trained.next_token_information:.2f}"
+        )
+    return lines
 
 
 def print_table(folder: Path, models: list[str]) -> None:
@@ -145,11 +223,6 @@ def _row(name: str, record: dict[str, Any]) -> str:
         ", ".join(information),
     )
     return f"| {' | '.join(cells)} |"
-
-
-def _run(arguments: list[str]) -> int:
-    print("$ mm2-split " + shlex.join(arguments), flush=True)
-    return subprocess.run([sys.executable, "-m", "minimax_tools", *arguments], check=False).returncode
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ HOMES = {
     **dict.fromkeys(DEVICE_LIBRARIES, ("neuron/",)),
     **dict.fromkeys(
         GOLDEN_LIBRARIES,
-        ("gpu_reference/", "minimax_tools/reference/", "minimax_tools/split/", "minimax_tools/synthetic/"),
+        ("gpu_reference/", "minimax_tools/reference/", "minimax_tools/split/"),
     ),
 }
 NAMELESS = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})

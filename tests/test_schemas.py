@@ -48,9 +48,6 @@ extract 0 mm2-split extract --plan-of-names {{here}}/names.json --model {{model}
 fetch 0 mm2-split fetch --plan {{here}}/plan.json --node a
 verify 0 mm2-split verify --plan {{here}}/plan.json --slices {{here}}/slices
 verify 0 mm2-split verify --plan {{here}}/plan.json
-train 0 mm2-split train --output {{here}}/learned --text {{here}}/text.txt --steps 1 --batch-size 1 --seq-len 16 \
- --num-hidden-layers 1 --num-local-experts 4 --hidden-size 32 --num-attention-heads 2 --num-key-value-heads 1 \
- --num-experts-per-tok 2 --intermediate-size 16 --head-dim 16 --rotary-dim 8
 golden 0 mm2-gpu full --model {{model}} --seq-len 24,17 --max-new-tokens 2 --output-dir {{golden}}
 golden 0 mm2-gpu single-layer --model {{model}} --layer 0 --seq-len 8 --no-save
 certificate 0 mm2-gpu certify --model {{model}} --golden {{golden}}
@@ -132,8 +129,6 @@ def faults(name: str, record: object) -> list[str]:
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Output]:
     """For each command its schema, its line and the object that it printed."""
     here = tmp_path_factory.mktemp("outputs")
-    lines = (f"Line {number} of a text, {number % 7} in its week." for number in range(300))
-    (here / "text.txt").write_text("\n".join(lines))
     (here / "names.json").write_text('{"a": ["model.norm.weight"]}')
     (here / "dump").mkdir()
     torch.save(torch.zeros(2, 24, 64, dtype=torch.bfloat16), here / "dump" / DUMPED)

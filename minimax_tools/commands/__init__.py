@@ -1,7 +1,6 @@
 """Commands of `mm2-split`, registered in `minimax_tools.cli`: options and help.
 
 - `synthesize`: a checkpoint of random numbers
-- `train`: a checkpoint of a small model trained on text
 - `plan`: a model divided among machines
 - `extract`: slices cut out of a checkpoint
 - `fetch`: a slice fetched from a hub

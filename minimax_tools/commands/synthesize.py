@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from minimax_tools.command_line.console import Mm2Command
-from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.options import NamedDtype, output_options, stack_options
 from minimax_tools.command_line.work import done_by
-from minimax_tools.commands.options import (
-    new_folder_option,
-    shard_size_option,
-    size_options,
-    stored_dtype_option,
-)
+from minimax_tools.commands.options import shard_size_option
 from minimax_tools.synthetic.toy_model import PRESETS
 
 _DTYPES = {"fp8": "float8_e4m3fn", "bfloat16": "bfloat16", "float32": "float32"}
+# Help for each size of the model. `hidden_size` is the field of SyntheticModel, and --hidden-size the option.
+_SIZES = {
+    "num_hidden_layers": "Number of layers",
+    "hidden_size": "Width of the residual stream",
+    "num_attention_heads": "Number of query heads",
+    "num_key_value_heads": "Number of key and value heads",
+    "head_dim": "Width of a head",
+    "rotary_dim": "Rotated width of a head",
+    "num_local_experts": "Number of experts",
+    "num_experts_per_tok": "Number of experts per token",
+    "intermediate_size": "Width of an expert",
+    "vocab_size": "Number of token ids",
+}
+_size_options = stack_options(
+    *(
+        click.option(
+            f"--{name.replace('_', '-')}",
+            name,
+            type=click.IntRange(min=1),
+            help=f"{text}. Default: the preset's.",
+        )
+        for name, text in _SIZES.items()
+    )
+)
 
 
 @click.command("synthesize", cls=Mm2Command)
-@new_folder_option
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder to write; absent or empty.",
+)
 @click.option(
     "--preset",
     "preset_name",
@@ -28,8 +54,15 @@ _DTYPES = {"fp8": "float8_e4m3fn", "bfloat16": "bfloat16", "float32": "float32"}
     show_default=True,
     help="Model that gives every size not chosen below.",
 )
-@size_options()
-@stored_dtype_option("--dtype", _DTYPES, default="fp8")
+@_size_options
+@click.option(
+    "--dtype",
+    type=click.Choice(list(_DTYPES)),
+    default="fp8",
+    show_default=True,
+    callback=lambda _, __, value: NamedDtype(_DTYPES[value]),
+    help="Stored dtype of linear layers.",
+)
 @shard_size_option("at least four shards")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random numbers.")
 @output_options

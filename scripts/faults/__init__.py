@@ -24,7 +24,7 @@ The port and its mistakes:
 Runs:
 
 - `baseline`: a model with prompts and its golden, which ports are judged against
-- `trained_model`: a folder of `mm2-split train`
+- `trained_model`: a folder that `train_models.py` wrote
 - `plan`: ports that run against each baseline
 - `runs`: one port over all layers of a baseline, from the plan to its cases
 - `proofs`: a planted mistake, and wrong names for it, undone in the port

@@ -1,4 +1,4 @@
-"""TrainedModel: the identity of a folder of `mm2-split train` in the plan and the journal of `bench_faults.py`."""
+"""TrainedModel: the identity of a folder of `train_models.py` in the plan and the journal of `bench_faults.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minimax_tools.model.weight_names import Q_PROJ, layer_prefix, scale_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A folder that `mm2-split train` wrote.
+    """A folder that `train_models.py` wrote.
 
     Its `repr` is a part of a run's key in the journal: a model that was trained anew, or other text, is another key.
     """

@@ -81,7 +81,6 @@ _OUTPUTS: Mapping[str, Callable[[], Schema]] = MappingProxyType(
         "stream-search": judging.stream_search,
         "synthesize": splitting.synthesize,
         "trace": captures.trace,
-        "train": splitting.train,
         "verify": splitting.verify,
         "weights": weights.weights,
         "weights-of-layers": weights.weights_of_layers,

@@ -5,9 +5,6 @@ from __future__ import annotations
 from minimax_tools.partition.cost import PartCost
 from minimax_tools.slices.download import DownloadedFile, SharedFile
 from minimax_tools.slices.verdicts import SliceVerdict
-from minimax_tools.synthetic.learned import LearnedModel
-from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.synthetic.training import TrainingOptions
 from schemas.parts import Schema, by_name, flag, listed, maybe, number, record, text, whole
 from schemas.values import schema_of
 
@@ -29,29 +26,6 @@ def synthesize() -> Schema:
             "size_bytes": whole("Bytes of the tensors, without headers."),
         },
         "A checkpoint that was made.",
-    )
-
-
-def train() -> Schema:
-    """Return the schema of `mm2-split train`."""
-    learned = schema_of(LearnedModel, without=("folders", "corpus"))["properties"]
-    corpus = {"name": text(), "training_bytes": whole(), "sha256": text("Digest of the text.")}
-    machine = {
-        "torch": text("Version of torch."),
-        "num_threads": whole(),
-        "cpu_capability": text("Instructions that torch uses."),
-        "python": text("Version of Python."),
-    }
-    return record(
-        {
-            "folders": listed(text(), "Folders of the checkpoints."),
-            "model": schema_of(SyntheticModel),
-            "options": schema_of(TrainingOptions),
-            "text": record(corpus, "The training text."),
-            **learned,
-            "machine": record(machine, "What made the weights what they are, to the last bit."),
-        },
-        "A small model that was trained.",
     )
 
 

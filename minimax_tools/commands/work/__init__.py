@@ -1,6 +1,6 @@
 """Work of the commands of `mm2-split`: each file is imported when the command of its name runs.
 
-- `synthesize`, `train`: a checkpoint made
+- `synthesize`: a checkpoint made
 - `plan`: a model divided among machines, as text and as JSON
 - `extract`, `fetch`: slices cut out of a checkpoint, and fetched from a hub
 - `verify`: the proof that each node loads its slice

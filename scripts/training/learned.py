@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import platform
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,14 @@ import tokenizers
 import torch
 
 from minimax_tools.machine.files import new_folder, refuse_occupied
+from minimax_tools.model import weight_names
+from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.synthetic.checkpoint import plan_tensors, write_json, write_shards
-from minimax_tools.synthetic.corpus import Corpus, read_corpus
-from minimax_tools.synthetic.held_out import HeldOutEvaluation, Rivals, evaluate, measure_rivals
-from minimax_tools.synthetic.learned_weights import LearnedWeights
-from minimax_tools.synthetic.massive_channels import plant_massive_channels
-from minimax_tools.synthetic.token_stream import TokenStream
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer, save_tokenizer
-from minimax_tools.synthetic.trainee import Trainee
-from minimax_tools.synthetic.training import TrainingCourse, TrainingOptions, train
+from training.evaluation import HeldOutEvaluation, Rivals, evaluate, measure_rivals
+from training.text import Corpus, TokenStream, read_corpus
+from training.trainee import Trainee, TrainingCourse, TrainingOptions, plant_massive_channels, train
 
 _log = logging.getLogger(__name__)
 
@@ -40,12 +39,25 @@ HELD_OUT_TEXT = "held_out.txt"
 TRAINING_RECORD = "training.json"
 # Length of each held-out prompt, in tokens.
 PROMPT_LENGTHS = (157, 1, 4, 61, 500, 17)
+# Largest finite value of float8_e4m3fn.
+_LARGEST_CODE = 448.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Text, model and training of a learned model."""
+
+    texts: tuple[str, ...]  # names of corpora, or files
+    model: SyntheticModel
+    options: TrainingOptions
+    num_massive_channels: int = 0  # planted in the untrained model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel:
     """A trained model: its training, and its evaluation on held-out text."""
 
+    recipe: Recipe
     folders: tuple[Path, ...]  # its checkpoints
     course: TrainingCourse  # length and last loss of the training
     corpus: Corpus
@@ -54,31 +66,22 @@ class LearnedModel:
     after: HeldOutEvaluation  # of the trained model
 
 
-def train_checkpoint(
-    outputs: dict[Path, torch.dtype],
-    *,
-    model: SyntheticModel,
-    texts: tuple[str, ...],
-    options: TrainingOptions,
-    num_massive_channels: int = 0,
-) -> LearnedModel:
-    """Train a model on `texts` and write it to every folder of `outputs`.
+def train_checkpoint(outputs: dict[Path, torch.dtype], recipe: Recipe) -> LearnedModel:
+    """Train a model and write it to every folder of `outputs`.
 
     Args:
         outputs: Folders that are absent or empty, each with the dtype of its linear layers: bfloat16, float8_e4m3fn
             or float32. Router gate and correction bias are always float32.
-        model: Quantities of the model.
-        texts: Names of corpora, or files.
-        options: Options of the training.
-        num_massive_channels: Number of massive channels to plant in the untrained model.
+        recipe: The model, its text and its training.
 
     Raises:
         UsageError: A folder is not empty, the quantities cannot be stored, or there is too little text.
         MissingExtraError: transformers or accelerate is not installed.
         CheckpointError: The checkpoint cannot be written.
     """
+    model, options = recipe.model, recipe.options
     _check_outputs(outputs, model)
-    corpus = read_corpus(texts)
+    corpus = read_corpus(recipe.texts)
     tokenizer = make_tokenizer(corpus.training, vocab_size=model.vocab_size)
     training = TokenStream(corpus.training, tokenizer=tokenizer)
     held_out = TokenStream(corpus.held_out, tokenizer=tokenizer)
@@ -87,20 +90,21 @@ def train_checkpoint(
     # The standard deviation of the first weights. MiniMax-M2's 0.02 is too small for narrow models.
     config["initializer_range"] = 0.5 / math.sqrt(model.hidden_size)
     trainee = Trainee(config, seed=options.seed)
-    if num_massive_channels:
-        plant_massive_channels(trainee, count=num_massive_channels, seed=options.seed)
-    before = _evaluate(trainee, held_out, model, options)
+    if recipe.num_massive_channels:
+        plant_massive_channels(trainee, count=recipe.num_massive_channels, seed=options.seed)
+    before = _evaluate(trainee, held_out, recipe)
     course = train(trainee, training, options)
     learned = LearnedModel(
+        recipe=recipe,
         folders=tuple(outputs),
         course=course,
         corpus=corpus,
         rivals=measure_rivals(corpus),
         before=before,
-        after=_evaluate(trainee, held_out, model, options),
+        after=_evaluate(trainee, held_out, recipe),
     )
     for folder, dtype in outputs.items():
-        _write(folder, learned, trainee, tokenizer, dtype=dtype, model=model, options=options)
+        _write(folder, learned, trainee, tokenizer, dtype=dtype)
     return learned
 
 
@@ -112,11 +116,13 @@ def _check_outputs(outputs: dict[Path, torch.dtype], model: SyntheticModel) -> N
         plan_tensors(model, dtype=dtype)
 
 
-def _evaluate(
-    trainee: Trainee, text: TokenStream, model: SyntheticModel, options: TrainingOptions
-) -> HeldOutEvaluation:
+def _evaluate(trainee: Trainee, text: TokenStream, recipe: Recipe) -> HeldOutEvaluation:
     return evaluate(
-        trainee, text, length=options.seq_len, num_experts=model.num_local_experts, seed=options.seed
+        trainee,
+        text,
+        length=recipe.options.seq_len,
+        num_experts=recipe.model.num_local_experts,
+        seed=recipe.options.seed,
     )
 
 
@@ -127,12 +133,11 @@ def _write(
     tokenizer: tokenizers.Tokenizer,
     *,
     dtype: torch.dtype,
-    model: SyntheticModel,
-    options: TrainingOptions,
 ) -> None:
+    model = learned.recipe.model
     plan = plan_tensors(model, dtype=dtype)
     size_bytes = sum(tensor.size_bytes for tensor in plan)
-    with new_folder(output, size_bytes=size_bytes, remedy="Name an --output with more room.") as folder:
+    with new_folder(output, size_bytes=size_bytes, remedy="Name a folder with more room.") as folder:
         ids = save_tokenizer(folder, tokenizer)
         write_json(folder / "config.json", model.config(dtype=dtype, token_ids=ids))
         write_shards(folder, plan, LearnedWeights(trainee.tensors()), shard_size_bytes=None)
@@ -140,7 +145,7 @@ def _write(
         (folder / HELD_OUT_TEXT).write_text(held_out, encoding="utf-8")
         prompts = json.dumps(cut_prompts(learned.corpus, tokenizer), indent=1, ensure_ascii=False)
         (folder / HELD_OUT_PROMPTS).write_text(prompts + "\n", encoding="utf-8")
-        write_json(folder / TRAINING_RECORD, training_record(learned, model=model, options=options))
+        write_json(folder / TRAINING_RECORD, _training_record(learned))
 
 
 def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
@@ -156,14 +161,11 @@ def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
     return prompts
 
 
-def training_record(
-    learned: LearnedModel, *, model: SyntheticModel, options: TrainingOptions
-) -> dict[str, Any]:
+def _training_record(learned: LearnedModel) -> dict[str, Any]:
     """Return the content of training.json."""
     return {
-        "model": asdict(model),
-        # Options that train the same model again: the steps that were made, not the minutes asked for.
-        "options": {**asdict(options), "num_steps": learned.course.num_steps, "minutes": None},
+        "model": asdict(learned.recipe.model),
+        "options": asdict(learned.recipe.options),
         "text": {
             "name": learned.corpus.name,
             "training_bytes": learned.corpus.training_bytes,
@@ -180,3 +182,45 @@ def training_record(
             "python": platform.python_version(),
         },
     }
+
+
+class LearnedWeights:
+    """Maker of a checkpoint's tensors from float32 tensors.
+
+    Args:
+        tensors: All tensors of the model by the hub's names, float32 on the CPU.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Make the tensor `name` of `shape` in `dtype`, as one block of data; FP8 codes and scales are computed."""
+        if name.endswith(weight_names.SCALE_SUFFIX):
+            tensor = quantise(self._tensors[name.removesuffix("_scale_inv")])[1]
+        elif dtype == torch.float8_e4m3fn:
+            tensor = quantise(self._tensors[name])[0]
+        else:
+            tensor = self._tensors[name].to(dtype)
+        assert tensor.shape == shape, f"{name} is {list(tensor.shape)}, planned as {list(shape)}"
+        yield tensor
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a weight [R,C] to FP8 in blocks of 128 × 128.
+
+    The largest value of a block becomes ±448, the largest code; a block of zeros has scale 1.
+
+    Returns:
+        Codes, float8_e4m3fn [R,C], and the scales to multiply them with, float32 [ceil(R/128), ceil(C/128)].
+    """
+    num_rows, num_columns = weight.shape
+    # Zeros up to whole blocks.
+    padding = (0, -num_columns % BLOCK_SIZE, 0, -num_rows % BLOCK_SIZE)
+    padded = torch.nn.functional.pad(weight.float(), padding)
+    # [rows of blocks, 128, columns of blocks, 128]
+    blocks = padded.unflatten(1, (-1, BLOCK_SIZE)).unflatten(0, (-1, BLOCK_SIZE))
+    largest = blocks.abs().amax(dim=(1, 3))
+    scale = torch.where(largest > 0, largest / _LARGEST_CODE, 1.0)
+    codes = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:num_rows, :num_columns]
+    return codes.clamp(-_LARGEST_CODE, _LARGEST_CODE).to(torch.float8_e4m3fn).contiguous(), scale

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.synthetic.corpus import Corpus
-from minimax_tools.synthetic.token_stream import TokenStream
-from minimax_tools.synthetic.trainee import Trainee
+from training.text import Corpus, TokenStream
+from training.trainee import Trainee
 
 # Most tokens that are evaluated, and rows of a batch: they trade precision and memory for time.
 _MOST_TOKENS = 32_768

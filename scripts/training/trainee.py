@@ -1,0 +1,257 @@
+"""Trainee: transformers' MiniMax-M2 in float32, with its loss, its choice of experts, its tensors, and its training.
+
+AdamW learns next tokens. Only the load of the experts moves the router's bias. With the same options, text, torch and
+number of threads the weights are the same bit for bit.
+
+B batch, S sequence, T tokens (B·S), k experts of a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimax_tools.model import weight_names
+from minimax_tools.reference.modules import require_golden_extra
+from minimax_tools.split.causal_model import make_causal_config
+from training.text import TokenStream
+
+_log = logging.getLogger(__name__)
+
+# Usual settings for small language models.
+_BETAS = (0.9, 0.95)
+_WEIGHT_DECAY = 0.1
+# Limit on the norm of all gradients together.
+_LARGEST_GRADIENT = 1.0
+_WARMUP_STEPS = 40
+# Learning rate at the end, as a share of the highest.
+_FINAL_SHARE = 0.05
+# Number of steps from one log message to the next, and over which the logged loss is averaged.
+_LOGGED_STEPS = 50
+# Root mean square of the embedding's ordinary channels.
+_ORDINARY_RMS = 0.5
+# Values of the massive channels, taken in turn: 40 to 64 times an ordinary channel.
+_MAGNITUDES = (32.0, -28.0, 24.0, -20.0)
+# Magnitude of a massive channel after a norm; an ordinary channel has 1.
+_MASSIVE_AFTER_NORM = 2.0
+
+# A function that returns other experts [T,k] for a layer's choice [T,k].
+Reroute = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Trainee:
+    """A MiniMaxM2ForCausalLM on the CPU in float32, with weights drawn by a seed.
+
+    Args:
+        config: Content of config.json.
+        seed: Seed of the first weights.
+
+    Raises:
+        MissingExtraError: transformers or accelerate is not installed.
+    """
+
+    def __init__(self, config: Mapping[str, Any], *, seed: int) -> None:
+        require_golden_extra("training a model")
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        self.module: torch.nn.Module = AutoModelForCausalLM.from_config(
+            make_causal_config(config, where=Path("the model to be trained")),
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            experts_implementation="grouped_mm",
+        )
+        self._num_experts: int = config["num_local_experts"]
+        self._choices: dict[int, torch.Tensor] = {}
+        self._reroute: Reroute | None = None
+        for layer, module in enumerate(self._layers()):
+            module.get_submodule("mlp.gate").register_forward_hook(self._hook(layer))
+
+    def token_losses(self, rows_bs: torch.Tensor) -> torch.Tensor:
+        """Return the cross entropy [B, S-1] in nats of all tokens but each row's first, from token ids int64 [B,S]."""
+        logits = self.module(input_ids=rows_bs[:, :-1], use_cache=False).logits
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), rows_bs[:, 1:].flatten(), reduction="none"
+        )
+        return losses.view(rows_bs.shape[0], -1)
+
+    @property
+    def choices(self) -> list[torch.Tensor]:
+        """Experts [T,k] that each layer chose in the last forward, int64."""
+        return [self._choices[layer] for layer in sorted(self._choices)]
+
+    def balance(self, *, rate: float) -> None:
+        """Move each expert's correction bias by `rate`: up if the expert got fewer tokens than the mean, else down.
+
+        Tokens are those of the last forward. No gradient moves the bias.
+        """
+        for layer, choice in zip(self._layers(), self.choices, strict=True):
+            load = torch.bincount(choice.flatten(), minlength=self._num_experts).float()
+            bias = layer.get_submodule("mlp").get_buffer("e_score_correction_bias")
+            bias.add_(torch.sign(load.mean() - load), alpha=rate)
+
+    @contextlib.contextmanager
+    def rerouted(self, reroute: Reroute) -> Iterator[None]:
+        """Apply `reroute` to each layer's choice of experts in the block; the routing weights stay as they were."""
+        self._reroute = reroute
+        try:
+            yield
+        finally:
+            self._reroute = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors by the hub's names, as float32 detached views."""
+        state = {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+        return dict(_hub_tensors(state))
+
+    def _layers(self) -> list[torch.nn.Module]:
+        return list(self.module.get_submodule("model.layers").children())
+
+    def _hook(self, layer: int) -> Callable[..., Any]:
+        """Return a hook of the layer's gate that records the choice of experts, rerouted if that is asked for."""
+
+        def record(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> Any:
+            logits, weights, experts = output
+            if self._reroute is not None:
+                experts = self._reroute(experts)
+            self._choices[layer] = experts.detach()
+            return logits, weights, experts
+
+        return record
+
+
+def plant_massive_channels(trainee: Trainee, *, count: int, seed: int) -> None:
+    """Give an untrained model `count` massive channels, drawn by `seed`, in place.
+
+    In each of these channels all rows of the embedding hold the same large number. The norms' weights are scaled so
+    that ordinary channels have magnitude 1 after a norm, as without massive channels.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameters = dict(trainee.module.named_parameters())
+    embedding = parameters["model.embed_tokens.weight"]
+    hidden_size = embedding.shape[1]
+    channels = torch.randperm(hidden_size, generator=generator)[:count]
+    magnitudes = torch.tensor([_MAGNITUDES[number % len(_MAGNITUDES)] for number in range(count)])
+    rms = math.sqrt(_ORDINARY_RMS**2 + float(magnitudes.square().sum()) / hidden_size)
+    with torch.no_grad():
+        embedding.normal_(std=_ORDINARY_RMS, generator=generator)
+        embedding[:, channels] = magnitudes
+        for name, parameter in parameters.items():
+            if name.endswith("layernorm.weight") or name == "model.norm.weight":
+                parameter.fill_(rms / _ORDINARY_RMS)
+                parameter[channels] = _MASSIVE_AFTER_NORM * rms / magnitudes.abs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """Options of a training."""
+
+    num_steps: int  # number of steps
+    learning_rate: float  # highest learning rate of AdamW, after the warm-up; it falls by a cosine
+    seed: int  # seed of the first weights and of the rows
+    batch_size: int = 4  # number of rows of a step
+    seq_len: int = 256  # number of tokens of a row
+    # Largest change of an expert's correction bias in a step; it falls as the learning rate does.
+    bias_rate: float = 0.003
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCourse:
+    """Length of a training, and its last loss."""
+
+    num_steps: int
+    num_tokens: int
+    loss: float  # mean of about the last 50 steps, in nats per token
+    duration_s: float
+
+
+def train(trainee: Trainee, text: TokenStream, options: TrainingOptions) -> TrainingCourse:
+    """Train on rows drawn from `text`; the trainee's weights change in place."""
+    generator = torch.Generator().manual_seed(options.seed)
+    optimiser = torch.optim.AdamW(
+        _parameter_groups(trainee.module), lr=options.learning_rate, betas=_BETAS, fused=True
+    )
+    mean_loss = 0.0
+    trainee.module.train()
+    started_s = time.monotonic()
+    for step in range(options.num_steps):
+        rows = text.draw_rows(num_rows=options.batch_size, length=options.seq_len + 1, generator=generator)
+        loss = _train_step(trainee, optimiser, rows, options, _rate_share(step, options.num_steps))
+        num_done = step + 1
+        # A running mean that forgets losses older than about `_LOGGED_STEPS` steps.
+        mean_loss += (loss - mean_loss) / min(num_done, _LOGGED_STEPS)
+        if num_done % _LOGGED_STEPS == 0:
+            duration_s = time.monotonic() - started_s
+            _log.info("step %d of %d: loss %.3f, %.0f s", num_done, options.num_steps, mean_loss, duration_s)
+    trainee.module.eval()
+    return TrainingCourse(
+        num_steps=options.num_steps,
+        num_tokens=options.num_steps * options.batch_size * options.seq_len,
+        loss=mean_loss,
+        duration_s=time.monotonic() - started_s,
+    )
+
+
+def _train_step(
+    trainee: Trainee,
+    optimiser: torch.optim.Optimizer,
+    rows: torch.Tensor,
+    options: TrainingOptions,
+    rate_share: float,
+) -> float:
+    """Take one step with this share of the highest rates; return the mean loss of the rows, in nats per token."""
+    for group in optimiser.param_groups:
+        group["lr"] = options.learning_rate * rate_share
+    loss = trainee.token_losses(rows).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(trainee.module.parameters(), _LARGEST_GRADIENT)
+    optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    trainee.balance(rate=options.bias_rate * rate_share)
+    return float(loss.detach())
+
+
+def _parameter_groups(module: torch.nn.Module) -> list[dict[str, object]]:
+    """Group the parameters: matrices except the embedding have weight decay, others have none."""
+    decayed: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        (decayed if parameter.dim() > 1 and "embed" not in name else others).append(parameter)
+    return [{"params": decayed, "weight_decay": _WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+
+
+def _rate_share(step: int, num_steps: int) -> float:
+    """Return the share of the highest learning rate at a step: a linear warm-up, then a cosine."""
+    if step < _WARMUP_STEPS:
+        return (step + 1) / _WARMUP_STEPS
+    progress = (step - _WARMUP_STEPS) / max(num_steps - _WARMUP_STEPS, 1)
+    return _FINAL_SHARE + (1 - _FINAL_SHARE) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _hub_tensors(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield transformers' tensors under the hub's names, with one tensor for each matrix of an expert."""
+    for name, tensor in state.items():
+        layer = weight_names.layer_of(name)
+        if name.endswith("mlp.experts.gate_up_proj"):
+            for expert, gate_up in enumerate(tensor):
+                gate, up = gate_up.chunk(2)
+                yield _expert_name(layer, expert, weight_names.EXPERT_GATE), gate
+                yield _expert_name(layer, expert, weight_names.EXPERT_UP), up
+        elif name.endswith("mlp.experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                yield _expert_name(layer, expert, weight_names.EXPERT_DOWN), down
+        else:
+            yield name.replace(".mlp.", ".block_sparse_moe."), tensor
+
+
+def _expert_name(layer: int | None, expert: int, matrix: str) -> str:
+    assert layer is not None, "experts belong to layers"
+    return weight_names.layer_prefix(layer) + weight_names.expert_weight(expert, matrix)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import UsageError
+from minimax_tools.model import weight_names
+from minimax_tools.split.causal_model import Implementation, load_whole, read_causal_config
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+sys.path.append(str(Path(__file__).parent))
+
+from equivalent import CHANGES, rewrite_checkpoint
+
+# Kv heads and experts enough that an exchange of two shows.
+SMALL = SyntheticModel(
+    num_hidden_layers=2,
+    hidden_size=64,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    rotary_dim=8,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    intermediate_size=32,
+    vocab_size=262,
+)
+EXACT = [name for name in CHANGES if name.startswith("scale")]
+IDS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def written(folder: Path, dtype: torch.dtype) -> Path:
+    synthesize(folder, model=SMALL, dtype=dtype, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("model") / "bf16", torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("model") / "float32", torch.float32)
+
+
+def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    implementation = Implementation(dtype=dtype, attn="sdpa", experts="grouped_mm")
+    config = read_causal_config(folder)
+    model: Any = load_whole(folder, config, implementation=implementation, show_progress=False)
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found.float()
+
+
+def rewritten(source: Path, tmp_path: Path, *changes: str) -> Path:
+    rewrite_checkpoint(source, tmp_path / "changed", changes=changes, seed=7)
+    return tmp_path / "changed"
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_powers_of_two_keep_every_bit(name: str, dtype: torch.dtype, bf16: Path, tmp_path: Path) -> None:
+    changed = rewritten(bf16, tmp_path, name)
+    assert torch.equal(logits(changed, dtype), logits(bf16, dtype))
+
+
+@pytest.mark.parametrize("name", sorted(set(CHANGES) - set(EXACT)))
+def test_permutation_keeps_logits_up_to_the_order_of_summation(
+    name: str, float32: Path, tmp_path: Path
+) -> None:
+    before = logits(float32, torch.float32)
+    after = logits(rewritten(float32, tmp_path, name), torch.float32)
+    assert float((after - before).abs().max()) < 1e-4 * float(before.abs().max())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_changes_the_weights(name: str, bf16: Path, tmp_path: Path) -> None:
+    changed = rewritten(bf16, tmp_path, name)
+    with CheckpointReader(bf16) as before, CheckpointReader(changed) as after:
+        assert before.index.names == after.index.names
+        assert any(not torch.equal(before.read(name), after.read(name)) for name in before.index.names)
+
+
+def test_scaled_norms_have_massive_channels(bf16: Path, tmp_path: Path) -> None:
+    changed = rewritten(bf16, tmp_path, "scale_norms")
+    with CheckpointReader(changed) as reader:
+        weight = reader.read(weight_names.layer_prefix(0) + weight_names.INPUT_NORM).float().abs()
+    assert int((weight > 20 * weight.median()).sum()) == 3
+
+
+def test_half_a_change_is_none(float32: Path, tmp_path: Path) -> None:
+    # A check of the check: the same scales without what undoes them.
+    before = logits(float32, torch.float32)
+    changed = rewritten(float32, tmp_path, "scale_stream")
+    (changed / "config.json").write_text((float32 / "config.json").read_text())
+    assert not torch.equal(logits(changed, torch.float32), before)
+
+
+def test_fp8_is_refused(tmp_path: Path) -> None:
+    fp8 = written(tmp_path / "fp8", torch.float8_e4m3fn)
+    with pytest.raises(UsageError, match="are FP8.*expected BF16 or float32.*BF16 copy"):
+        rewritten(fp8, tmp_path, "scale_norms")
+
+
+def test_unknown_change_is_refused(bf16: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no change scale_all.*expected one of scale_norms"):
+        rewritten(bf16, tmp_path, "scale_all")
