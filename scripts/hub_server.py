@@ -57,7 +57,7 @@ class Fault:
         status: Sent in place of the file.
         headers: Sent with the status.
         after_bytes: Where the body ends early.
-        ending: How: `close`, `reset`, or `stall` (nothing more comes).
+        ending: How: `close` or `reset`.
         is_corrupt: One byte of the body is another.
         ignores_range: The whole file comes, whatever part was asked for.
         pause_s: Wait before every 64 KiB.
@@ -372,11 +372,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _break_off(self, ending: str) -> None:
         self.wfile.flush()
         self.close_connection = True
-        if ending == "stall":
-            # Until the client has had enough.
-            self.connection.settimeout(10)
-            self.connection.recv(1)
-        elif ending == "reset":
+        if ending == "reset":
             time.sleep(_BEFORE_RESET_S)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()

@@ -4,8 +4,7 @@
 - `dataset_folder`: a folder in a dataset; folders at addresses of any scheme
 - `snapshot`: one commit's files in the cache
 - `headers`: safetensors headers of shards that are not here
-- `ranges`: byte ranges of single files
-- `transfer`: one file, resumed and verified
+- `transfer`: one file, fetched by huggingface_hub and verified; byte ranges
 - `faults`: failures, new attempts, errors for the user
 - `access`: the hub, a commit, a file, and their place in the cache
 """

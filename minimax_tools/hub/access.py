@@ -19,8 +19,8 @@ class HubAccess:
     cache_dir: Path  # cache, in the layout of huggingface_hub
     token: str | None = None  # None for the token that huggingface_hub finds (`HF_TOKEN`, a saved login)
     is_offline: bool = False  # True if only the cache is used, and no request is sent
-    timeout_s: float = 10.0  # longest silence of the hub
-    num_attempts: int = 5  # failures in a row, with nothing received between them, that end a transfer
+    timeout_s: float = 10.0  # longest silence of the hub, for requests of mm2's own
+    num_attempts: int = 5  # failures in a row that end a request
     # Wait after the first failure; doubled after each further one, up to a limit (`faults`).
     first_delay_s: float = 1.0
     num_workers: int = 4  # number of files that are fetched at once
@@ -107,29 +107,27 @@ class HubCommit:
         """Return the path in the cache for content with this hash; some mirrors give a name that is none."""
         return self.cache / "blobs" / content_hash
 
-    def part(self, content_hash: str) -> Path:
-        """Return the path for content with this hash while it arrives."""
-        return self.blob(content_hash).with_name(f"{content_hash}.incomplete")
-
     def holds(self, file: HubFile) -> bool:
         """Decide whether the snapshot has the file, with the right size if that is known.
 
         What a link leads to outside of the cache is not the repository's.
         """
         path = self.folder / file.name
-        return path.is_file() and self._is_inside(path) and file.size_bytes in (None, path.stat().st_size)
+        return path.is_file() and self.is_inside(path) and file.size_bytes in (None, path.stat().st_size)
 
     def discard(self, name: str) -> None:
         """Remove a file and its content from the cache, so that it is fetched anew; nothing outside is touched."""
         path = self.folder / name
-        if self._is_inside(path):
+        if self.is_inside(path):
             path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
-    def _is_inside(self, path: Path) -> bool:
+    def is_inside(self, path: Path) -> bool:
+        """Decide whether a path of the cache leads to content in the cache."""
         content = path.resolve()
-        # The folder of blobs may itself be a link, to another disk.
-        return any(content.is_relative_to(place.resolve()) for place in (self.cache, self.cache / "blobs"))
+        # The folder of blobs may itself be a link, to another disk. Some blobs are links to others of the whole cache.
+        places = (self.access.cache_dir, self.cache, self.cache / "blobs")
+        return any(content.is_relative_to(place.resolve()) for place in places)
 
 
 def hub_tools() -> Any:

@@ -9,9 +9,8 @@ RemoteError if S3 does not.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TypeVar
 
 from minimax_tools.checkpoint.weight_files import (
     INDEX_FILE,
@@ -21,15 +20,13 @@ from minimax_tools.checkpoint.weight_files import (
 )
 from minimax_tools.errors import CheckpointError, UsageError, shorten
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
+from minimax_tools.hub.snapshot import HubSnapshot, find_snapshot
 from minimax_tools.model.spec import CONFIG_FILE
 from minimax_tools.model.weight_names import layer_of
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.checkpoint import RemoteCheckpoint
 from minimax_tools.remote.s3_folder import S3Folder
 from minimax_tools.torch_files.whole_module import refuse_pickled_module
-
-Result = TypeVar("Result")
 
 # Files for tokenizers and loaders; pictures and remote code are not fetched.
 DESCRIBING_SUFFIXES = (".json", ".model", ".txt", ".jinja")
@@ -58,7 +55,9 @@ def resolve_model(model: str, *, layers: range | None = None, access: HubAccess 
         return _fetch_remote(remote, layers)
     folder = _find_folder(model)
     if folder is None:
-        return _on_snapshot(model, access, lambda snapshot: _fetch_model(snapshot, layers))
+        snapshot = hub_snapshot(model, access=access)
+        snapshot.fetch(find_shards(snapshot, layers))
+        return snapshot.folder
     # Threads read it while a port runs, whose code may change the working folder.
     return folder.absolute()
 
@@ -67,7 +66,7 @@ def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
     """Return the folder of a checkpoint; of a hub model only config, index and tokenizer are fetched."""
     if (remote := _find_remote(model)) is not None:
         return _describe_remote(remote)
-    return _find_folder(model) or _on_snapshot(model, access, _fetch_description)
+    return _find_folder(model) or hub_snapshot(model, access=access).folder
 
 
 def is_on_hub(model: str) -> bool:
@@ -80,24 +79,19 @@ def is_in_bucket(model: str) -> bool:
     return model.startswith(_BUCKET_PREFIX)
 
 
-def work_on_hub(
-    model: str, work: Callable[[HubSnapshot], Result], *, access: HubAccess | None = None
-) -> Result:
-    """Fetch config, index and tokenizer of a hub model, and return the result of `work` on its snapshot.
+def hub_snapshot(model: str, *, access: HubAccess | None = None) -> HubSnapshot:
+    """Return the snapshot of a hub model, with its config, index and tokenizer fetched.
 
     Raises:
         UsageError: The model is a folder.
-        CheckpointError: The hub does not give the model, or `work` raised it.
+        CheckpointError: The hub does not give the model.
     """
     folder = _find_folder(model)
     if folder is not None:
         raise UsageError(f"{folder} is a folder, not a hub model", next_step="Give a hub id: owner/name.")
-
-    def describe_and_work(snapshot: HubSnapshot) -> Result:
-        _fetch_description(snapshot)
-        return work(snapshot)
-
-    return _on_snapshot(model, access, describe_and_work)
+    snapshot = _find_on_hub(model, access)
+    snapshot.fetch(_describing(snapshot.files) | {CONFIG_FILE})
+    return snapshot
 
 
 def list_files(model: str, *, access: HubAccess | None = None) -> tuple[str, ...]:
@@ -106,7 +100,7 @@ def list_files(model: str, *, access: HubAccess | None = None) -> tuple[str, ...
         return tuple(sorted(remote.files))
     folder = _find_folder(model)
     if folder is None:
-        return _on_snapshot(model, access, lambda snapshot: tuple(sorted(snapshot.files)))
+        return tuple(sorted(_find_on_hub(model, access).files))
     return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
 
 
@@ -121,7 +115,7 @@ def fetch_files(model: str, names: Iterable[str], *, access: HubAccess | None = 
         return remote.fetch(wanted)
     folder = _find_folder(model)
     if folder is None:
-        return _on_snapshot(model, access, lambda snapshot: snapshot.fetch(wanted))
+        return _find_on_hub(model, access).fetch(wanted)
     missing = sorted(name for name in wanted if not (folder / name).is_file())
     if missing:
         raise CheckpointError(
@@ -221,8 +215,8 @@ def _find_folder(model: str) -> Path | None:
         ) from error
 
 
-def _on_snapshot(model: str, access: HubAccess | None, work: Callable[[HubSnapshot], Result]) -> Result:
-    """Parse the hub id `model`, and return the result of `work` on its snapshot."""
+def _find_on_hub(model: str, access: HubAccess | None) -> HubSnapshot:
+    """Return the snapshot of the hub id `model`."""
     match = _HUB_ID.fullmatch(model.removeprefix(_HUB_PREFIX))
     if match is None or ".." in model:
         refuse_pickled_module(Path(model).expanduser())
@@ -233,21 +227,8 @@ def _on_snapshot(model: str, access: HubAccess | None, work: Callable[[HubSnapsh
             found="a file" if Path(model).expanduser().exists() else "no such folder",
             next_step="Make a small one with: mm2-split synthesize --output DIR.",
         )
-    return with_snapshot(
-        match[1], match[2] or _DEFAULT_REVISION, access=access or HubAccess.from_environment(), work=work
-    )
-
-
-def _fetch_model(snapshot: HubSnapshot, layers: range | None) -> Path:
-    folder = _fetch_description(snapshot)
-    snapshot.fetch(find_shards(snapshot, layers))
-    return folder
-
-
-def _fetch_description(snapshot: HubSnapshot) -> Path:
-    """Fetch config, index and tokenizer, and return the snapshot's folder."""
-    snapshot.fetch(_describing(snapshot.files) | {CONFIG_FILE})
-    return snapshot.folder
+    revision = match[2] or _DEFAULT_REVISION
+    return find_snapshot(match[1], revision, access=access or HubAccess.from_environment())
 
 
 def _describing(files: Collection[str]) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any, TypeVar
 
 from minimax_tools.errors import NetworkLossError, RemoteError
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind
-from minimax_tools.hub.faults import Attempts, NoRepositoryError, is_transient, translate
-from minimax_tools.hub.snapshot import HubSnapshot, is_commit, list_files, quieten_hub, with_snapshot
+from minimax_tools.hub.faults import NoRepositoryError, attempt, is_transient, translate
+from minimax_tools.hub.snapshot import HubSnapshot, find_snapshot, is_commit, list_files, quieten_hub
 from minimax_tools.hub.transfer import hash_like
 from minimax_tools.remote.address import DEFAULT_REVISION, RemoteAddress, Scheme
 from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder, stays_inside
@@ -161,19 +160,17 @@ class DatasetFolder(RemoteFolder):
         )
 
     def _send(self, work: Callable[[], Result]) -> Result:
-        attempts = Attempts(self._access, name=str(self._asked), stop=threading.Event())
         try:
-            return attempts.run(lambda: _unwrapped(work))
+            return attempt(lambda: _unwrapped(work), access=self._access, name=str(self._asked))
         except Exception as error:
             raise _word_refusal(error, self._asked, self._commit) from error
 
     @cached_property
     def _snapshot(self) -> HubSnapshot:
-        return with_snapshot(
+        return find_snapshot(
             self._asked.repository,
             self._asked.revision,
             access=self._access,
-            work=lambda snapshot: snapshot,
             kind=RepositoryKind.DATASET,
         )
 

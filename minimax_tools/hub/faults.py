@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
+import time
 from collections.abc import Callable
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
+from itertools import count
 from typing import TypeVar
 
 from minimax_tools.errors import CheckpointError
@@ -36,75 +35,32 @@ class NoRepositoryError(CheckpointError):
     """A repository, or a revision of it, that the hub does not have."""
 
 
-class BrokenTransferError(ConnectionError):
-    """A body that is shorter or longer than announced."""
+def attempt(work: Callable[[], Result], *, access: HubAccess, name: str) -> Result:
+    """Return the result of `work`, which is called again after transient failures; `name` is for the log.
 
-
-class FetchStoppedError(Exception):
-    """A transfer that was ended by another file's failure, or by the user."""
-
-
-class Attempts:
-    """Repeated attempts at one piece of work, which count its failures in a row.
-
-    Args:
-        access: Number of attempts, and the wait between them.
-        name: Name of the work, for the log.
-        stop: Event that ends the attempts.
+    Raises:
+        Exception: The failure of `work`, if it is not transient or no attempt is left.
     """
-
-    def __init__(self, access: HubAccess, *, name: str, stop: threading.Event) -> None:
-        self._access = access
-        self._name = name
-        self._stop = stop
-        self._num_failed = 0
-
-    def run(self, work: Callable[[], Result]) -> Result:
-        """Call `work` until it succeeds, and return its result.
-
-        Raises:
-            FetchStoppedError: `stop` was set.
-            Exception: The last failure of `work`.
-        """
-        while True:
-            try:
-                return work()
-            except Exception as error:
-                self.wait_after(error)
-
-    def forget_failures(self) -> None:
-        """Count failures anew, because data has arrived."""
-        self._num_failed = 0
-
-    def wait_after(self, error: Exception) -> None:
-        """Return once the next attempt is due. Raise `error` if it is not transient, or no attempt is left.
-
-        Raises:
-            FetchStoppedError: `stop` was set.
-            Exception: `error`.
-        """
-        self._num_failed += 1
-        asked_s = asked_delay_s(error)
-        if (
-            not is_transient(error)
-            or self._num_failed >= self._access.num_attempts
-            or asked_s > _LONGEST_ASKED_DELAY_S
-        ):
-            raise error
-        delay_s = max(
-            asked_s, min(_LONGEST_DELAY_S, self._access.first_delay_s * 2 ** (self._num_failed - 1))
-        )
-        logger.warning(
-            "%s: %s: %s. Attempt %d of %d in %.3g s.",
-            self._name,
-            type(error).__name__,
-            " ".join(str(error).split())[:200].rstrip("."),
-            self._num_failed + 1,
-            self._access.num_attempts,
-            delay_s,
-        )
-        if self._stop.wait(delay_s):
-            raise FetchStoppedError
+    for num_failed in count(1):
+        try:
+            return work()
+        except Exception as error:
+            asked_s = _asked_delay_s(error)
+            is_last = num_failed >= access.num_attempts or asked_s > _LONGEST_ASKED_DELAY_S
+            if is_last or not is_transient(error):
+                raise
+            delay_s = max(asked_s, min(_LONGEST_DELAY_S, access.first_delay_s * 2 ** (num_failed - 1)))
+            logger.warning(
+                "%s: %s: %s. Attempt %d of %d in %.3g s.",
+                name,
+                type(error).__name__,
+                " ".join(str(error).split())[:200].rstrip("."),
+                num_failed + 1,
+                access.num_attempts,
+                delay_s,
+            )
+        time.sleep(delay_s)
+    raise AssertionError("the loop ends with a result or an error")
 
 
 def is_transient(error: BaseException) -> bool:
@@ -117,16 +73,6 @@ def is_transient(error: BaseException) -> bool:
         # huggingface_hub's refusal to ask the hub is a ConnectionError too.
         return type(error).__name__ != "OfflineModeIsEnabled"
     return _library(error) in _HTTP_LIBRARIES
-
-
-def asked_delay_s(error: BaseException) -> float:
-    """Return the seconds that the server asks to wait before the next request, or 0."""
-    response = getattr(_root(error), "response", None)
-    if response is None:
-        return 0.0
-    limited = _RATE_LIMIT.search(response.headers.get("ratelimit", ""))
-    window_s = 0.0 if limited is None else float(limited[1])
-    return max(window_s, _parse_retry_after(response.headers.get("retry-after", "")))
 
 
 def translate(error: BaseException, commit: HubCommit, *, file: str | None = None) -> CheckpointError:
@@ -144,11 +90,12 @@ def translate(error: BaseException, commit: HubCommit, *, file: str | None = Non
         return CheckpointError(
             f"{subject} could not be fetched: {access.endpoint} does not answer, or breaks off",
             found=found,
-            next_step="Check the network and HF_ENDPOINT and run again: received data is kept, and fetching "
-            "goes on from there. Or fetch it with `hf download` elsewhere and give "
+            next_step="Check the network and HF_ENDPOINT and run again: files that came whole are kept. Or fetch "
+            "it with `hf download` elsewhere and give "
             f"{commit.kind.option} the folder.",
         )
-    if _library(error) == "builtins" and isinstance(error, OSError):
+    # huggingface_hub raises an OSError without a number for a body of another size than announced.
+    if _library(error) == "builtins" and isinstance(error, OSError) and error.errno is not None:
         return CheckpointError(
             f"{subject} cannot be stored in {access.cache_dir}",
             found=str(error),
@@ -204,6 +151,14 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
+def _asked_delay_s(error: BaseException) -> float:
+    """Return the seconds that the server asks to wait before the next request, or 0."""
+    headers = getattr(getattr(_root(error), "response", None), "headers", {})
+    limited = _RATE_LIMIT.search(headers.get("ratelimit", ""))
+    retry_after = headers.get("retry-after", "").strip()
+    return max(float(limited[1]) if limited else 0.0, float(retry_after) if retry_after.isdigit() else 0.0)
+
+
 def _status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     return None if response is None else int(response.status_code)
@@ -212,15 +167,3 @@ def _status(error: BaseException) -> int | None:
 def _library(error: BaseException) -> str:
     """Return the package that defines the error's class; "builtins" for Python's own."""
     return type(error).__module__.partition(".")[0]
-
-
-def _parse_retry_after(retry_after: str) -> float:
-    """Return the seconds of the header Retry-After, which holds seconds or a date; 0 if it holds neither."""
-    if retry_after.strip().isdigit():
-        return float(retry_after)
-    try:
-        until = parsedate_to_datetime(retry_after)
-    except (TypeError, ValueError):
-        return 0.0
-    now = datetime.now(timezone.utc)
-    return max(0.0, (until.replace(tzinfo=until.tzinfo or timezone.utc) - now).total_seconds())

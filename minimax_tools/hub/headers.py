@@ -26,8 +26,8 @@ from minimax_tools.checkpoint.weight_files import (
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubFile
 from minimax_tools.hub.checkpoint_folder import find_bucket_shards, find_shards
-from minimax_tools.hub.ranges import HubRanges, NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
+from minimax_tools.hub.transfer import NoRangesError, read_range
 
 # Longest header that safetensors itself reads. A damaged file may state any length, and it would all be fetched.
 _MAX_HEADER_BYTES = 100_000_000
@@ -127,18 +127,20 @@ def _read_shard_headers(snapshot: HubSnapshot, shards: Iterable[str]) -> dict[st
     unknown = [shard for shard in absent if shard not in snapshot.files or not snapshot.is_listed]
     if unknown:
         raise snapshot.lacking(unknown)
-    stop = threading.Event()
-    ranges = HubRanges(snapshot.commit, stop_event=stop)
 
     def fetch(file: HubFile) -> None:
-        headers[file.name] = _fetch_header(ranges, file, snapshot)
+        if file.size_bytes is None:
+            raise CheckpointError(f"the hub does not say how long {file.name} is")
+        headers[file.name] = fetch_header(
+            partial(read_range, snapshot.commit, file),
+            snapshot.folder / file.name,
+            size_bytes=file.size_bytes,
+        )
 
-    num_workers = snapshot.commit.access.num_workers
-    run_all(fetch, [snapshot.files[shard] for shard in absent], num_workers=num_workers, stop=stop)
+    run_all(
+        fetch,
+        [snapshot.files[shard] for shard in absent],
+        num_workers=snapshot.commit.access.num_workers,
+        stop=threading.Event(),
+    )
     return dict(sorted(headers.items()))
-
-
-def _fetch_header(ranges: HubRanges, file: HubFile, snapshot: HubSnapshot) -> tuple[TensorEntry, ...]:
-    if file.size_bytes is None:
-        raise CheckpointError(f"the hub does not say how long {file.name} is")
-    return fetch_header(partial(ranges.read, file), snapshot.folder / file.name, size_bytes=file.size_bytes)

@@ -7,24 +7,23 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from minimax_tools.errors import CheckpointError, list_names
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind, hub_tools
-from minimax_tools.hub.faults import Attempts, is_transient, translate
-from minimax_tools.hub.transfer import HubTransfer
+from minimax_tools.hub.faults import attempt, is_transient, translate
+from minimax_tools.hub.transfer import fetch_file
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.size import format_size
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUM_NAMES_SHOWN = 6
+# Attempts at a listing where the cache may do without.
+_NUM_ATTEMPTS_WITH_CACHE = 2
 
 
 class NotCachedError(CheckpointError):
@@ -39,6 +38,7 @@ class HubSnapshot:
     # By name: all files that the hub lists or, if it is not asked, those in the cache.
     files: Mapping[str, HubFile]
     is_listed: bool  # True if the hub listed the files
+    failure: CheckpointError | None = None  # why the hub was asked and did not list them
 
     @property
     def folder(self) -> Path:
@@ -63,7 +63,9 @@ class HubSnapshot:
         return {name: self.folder / name for name in wanted}
 
     def lacking(self, missing: Sequence[str]) -> CheckpointError:
-        """Build the error for files that the model lacks, or that are not cached while the hub is not asked."""
+        """Build the error for files that the model lacks, or that are not cached while the hub gives none."""
+        if self.failure is not None:
+            return self.failure
         names = list_names(list(missing), most=_NUM_NAMES_SHOWN)
         if self.is_listed:
             return CheckpointError(
@@ -80,7 +82,12 @@ class HubSnapshot:
         )
 
     def _check_room(self, absent: list[HubFile]) -> None:
-        needed_bytes = sum(self._missing_bytes(file) for file in absent)
+        # Another commit may have the same content.
+        needed_bytes = sum(
+            file.size_bytes or 0
+            for file in absent
+            if file.content_hash is None or not self.commit.blob(file.content_hash).is_file()
+        )
         existing_folder = self.commit.access.cache_dir.absolute()
         while not existing_folder.exists():
             existing_folder = existing_folder.parent
@@ -93,35 +100,22 @@ class HubSnapshot:
                 next_step="Make room, set HF_HOME to a larger disk, or choose fewer layers.",
             )
 
-    def _missing_bytes(self, file: HubFile) -> int:
-        """Return the size of a file less what an earlier transfer has left in the cache."""
-        here_bytes = 0
-        if file.content_hash is not None:
-            candidates = (self.commit.blob(file.content_hash), self.commit.part(file.content_hash))
-            here_bytes = max((path.stat().st_size for path in candidates if path.is_file()), default=0)
-        # What is left may be too long; it is dropped later, so it does not make room for other files.
-        return max((file.size_bytes or 0) - here_bytes, 0)
-
     def _transfer(self, absent: list[HubFile]) -> None:
-        total_bytes = sum(file.size_bytes or 0 for file in absent)
         logger.info(
             "Fetching %d file%s (%s) of %s into %s.",
             len(absent),
             "" if len(absent) == 1 else "s",
-            format_size(total_bytes),
+            format_size(sum(file.size_bytes or 0 for file in absent)),
             self.commit.model,
             self.commit.access.cache_dir,
         )
-        stop = threading.Event()
-        with _progress_bar(self.commit.model, total_bytes) as bar:
-            lock = threading.Lock()
-
-            def show(num_bytes: int) -> None:
-                with lock:
-                    bar.update(num_bytes)
-
-            transfer = HubTransfer(self.commit, stop=stop, on_bytes=show)
-            run_all(transfer.fetch, absent, num_workers=self.commit.access.num_workers, stop=stop)
+        quieten_hub()
+        run_all(
+            lambda file: fetch_file(self.commit, file),
+            absent,
+            num_workers=self.commit.access.num_workers,
+            stop=threading.Event(),
+        )
         self._remember_revision()
 
     def _remember_revision(self) -> None:
@@ -134,64 +128,42 @@ class HubSnapshot:
             file.write(self.commit.commit)
 
 
-def with_snapshot(
+def find_snapshot(
     model: str,
     revision: str,
     *,
     access: HubAccess,
-    work: Callable[[HubSnapshot], Result],
     kind: RepositoryKind = RepositoryKind.MODEL,
-) -> Result:
-    """Return the result of `work` on the snapshot of a model, or of a dataset.
-
-    Offline it is the cache's snapshot, else the hub's. If the hub does not answer, it is the cache's snapshot too. If
-    that lacks files that `work` needs, the hub is asked again, several times.
+) -> HubSnapshot:
+    """Return the snapshot of a model, or of a dataset: offline, or if the hub does not answer, the cache's.
 
     Raises:
-        CheckpointError: `work` raised it. Or the hub cannot be reached, has no such model or revision, or refuses
-            the token.
+        CheckpointError: The hub cannot be reached and nothing is cached, it has no such model or revision, or it
+            refuses the token.
     """
     # The commit is unknown until the hub or the cache names it.
     asked = HubCommit(model=model, revision=revision, commit=revision, access=access, kind=kind)
     cached = _find_cached(asked)
     if access.is_offline:
         logger.info("HF_HUB_OFFLINE is set: what the cache has of %s is used.", model)
-        return work(cached or HubSnapshot(commit=asked, files={}, is_listed=False))
-    if cached is None:
-        return work(_list_patiently(asked))
+        return cached or HubSnapshot(commit=asked, files={}, is_listed=False)
+    if cached is not None:
+        num_attempts = min(access.num_attempts, _NUM_ATTEMPTS_WITH_CACHE)
+        access = replace(access, num_attempts=num_attempts)
     try:
-        snapshot = list_files(asked)
+        return attempt(lambda: list_files(asked), access=access, name=model)
     except Exception as error:
-        if not is_transient(error):
-            raise translate(error, asked) from error
-        return _work_on_cache(cached, error, work)
-    return work(snapshot)
-
-
-def _work_on_cache(cached: HubSnapshot, error: Exception, work: Callable[[HubSnapshot], Result]) -> Result:
-    """Return the result of `work` on the cache; if that lacks files, try the hub several times."""
-    commit = cached.commit
-    try:
-        result = work(cached)
-    except NotCachedError:
-        return work(_list_patiently(commit))
-    logger.warning(
-        "%s does not answer (%s): using the cached commit %s of %s.",
-        commit.access.endpoint,
-        type(error).__name__,
-        commit.commit[:8],
-        commit.model,
-    )
-    return result
-
-
-def _list_patiently(asked: HubCommit) -> HubSnapshot:
-    """Ask the hub for the revision's commit and files, in several attempts."""
-    attempts = Attempts(asked.access, name=asked.model, stop=threading.Event())
-    try:
-        return attempts.run(lambda: list_files(asked))
-    except Exception as error:
-        raise translate(error, asked) from error
+        failure = translate(error, asked)
+        if cached is None or not is_transient(error):
+            raise failure from error
+        logger.warning(
+            "%s does not answer (%s): using the cached commit %s of %s.",
+            access.endpoint,
+            type(error).__name__,
+            cached.commit.commit[:8],
+            model,
+        )
+        return replace(cached, failure=failure)
 
 
 def is_commit(revision: str) -> bool:
@@ -255,35 +227,43 @@ def _is_inside(name: str) -> bool:
 
 
 def run_all(
-    work: Callable[[HubFile], object], files: list[HubFile], *, num_workers: int, stop: threading.Event
+    work: Callable[[HubFile], object], files: Sequence[HubFile], *, num_workers: int, stop: threading.Event
 ) -> None:
-    """Run `work` on all files, several at once. The first error is raised, and sets `stop` to end the others."""
-    with ThreadPoolExecutor(num_workers, thread_name_prefix="hub") as pool:
-        futures = [pool.submit(work, file) for file in files]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    """Run `work` on all files, several at once. The first error sets `stop`, which ends the others, and is raised."""
+    # The threads share it, so each file is taken once.
+    waiting = iter(files)
+    errors: list[Exception] = []
+
+    def run() -> None:
+        for file in waiting:
+            if stop.is_set():
+                return
+            try:
+                work(file)
+            except Exception as error:
+                errors.append(error)
+                stop.set()
+
+    # A user's stop does not wait for a transfer of gigabytes: what still runs ends with the process.
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(num_workers, len(files)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        stop.set()
+        raise
+    if errors:
+        raise errors[0]
 
 
-def _progress_bar(model: str, total_bytes: int) -> Any:
-    """Make huggingface_hub's progress bar; it shows if mm2's progress does, and stderr is a terminal."""
-    is_quiet = quieten_hub()
-    # With None the bar shows only in a terminal.
-    is_disabled = True if is_quiet else None
-    return hub_tools().tqdm(total=total_bytes, desc=model, unit="B", unit_scale=True, disable=is_disabled)
-
-
-def quieten_hub() -> bool:
-    """Show or hide the bars of huggingface_hub's own transfers as mm2's progress is; return whether that is hidden."""
+def quieten_hub() -> None:
+    """Show or hide the bars of huggingface_hub's transfers as mm2's progress is."""
     from huggingface_hub import constants
 
     tools = hub_tools()
-    is_quiet = not logger.isEnabledFor(logging.INFO)
     # If the user sets the variable, it decides: huggingface_hub warns of attempts to change it.
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        (tools.disable_progress_bars if is_quiet else tools.enable_progress_bars)()
-    return is_quiet
+        is_shown = logger.isEnabledFor(logging.INFO)
+        (tools.enable_progress_bars if is_shown else tools.disable_progress_bars)()

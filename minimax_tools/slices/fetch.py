@@ -8,7 +8,7 @@ from pathlib import Path
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import fetch_files, is_on_hub
-from minimax_tools.hub.ranges import NoRangesError
+from minimax_tools.hub.transfer import NoRangesError
 from minimax_tools.machine.files import refuse_occupied, remove_abandoned
 from minimax_tools.machine.progress import Progress
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -36,7 +36,8 @@ def fetch_slice(
 ) -> FetchedSlice:
     """Fetch the files that hold a node's tensors, and those that describe the model, into the hub's cache.
 
-    Transfers are resumed, verified by hash and retried. If the model is a folder, its files are only looked up.
+    Files are verified by hash, and those that are here are not fetched again. If the model is a folder, its files are
+    only looked up.
 
     Args:
         plan: The plan.

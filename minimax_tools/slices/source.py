@@ -14,10 +14,10 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError, UnsupportedModelError, list_faults
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub, resolve_config, work_on_hub
+from minimax_tools.hub.checkpoint_folder import hub_snapshot, is_in_bucket, is_on_hub, resolve_config
 from minimax_tools.hub.headers import read_bucket_headers, read_hub_headers
-from minimax_tools.hub.ranges import NoRangesError
-from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
+from minimax_tools.hub.snapshot import NotCachedError
+from minimax_tools.hub.transfer import NoRangesError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
 from minimax_tools.model.family import MODEL_TYPE
 from minimax_tools.model.quantisation import refuse_side_format
@@ -149,7 +149,9 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         UsageError: Neither mm2 nor transformers knows how the model names its tensors.
     """
     if is_on_hub(model):
-        model, folder = work_on_hub(model, _pin, access=access)
+        snapshot = hub_snapshot(model, access=access)
+        model = f"{snapshot.commit.model}@{snapshot.commit.commit}"
+        folder = snapshot.folder
     else:
         folder = resolve_config(model, access=access)
     config = read_checkpoint_config(folder)
@@ -176,11 +178,6 @@ def are_two_commits(model: str, other: str) -> bool:
     return model != other and all(map(_PINNED.fullmatch, (model, other)))
 
 
-def _pin(snapshot: HubSnapshot) -> tuple[str, Path]:
-    """Return the model's name with its commit, and its folder."""
-    return f"{snapshot.commit.model}@{snapshot.commit.commit}", snapshot.folder
-
-
 def _find_entries(
     model: str, index: TensorIndex | None, access: HubAccess | None, *, is_fetching: bool
 ) -> Mapping[str, TensorEntry] | None:
@@ -196,7 +193,7 @@ def _find_entries(
             logger.info("The headers of %s are not known: %s", model, error)
     elif is_on_hub(model):
         try:
-            return work_on_hub(model, read_hub_headers, access=access)
+            return read_hub_headers(hub_snapshot(model, access=access))
         except (NoRangesError, NotCachedError) as error:
             logger.info("The headers of %s are not known: %s", model, error)
     if index is not None:

@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -20,9 +21,9 @@ from minimax_tools.checkpoint.header import ByteRange, TensorEntry, join_ranges
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubAccess, HubFile
-from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, work_on_hub
-from minimax_tools.hub.ranges import HubRanges
+from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, hub_snapshot
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
+from minimax_tools.hub.transfer import read_range
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.files import locked_folder
 from minimax_tools.machine.json_file import parse_json
@@ -117,9 +118,8 @@ def _fetch_into(
 ) -> int:
     """Fetch the tensors, copy config, index and tokenizer, and return the bytes of tensors that came."""
     try:
-        bytes_fetched = work_on_hub(
-            source.model, lambda snapshot: _fetch_shards(entries, snapshot, folder, progress), access=access
-        )
+        snapshot = hub_snapshot(source.model, access=access)
+        bytes_fetched = _fetch_shards(entries, snapshot, folder, progress)
         for path in source.folder.iterdir():
             if path.is_file() and path.name.endswith(DESCRIBING_SUFFIXES):
                 shutil.copyfile(path, folder / path.name)
@@ -149,13 +149,13 @@ def _fetch_shards(
         raise snapshot.lacking(missing or sorted(shards))
     _check_room(shards, folder)
     stop = threading.Event()
-    ranges = HubRanges(snapshot.commit, stop_event=stop)
     fetched: dict[str, int] = {}
 
     def fetch(file: HubFile) -> None:
         # Where the hub tells no hash of a file, its commit is the version.
         sparse = _SparseFile(folder / file.name, version=file.content_hash or snapshot.commit.commit)
-        fetched[file.name] = sparse.fetch(shards[file.name], file, ranges)
+        read = partial(read_range, snapshot.commit, file)
+        fetched[file.name] = sparse.fetch(shards[file.name], read, size_bytes=file.size_bytes, stop=stop)
         progress.advance(len(fetched), num_bytes=fetched[file.name])
 
     run_all(
@@ -196,8 +196,18 @@ class _SparseFile:
         self._journal = path.with_name(path.name + _JOURNAL_SUFFIX)
         self._version = version
 
-    def fetch(self, wanted: Iterable[ByteRange], file: HubFile, ranges: HubRanges) -> int:
-        """Fetch the missing pieces of some byte ranges, and return the number of bytes that came."""
+    def fetch(
+        self,
+        wanted: Iterable[ByteRange],
+        read: Callable[[int, int], bytes],
+        *,
+        size_bytes: int | None,
+        stop: threading.Event,
+    ) -> int:
+        """Fetch the missing pieces of some byte ranges, and return the number of bytes that came.
+
+        `read` gives bytes from a start to a stop; `size_bytes` is the shard's. Once `stop` is set nothing is written.
+        """
         done = self._read_journal()
         num_bytes = 0
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,16 +215,18 @@ class _SparseFile:
             if not done:
                 journal.truncate(0)
             # Extend the file to the shard's size: what is never written is a hole.
-            output.truncate(file.size_bytes)
+            output.truncate(size_bytes)
             unnoted: list[tuple[int, int]] = []
-            for start, stop in _cut_pieces(wanted):
-                if (start, stop) in done:
+            for start, end in _cut_pieces(wanted):
+                if (start, end) in done:
                     continue
+                piece = read(start, end)
+                if stop.is_set():
+                    return num_bytes
                 output.seek(start)
-                for chunk in ranges.stream(file, start, stop):
-                    num_bytes += output.write(chunk)
-                unnoted.append((start, stop))
-                if sum(stop - start for start, stop in unnoted) >= _PIECE_BYTES:
+                num_bytes += output.write(piece)
+                unnoted.append((start, end))
+                if sum(end - start for start, end in unnoted) >= _PIECE_BYTES:
                     self._note(unnoted, output, journal)
             self._note(unnoted, output, journal)
         return num_bytes

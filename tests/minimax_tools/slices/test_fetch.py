@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.ranges import NoRangesError
+from minimax_tools.hub.transfer import NoRangesError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.files import locked_folder
 from minimax_tools.partition.cost import Workload, measure_costs

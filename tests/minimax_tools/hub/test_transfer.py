@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,10 +9,8 @@ import pytest
 
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.checkpoint_folder import work_on_hub
-from minimax_tools.hub.faults import FetchStoppedError
-from minimax_tools.hub.ranges import HubRanges, NoRangesError
-from minimax_tools.hub.snapshot import HubSnapshot
+from minimax_tools.hub.checkpoint_folder import hub_snapshot
+from minimax_tools.hub.transfer import NoRangesError, read_range
 
 MODEL, SHARD = "owner/name", "model.safetensors"
 DATA = bytes(range(256)) * 2_000
@@ -26,15 +23,9 @@ def access(hub: Any, tmp_path: Path) -> HubAccess:
     return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=60)
 
 
-def read(access: HubAccess, start: int, stop: int, *, is_stopped: bool = False) -> bytes:
-    stopping = threading.Event()
-    if is_stopped:
-        stopping.set()
-
-    def work(snapshot: HubSnapshot) -> bytes:
-        return HubRanges(snapshot.commit, stop_event=stopping).read(snapshot.files[SHARD], start, stop)
-
-    return work_on_hub(MODEL, work, access=access)
+def read(access: HubAccess, start: int, stop: int) -> bytes:
+    snapshot = hub_snapshot(MODEL, access=access)
+    return read_range(snapshot.commit, snapshot.files[SHARD], start, stop)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 8), (1, 2), (500, 300_000), (0, len(DATA)), (7, 7)])
@@ -45,14 +36,12 @@ def test_a_range_is_what_comes_and_all_that_comes(access: HubAccess, hub: Any, s
 
 
 @pytest.mark.parametrize("ending", ["close", "reset"])
-def test_a_range_that_breaks_off_goes_on_where_it_was(
+def test_a_range_that_breaks_off_is_asked_for_again(
     access: HubAccess, hub: Any, hub_module: ModuleType, ending: str
 ) -> None:
     hub.plant("GET", "/content/", hub_module.Fault(after_bytes=CUT, ending=ending), times=2)
     assert read(access, 100, 500_000) == DATA[100:500_000]
-    starts = [int(request.range.partition("=")[2].partition("-")[0]) for request in hub.asked("GET", SHARD)]
-    assert len(starts) == 3
-    assert starts == sorted(set(starts))
+    assert [one.range for one in hub.asked("GET", SHARD)] == ["bytes=100-499999"] * 3
 
 
 def test_a_server_without_ranges_is_named_and_its_file_left_alone(
@@ -73,11 +62,9 @@ def test_an_answer_without_content_is_not_called_the_whole_file(
 
 
 def test_a_part_of_a_file_of_unknown_size_is_taken(access: HubAccess) -> None:
-    def work(snapshot: HubSnapshot) -> bytes:
-        file = dataclasses.replace(snapshot.files[SHARD], size_bytes=None)
-        return HubRanges(snapshot.commit, stop_event=threading.Event()).read(file, 3, 9)
-
-    assert work_on_hub(MODEL, work, access=access) == DATA[3:9]
+    snapshot = hub_snapshot(MODEL, access=access)
+    file = dataclasses.replace(snapshot.files[SHARD], size_bytes=None)
+    assert read_range(snapshot.commit, file, 3, 9) == DATA[3:9]
 
 
 def test_a_hub_that_stays_down_is_a_network_error(
@@ -96,18 +83,13 @@ def test_a_range_past_the_end_is_refused(access: HubAccess) -> None:
 
 def test_a_part_of_another_file_is_not_taken(access: HubAccess, hub: Any) -> None:
     hub.add(MODEL, {"config.json": b"{}", SHARD: DATA}, claimed_sizes={SHARD: len(DATA) + 1})
-    with pytest.raises(CheckpointError, match=r"bytes from 0 on of 512001 were asked for"):
+    with pytest.raises(CheckpointError, match=r"bytes 0 to 7 of 512001 were asked for"):
         read(access, 0, 8)
-
-
-def test_what_is_stopped_fetches_nothing(access: HubAccess) -> None:
-    with pytest.raises(FetchStoppedError):
-        read(access, 0, 8, is_stopped=True)
 
 
 def test_a_folder_is_no_hub(tmp_path: Path, access: HubAccess) -> None:
     with pytest.raises(UsageError, match="is a folder"):
-        work_on_hub(str(tmp_path), lambda snapshot: snapshot, access=access)
+        hub_snapshot(str(tmp_path), access=access)
 
 
 def test_offline_nothing_is_asked(access: HubAccess, hub: Any) -> None:
