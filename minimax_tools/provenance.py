@@ -116,7 +116,7 @@ class Provenance:
     port_config: Mapping[str, Any] = field(default_factory=dict)  # a port's `mm2_neuron_config`
 
 
-# Records without these values stay as they were before mm2 kept them.
+# What a model or a port does not tell is left out.
 omit_default(Provenance, *CONFIGS)
 
 

@@ -259,7 +259,7 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
         facts.append(("experts", _word_experts(source)))
         facts.append(("noise floor", _word_floor(description)))
         facts.append(("certificate", _word_certificate(source, inspection)))
-    return [*facts, ("digests", _word_digests(description, source, inspection))]
+    return [*facts, ("digests", _word_digests(description, inspection))]
 
 
 def _word_inputs(description: Description) -> str:
@@ -271,7 +271,7 @@ def _word_experts(source: CaptureSource) -> str:
     """Return how many experts no token of a golden chose, such as `some chosen by no token: 2 in layer 3`."""
     unreached = {layer: source.unreached_experts(layer) for layer in source.layers}
     if None in unreached.values():
-        return "not counted: made by an older mm2"
+        return "not counted"
     missing = [(layer, len(experts)) for layer, experts in unreached.items() if experts]
     if not missing:
         return "all chosen by a token, in every layer"
@@ -298,19 +298,14 @@ def _word_certificate(source: CaptureSource, inspection: CaptureInspection | Non
     return str(source.certificate)
 
 
-def _word_digests(
-    description: Description, source: CaptureSource, inspection: CaptureInspection | None
-) -> str:
+def _word_digests(description: Description, inspection: CaptureInspection | None) -> str:
     """Return the result of an inspection in words, such as `96 tensors match`."""
-    older = f"; {source.digest_note}" if source.digest_note else ""
     if inspection is None:
         program = "mm2-gpu" if description.side == GOLDEN_SIDE else "mm2-test"
-        return f"not verified here: {program} show verifies them{older}"
+        return f"not verified here: {program} show verifies them"
     if inspection.faults:
-        return (
-            f"{inspection.num_tensors} tensors match, {format_count(len(inspection.faults), 'fault')}{older}"
-        )
-    return f"{inspection.num_tensors} tensors match{older}"
+        return f"{inspection.num_tensors} tensors match, {format_count(len(inspection.faults), 'fault')}"
+    return f"{inspection.num_tensors} tensors match"
 
 
 def _word_ranks(options: Mapping[str, Any]) -> str:

@@ -1,14 +1,12 @@
 """Damaged captures that mm2 judges as if they were whole.
 
 A golden and a device run of a right port are damaged in each way of `damage.damages`: twins, floors, values and
-inputs, with and without new digests in the manifest. The golden is certified or not, of this mm2 or of an older one.
+inputs, with and without new digests in the manifest. The golden is certified or not.
 
 - `wrong_things`: comparisons of a damaged capture. Each should end in exit code 3.
 - `false_passes`, `blamed_ports`, `other_exits`: those that ended in exit code 0, in 1, and in another than 0, 1 or 3.
-- `damage_not_named`: refusals that lack a word of `Damage.named`, such as file and layer; older goldens do not count.
+- `damage_not_named`: refusals that lack a word of `Damage.named`, such as file and layer.
 - `refused_whole`: whole captures that were refused.
-
-One bit of a twin of an older golden without a certificate is left out: nothing can show it.
 """
 
 from __future__ import annotations
@@ -39,11 +37,9 @@ def main() -> int:
             for damage in DAMAGES:
                 if arguments.damages and damage.name not in arguments.damages:
                     continue
-                if state == "old" and not damage.is_provable_when_old:
-                    continue
                 outcome = captures.judge(state, damage, scratch)
                 codes.append(outcome.exit_code)
-                is_named = _is_named(state, damage, outcome)
+                is_named = _is_named(damage, outcome)
                 num_unnamed += outcome.exit_code == 3 and not is_named
                 if outcome.exit_code != 3 or not is_named:
                     print(f"{state}: {damage.name}: exit code {outcome.exit_code}", file=sys.stderr)
@@ -59,11 +55,8 @@ def main() -> int:
     return print_figures("damage", figures, as_json=arguments.json)
 
 
-def _is_named(state: str, damage: Damage, outcome: CommandOutcome) -> bool:
+def _is_named(damage: Damage, outcome: CommandOutcome) -> bool:
     """Decide whether a refusal contains the words that the damage asks for."""
-    if state.startswith("old"):
-        # An older golden has no digests of tensors: the refusal names the file at most.
-        return True
     # Without line breaks, which fall anywhere.
     text = " ".join(outcome.text.split())
     return all(word in text for word in damage.named)

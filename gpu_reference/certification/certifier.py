@@ -22,7 +22,6 @@ from minimax_tools.capture.writer import store_certificate
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
-from minimax_tools.machine.files import digest_file
 from minimax_tools.machine.progress import LayerProgress, Progress
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import library_versions
@@ -68,7 +67,6 @@ def check_golden(capture: Capture, model: str | None) -> Certificate:
     return Certificate(
         checks=tuple(checks),
         content_digest=capture.manifest.content_digest(),
-        files={path.name: digest_file(path) for path in sorted(capture.directory.glob("*.safetensors"))},
         versions=library_versions(),
     )
 

@@ -118,7 +118,6 @@ class Certificate:
 
     checks: tuple[Check, ...]  # every check, including those that could not be made
     content_digest: str  # `Manifest.content_digest` of the capture that was checked
-    files: Mapping[str, str] = field(default_factory=dict)  # sha256 of every tensor file, by file name
     versions: Mapping[str, str] = field(default_factory=dict)  # of the libraries that checked, by library
 
     @property
@@ -159,8 +158,6 @@ class Certificate:
 
 INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3
-# Manifests of an older mm2 have no digests of inputs, float32 twins, noise floors and JSON files.
-_SCHEMA_WITHOUT_DIGESTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +226,7 @@ class Description:
         return [name for name in names if name.partition(".")[0] not in CONFIGS]
 
 
-# Manifests without these stay as they were before they existed.
+# Most captures have none of these.
 omit_default(Description, "floor_variants", "is_quick", "expert_tokens", "last_tokens", "calls")
 
 
@@ -239,8 +236,7 @@ class Manifest:
 
     description: Description  # the run
     entries: tuple[Entry, ...] = ()  # sites stored so far
-    # Digests of everything stored that has no entry; None in captures of an older mm2
-    digests: Digests | None = field(default_factory=Digests)
+    digests: Digests = field(default_factory=Digests)  # of everything stored that has no entry
     # Sites by layer that the run wanted and the port does not expose
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
     # Of a golden, the experts by layer that no token chose; no entry if nobody looked
@@ -257,15 +253,15 @@ class Manifest:
 
     def names_in(self, file: str) -> tuple[str, ...]:
         """Return the names of a file's tensors that have no entries, sorted; () if the manifest lists none."""
-        files = () if self.digests is None else self.digests.tensors
-        return tuple(name for listed in files if listed.file == file for name, _ in listed.tensors)
+        return tuple(
+            name for listed in self.digests.tensors if listed.file == file for name, _ in listed.tensors
+        )
 
     def file_names(self) -> tuple[str, ...]:
         """Return the names of the capture's files, sorted, the manifest's own too."""
-        names = {MANIFEST_NAME, *(entry.file for entry in self.entries)}
-        if self.digests is not None:
-            names |= {file.file for file in self.digests.tensors} | set(dict(self.digests.texts))
-        return tuple(sorted(names))
+        entry_files = (entry.file for entry in self.entries)
+        digest_files = (file.file for file in self.digests.tensors)
+        return tuple(sorted({MANIFEST_NAME, *entry_files, *digest_files, *dict(self.digests.texts)}))
 
     @property
     def is_certified(self) -> bool:
@@ -275,15 +271,14 @@ class Manifest:
     def content_digest(self) -> str:
         """Return a sha256 over the digests of everything stored, and the description.
 
-        A certificate belongs to this hash. The hash covers the entries alone if the manifest has no other digests.
+        A certificate belongs to this hash.
         """
         digest = hashlib.sha256()
         for entry in self.entries:
             digest.update(_entry_text(entry).encode())
-        if self.digests is not None:
-            for text in (*map(_file_text, self.digests.tensors), _as_text(dict(self.digests.texts))):
-                digest.update(text.encode())
-            digest.update(json.dumps(encode(self.description), sort_keys=True).encode())
+        for text in (*map(_file_text, self.digests.tensors), _as_text(dict(self.digests.texts))):
+            digest.update(text.encode())
+        digest.update(json.dumps(encode(self.description), sort_keys=True).encode())
         return digest.hexdigest()
 
     def with_layer(
@@ -302,7 +297,7 @@ class Manifest:
         return replace(
             self,
             entries=_sorted((*self.entries, *entries)),
-            digests=None if self.digests is None else self.digests.with_files(digests),
+            digests=self.digests.with_files(digests),
             observed_dtypes={**self.observed_dtypes, **observed_dtypes},
             not_exposed={**self.not_exposed, layer: not_exposed} if not_exposed else self.not_exposed,
             unreached_experts=self.unreached_experts
@@ -321,41 +316,39 @@ class Manifest:
         return replace(
             self,
             entries=_sorted((*layer_entries, *entries)),
-            digests=None if self.digests is None else self.digests.with_files(digests),
+            digests=self.digests.with_files(digests),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest as JSON values."""
-        digests = {} if self.digests is None else {"digests": encode(self.digests)}
-        return {**self._frame(), **digests, "entries": encode(self.entries)}
+        return {**self._frame(), "digests": encode(self.digests), "entries": encode(self.entries)}
 
     def as_text(self) -> str:
         """Return the file's text, one line for each entry and each file with digests."""
         frame = [f" {json.dumps(name)}: {_as_text(value)}" for name, value in self._frame().items()]
-        if self.digests is not None:
-            files = ",\n".join(f"  {_file_text(file)}" for file in self.digests.tensors)
-            frame.append(f' "digests": {{\n{files}\n }}')
+        files = ",\n".join(f"  {_file_text(file)}" for file in self.digests.tensors)
         entries = ",\n".join(f"  {_entry_text(entry)}" for entry in self.entries)
-        return "{\n" + ",\n".join((*frame, f' "entries": [\n{entries}\n ]')) + "\n}\n"
+        parts = (*frame, f' "digests": {{\n{files}\n }}', f' "entries": [\n{entries}\n ]')
+        return "{\n" + ",\n".join(parts) + "\n}\n"
 
     def _frame(self) -> dict[str, Any]:
         """Return the JSON values of everything but the entries and the digests of tensors."""
         return {
-            "schema_version": _SCHEMA_WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
+            "schema_version": SCHEMA_VERSION,
             **encode(self.description),
             "not_exposed": encode(self.not_exposed),
-            # Absent, not empty: manifests of runs, and of goldens of an older mm2, have none.
+            # Absent, not empty: only goldens count them.
             **({"unreached_experts": encode(self.unreached_experts)} if self.unreached_experts else {}),
             # Absent, not empty: most ports compute each site once.
             **({"num_calls": encode(self.num_calls)} if self.num_calls else {}),
             "observed_dtypes": dict(self.observed_dtypes),
-            # Absent from goldens, and from runs of an older mm2.
+            # Absent, not empty: goldens have none, nor runs whose weights were not compared.
             **({"held_weights": encode(self.held_weights)} if self.held_weights else {}),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
-            # Absent, not null: manifests without one stay as they were before certificates existed.
+            # Absent, not null: most captures are not certified.
             **({} if self.certificate is None else {"certificate": encode(self.certificate)}),
-            **({} if self.digests is None else {"text_digests": dict(self.digests.texts)}),
+            "text_digests": dict(self.digests.texts),
         }
 
     @classmethod
@@ -379,10 +372,10 @@ class Manifest:
         if not _is_manifest(record):
             raise _damaged(path, "JSON that is no manifest of mm2's")
         version = record["schema_version"]
-        if type(version) is not int or version not in (_SCHEMA_WITHOUT_DIGESTS, SCHEMA_VERSION):
+        if type(version) is not int or version != SCHEMA_VERSION:
             raise CaptureError(
                 f"{path} has another schema",
-                expected=f"version {SCHEMA_VERSION} or {_SCHEMA_WITHOUT_DIGESTS}",
+                expected=f"version {SCHEMA_VERSION}",
                 found=shorten(repr(version)),
                 next_step="Read it with the mm2 that wrote it, or run the capture again.",
             )
@@ -397,11 +390,7 @@ class Manifest:
         return cls(
             description=decode(Description, record),
             entries=decode(tuple[Entry, ...], record["entries"]),
-            digests=(
-                None
-                if record["schema_version"] == _SCHEMA_WITHOUT_DIGESTS
-                else Digests.decode(record["digests"], record["text_digests"])
-            ),
+            digests=Digests.decode(record["digests"], record["text_digests"]),
             not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
             unreached_experts=decode(dict[int, tuple[int, ...]], record.get("unreached_experts", {})),
             num_calls=decode(dict[int, dict[Site, int]], record.get("num_calls", {})),

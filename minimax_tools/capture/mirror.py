@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -114,9 +114,9 @@ def share_files(mirror: Path, other: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ListedTexts:
-    """The JSON files that a manifest lists, by name; a manifest of an older mm2 lists none."""
+    """The JSON files that a manifest lists, by name."""
 
-    text_digests: Mapping[str, str] = field(default_factory=dict)
+    text_digests: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +221,9 @@ class CaptureMirror:
         return None
 
     def _listed(self, name: str) -> Mapping[str, TensorDigest]:
-        """Return the digests of a file's tensors by name; of a file of an older mm2 without digests those it has."""
+        """Return the digests of a file's tensors by name."""
         listed = {entry.site: entry.digest for entry in self.manifest.entries if entry.file == name}
-        for file in () if self.manifest.digests is None else self.manifest.digests.tensors:
+        for file in self.manifest.digests.tensors:
             if file.file == name:
                 listed |= dict(file.tensors)
         return listed
@@ -242,11 +242,6 @@ def _mirror_newest(address: RemoteAddress, folder: RemoteFolder, cache: RemoteCa
         folder.fetch(file, text)
         content = text.read_bytes()
         manifest = _read_manifest(text, address)
-    if manifest.digests is None:
-        raise CaptureError(
-            f"the capture at {address} was made by an older mm2, without digests of its files",
-            next_step="Copy its folder to this machine and name that, or make it again: mm2-gpu extract-all.",
-        )
     directory = _mirror_place(cache, address, content)
     if not _is_whole(directory):
         with locked_file(directory):
@@ -304,7 +299,7 @@ def _begin(
 ) -> None:
     """Make the mirror's folder: the JSON files, the address, and at last the manifest."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, sha256 in () if manifest.digests is None else manifest.digests.texts:
+    for name, sha256 in manifest.digests.texts:
         if name in _TEXTS:
             _fetch_text(folder, name, directory / name, sha256)
     MirrorRecord(address=folder.address, asked=address).write(directory)

@@ -4,7 +4,6 @@
 |---|---|
 | site | its entry; a golden's statistics too, if nothing else shows that tensor and digest were changed together |
 | inputs, float32 twin, noise floor | the manifest's digests |
-| the same in a capture of an older mm2 | the certificate's digests of whole files, if there is a certificate |
 | float32 twin | also the golden's tensor: its shape, and finite values wherever the golden has them |
 
 CheckRunner: runs each check of a capture's tensors once, now or on a thread beside the code that reads them.
@@ -33,7 +32,6 @@ from minimax_tools.capture.digests import TensorDigest, describe_tensor, dtype_n
 from minimax_tools.capture.manifest import Entry, Manifest
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
-from minimax_tools.machine.files import digest_file
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
@@ -204,11 +202,9 @@ class Proof:
         self._files = files
         self._is_golden = manifest.description.side == GOLDEN_SIDE
         self._digests = {
-            (file.file, name): digest
-            for file in (manifest.digests.tensors if manifest.digests is not None else ())
-            for name, digest in file.tensors
+            (file.file, name): digest for file in manifest.digests.tensors for name, digest in file.tensors
         }
-        self._texts = {} if manifest.digests is None else dict(manifest.digests.texts)
+        self._texts = dict(manifest.digests.texts)
         self._checks = CheckRunner()
         self._is_certified: bool | None = None
 
@@ -263,9 +259,6 @@ class Proof:
         Raises:
             CaptureError: The tensor differs, or the manifest does not list it.
         """
-        if self._manifest.digests is None:
-            self._check_certified_file(file)
-            return
         expected = self._digests.get((file, name))
         if expected is None:
             raise self.refuse(
@@ -291,8 +284,6 @@ class Proof:
         Raises:
             CaptureError: The file differs, is missing, or is not listed.
         """
-        if self._manifest.digests is None:
-            return
         expected = self._texts.get(name)
         found = None if content is None else hashlib.sha256(content).hexdigest()
         if expected != found:
@@ -373,25 +364,6 @@ class Proof:
                 expected=str(expected),
                 found=str(found),
             )
-
-    def _check_certified_file(self, file: str) -> None:
-        """Check a whole file against its certificate, if there is one."""
-        certificate = self._manifest.certificate
-        if certificate is None or not self.is_certified:
-            return
-        expected = certificate.files.get(file)
-
-        def check() -> None:
-            found = digest_file(self._directory / file)
-            if expected != found:
-                raise self.refuse(
-                    f"was damaged or changed after it was certified: {file}",
-                    expected="no such file" if expected is None else f"sha256 {expected[:16]}…",
-                    found=f"sha256 {found[:16]}…",
-                )
-
-        # No name: the key of the whole file.
-        self._checks.run(self._key(file, ""), check)
 
     def _key(self, file: str, name: str) -> tuple[str, str, FileState]:
         """Return the key of a tensor in the file as it was read: a replaced file is checked again."""

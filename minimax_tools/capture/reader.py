@@ -38,7 +38,7 @@ from minimax_tools.capture.passes import (
 )
 from minimax_tools.capture.proof import OpenFiles, Proof
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.capture.store import GOLDEN_SIDE, MANIFEST_NAME, layer_files, list_captures
+from minimax_tools.capture.store import MANIFEST_NAME, layer_files, list_captures
 from minimax_tools.errors import CaptureError, IncomparableError, list_names
 from minimax_tools.machine.files import read_ahead
 from minimax_tools.model.inputs import Inputs
@@ -128,6 +128,8 @@ def _tokens_first(tensor: torch.Tensor, *, has_heads_dim: bool) -> torch.Tensor 
 class Capture(CaptureSource):
     """A capture directory of mm2, opened for reading; `CaptureSource` describes its methods."""
 
+    digest_note = ""  # everything stored has a digest
+
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
         self.is_complete = manifest.is_complete
@@ -136,7 +138,6 @@ class Capture(CaptureSource):
         self.held_weights = manifest.held_weights
         # A whole port may show some of its layers, or none.
         self.may_omit_inputs = _is_of_whole_port(manifest)
-        self.digest_note = _word_missing_digests(manifest)
         self._manifest = manifest
         self._entries = {(entry.layer, entry.site): entry for entry in manifest.entries}
         mirror = CaptureMirror.find(directory, manifest)
@@ -396,8 +397,8 @@ class Capture(CaptureSource):
             return None
         twin = self._read_optional(file, str(site), place=place)
         if twin is None and entry is not None and site is not ModelSite.EMBEDDING:
-            # The manifest of an older mm2 lists no twins, but a floor kept whole has one for every entry. Only the
-            # embedding has none: the float32 twin is given the golden's.
+            # A floor kept whole has a twin for every entry, listed or not. Only the embedding has none: the float32
+            # twin is given the golden's.
             raise self._absent(file, str(site), layer=entry.layer)
         if twin is None:
             return None
@@ -457,19 +458,9 @@ def _nearer_heads(tensor: torch.Tensor, read_golden: Callable[[], torch.Tensor])
     return exchanged.contiguous() if distances[1] < distances[0] else tensor
 
 
-def _word_missing_digests(manifest: Manifest) -> str:
-    """Name what an older mm2 stored without digests; empty if everything has one."""
-    if manifest.digests is not None:
-        return ""
-    is_golden = manifest.description.side == GOLDEN_SIDE
-    has_floor = manifest.description.noise_floor != "off"
-    parts = "twins and floors" if is_golden and has_floor else "inputs and generated tokens"
-    return f"digests of {parts}: none, made by an older mm2"
-
-
 def _is_of_whole_port(manifest: Manifest) -> bool:
     """Decide whether a capture is a whole port's run, by the file of its passes."""
-    return manifest.digests is not None and PASSES_NAME in dict(manifest.digests.texts)
+    return PASSES_NAME in dict(manifest.digests.texts)
 
 
 def _refuse_parent(folder: Path) -> None:

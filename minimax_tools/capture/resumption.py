@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.digests import FileDigests
 from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.remote_output import RemoteOutput
@@ -60,7 +59,7 @@ def add_part(manifest: Manifest, part: Manifest) -> Manifest:
     new_model_entries = [entry for entry in new if entry.layer is None]
     if new_model_entries:
         model_entries = [entry for entry in manifest.entries if entry.layer is None]
-        merged = manifest.with_model((*model_entries, *new_model_entries), _digests_of(part, "model"))
+        merged = manifest.with_model((*model_entries, *new_model_entries), part.digests.of_group("model"))
     for layer in part.complete_layers:
         if layer not in merged.complete_layers:
             merged = merged.with_layer(
@@ -69,7 +68,7 @@ def add_part(manifest: Manifest, part: Manifest) -> Manifest:
                 not_exposed=part.not_exposed.get(layer, ()),
                 num_calls=part.num_calls.get(layer, {}),
                 observed_dtypes={},
-                digests=_digests_of(part, f"layer_{layer}"),
+                digests=part.digests.of_group(f"layer_{layer}"),
                 unreached_experts=part.unreached_experts.get(layer),
             )
     # The dtypes that the manifest has already stay.
@@ -84,10 +83,6 @@ def remove_parts(directory: Path) -> None:
 
 def _part_files(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"{_STEM}.rank*.{_SUFFIX}"))
-
-
-def _digests_of(part: Manifest, group: str) -> tuple[FileDigests, ...]:
-    return () if part.digests is None else part.digests.of_group(group)
 
 
 # The first layer's input [B,S,H], or a function that computes it; None if the tokens make it.
@@ -154,8 +149,6 @@ def _obstacle(
     # A whole run that could not be put at its address yet is put now.
     if manifest.is_complete and RemoteOutput.find(directory) is None:
         return "the same capture is there, complete"
-    if manifest.digests is None:
-        return "the capture there was made by an older mm2, without digests of its floors"
     capture = Capture(directory, manifest)
     if manifest.complete_layers and not _has_input(capture, hidden_states):
         return "the capture there began with other hidden states"

@@ -315,8 +315,6 @@ class CaptureInspection:
 def inspect_capture(capture: CaptureSource, *, with_inputs: bool = True) -> CaptureInspection:
     """Read every tensor of a capture, one in memory at a time, and check its digest.
 
-    Float32 twins without digests, of an older mm2, are checked for dtype, shape and finite values.
-
     Args:
         capture: A capture with a manifest, complete or not.
         with_inputs: Whether to read the token rows, hidden states, generated tokens and passes too.

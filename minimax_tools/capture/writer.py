@@ -29,7 +29,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.digests import Digests, FileDigests, describe_tensor
+from minimax_tools.capture.digests import FileDigests, describe_tensor
 from minimax_tools.capture.further import further_file
 from minimax_tools.capture.manifest import INPUTS_NAME, Certificate, Description, Entry, HeldWeights, Manifest
 from minimax_tools.capture.passes import CachePair, cache_file
@@ -162,7 +162,7 @@ class WrittenFiles:
 
     def _compare(self, changed: list[str], manifest: Manifest, manifest_name: str) -> list[str]:
         """Return the faults of files whose states changed."""
-        texts = {} if manifest.digests is None else dict(manifest.digests.texts)
+        texts = dict(manifest.digests.texts)
         faults = []
         for name in changed:
             path = self._directory / name
@@ -346,21 +346,16 @@ class CaptureWriter:
         """Store a JSON file beside the tensors, and its digest."""
         text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         self._write_text(name, text)
-        digests = self._digests.with_text(name, hashlib.sha256(text.encode()).hexdigest())
+        digests = self.manifest.digests.with_text(name, hashlib.sha256(text.encode()).hexdigest())
         self._update(replace(self.manifest, digests=digests))
 
     def write_inputs(self, inputs: Inputs, hidden_states: torch.Tensor | None) -> None:
         """Store the token rows, and the hidden states [B,S,H] of a run that starts in mid-model."""
         extra = {} if hidden_states is None else {"hidden_states": hidden_states}
         written = self._write(INPUTS_NAME, {**inputs.tensors(), **extra})
-        digests = self._digests.with_files([written])
-        if digests != self._digests:
+        digests = self.manifest.digests.with_files([written])
+        if digests != self.manifest.digests:
             self._update(replace(self.manifest, digests=digests))
-
-    @property
-    def _digests(self) -> Digests:
-        assert self.manifest.digests is not None, "a capture without digests is not written to"
-        return self.manifest.digests
 
     def _write_group(
         self,

@@ -135,13 +135,13 @@ class Run:
             "model_sites": encode(self.model_sites),
             "component": encode(self.component),
             "decode_rows": self.num_decoded,
-            # Absent if false: manifests of other runs stay as they were.
+            # Absent if false, as of most runs.
             **({"decodes_by_row": True} if self.decodes_by_row else {}),
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
-        """Return the run that a manifest describes. Manifests of old captures lack `decode_rows`: 0."""
+        """Return the run that a manifest describes."""
         span = {"start": record["start_layer"], "stop": record["stop_layer"]}
         return decode_fields(cls, {**record, "span": span}, num_decoded="decode_rows")
 

@@ -14,13 +14,12 @@ from port_runs import EXAMPLES
 
 from compare.cli import main as mm2_compare
 from damage.damages import Damage
-from damage.tampering import make_old
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
-# States of a golden before it is damaged: as written, certified, and both with the fewer digests of an older mm2.
-STATES = ("plain", "certified", "old", "old_certified")
+# States of a golden before it is damaged: as written, and certified.
+STATES = ("plain", "certified")
 
 # This port equals the golden bit for bit: so in a chained run, too, each layer's input is the golden's.
 _SAME_PORT = EXAMPLES / "transformers_port.py"
@@ -41,8 +40,8 @@ class WholeCaptures:
     folder: Path
 
     def golden(self, state: str, *, is_without_twins: bool = False) -> Path:
-        """Return the golden's folder, with twins or the floor's statistics alone; `judge` makes copies of it old."""
-        certified = "_certified" if "certified" in state else ""
+        """Return the golden's folder, with twins or the floor's statistics alone."""
+        certified = "_certified" if state == "certified" else ""
         return self.folder / f"{'stats' if is_without_twins else 'golden'}{certified}"
 
     @property
@@ -59,8 +58,6 @@ class WholeCaptures:
         is_without_twins = damage is not None and damage.is_without_twins
         golden = _copy(self.golden(state, is_without_twins=is_without_twins), scratch / "golden")
         device = _copy(self.device_run, scratch / "device")
-        if state.startswith("old"):
-            make_old(golden)
         if damage is not None:
             damage.apply(golden if damage.is_of_golden else device)
         return _run(mm2_compare, "--golden", golden, "--run", device, "--quiet")

@@ -63,24 +63,11 @@ def sign(directory: Path, *, with_statistics: bool = False) -> None:
     manifest = Manifest.read(directory)
     files = {path.name: _load(path) for path in directory.glob("*.safetensors")}
     entries = tuple(_signed(entry, files[entry.file], with_statistics) for entry in manifest.entries)
-    digests = manifest.digests
-    if digests is not None:
-        digests = digests.with_files(
-            FileDigests.of(
-                old.file, {name: describe_tensor(tensor) for name, tensor in files[old.file].items()}
-            )
-            for old in digests.tensors
-        )
+    digests = manifest.digests.with_files(
+        FileDigests.of(old.file, {name: describe_tensor(tensor) for name, tensor in files[old.file].items()})
+        for old in manifest.digests.tensors
+    )
     write_manifest(directory, replace(manifest, entries=entries, digests=digests))
-
-
-def make_old(directory: Path) -> None:
-    """Turn a capture into one of an older mm2, without digests of twins and floors; its certificate stays valid."""
-    manifest = replace(Manifest.read(directory), digests=None)
-    if manifest.certificate is not None:
-        certificate = replace(manifest.certificate, content_digest=manifest.content_digest())
-        manifest = replace(manifest, certificate=certificate)
-    write_manifest(directory, manifest)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

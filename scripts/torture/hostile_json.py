@@ -135,8 +135,8 @@ def _captures(world: HostileWorld) -> Iterator[HostileFile]:
         unread=unread,
         optional=(
             *optional,
-            "certificate.files", "certificate.versions", "certificate.checks.*.figure", "certificate.checks.*.limit",
-            "certificate.files.*", "certificate.versions.*",
+            "certificate.versions", "certificate.checks.*.figure", "certificate.checks.*.limit",
+            "certificate.versions.*",
             "run.component", "run.model_sites", "not_exposed.*", "observed_dtypes.*", "text_digests.*",
             "provenance.target_digest", "provenance.options", "provenance.versions", "provenance.environment",
             "provenance.model_config", "provenance.port_config",

@@ -54,7 +54,6 @@ def _compare_wide(tally: Tally, scratch: Path) -> None:
 def _repeat_layer(golden: Path) -> int:
     """Make the files of the golden's only layer those of every layer, as links; return the bytes of all layers."""
     manifest = Manifest.read(golden)
-    assert manifest.digests is not None, "a new golden has digests"
     entries, files, num_bytes = list(manifest.entries), list(manifest.digests.tensors), 0
     of_layer = list(golden.glob("layer_0*.safetensors"))
     for layer in range(_NUM_LAYERS):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-from damage.tampering import make_old
+from damage.tampering import write_manifest
 
+from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import GENERATION_NAME
+from minimax_tools.machine.files import digest_file
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison
 from reports.data import comparison_record
@@ -95,8 +98,10 @@ def test_figures_of_a_site_that_is_nan_throughout_are_not_drawn(copyist: Any, ju
 def test_tokens_that_the_golden_did_not_generate_are_noted(copyist: Any, judge: Any) -> None:
     run = copyist.device_run()
     assert not any("generated no tokens" in note for note in judge(run).notes)
-    make_old(run)
     row = {"prompt_ids": [1, 2], "generated_ids": [3], "text": None, "likeliest": []}
     record = {"rows": [row], "sampling": {"do_sample": False}}
     (run / GENERATION_NAME).write_text(json.dumps(record), encoding="utf-8")
+    manifest = Manifest.read(run)
+    digests = manifest.digests.with_text(GENERATION_NAME, digest_file(run / GENERATION_NAME))
+    write_manifest(run, replace(manifest, digests=digests))
     assert any("the golden generated no tokens" in note for note in judge(run).notes)

@@ -75,7 +75,6 @@ def test_a_golden_passes_every_check(certify: Certify, tampered: Path) -> None:
     manifest = Manifest.read(tampered)
     assert manifest.is_certified
     assert manifest.certificate is not None
-    assert "layer_0.fp32.safetensors" in manifest.certificate.files
 
 
 def test_without_the_model_what_it_takes_is_named(certify: Certify, tampered: Path) -> None:

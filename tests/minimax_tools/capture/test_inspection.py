@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import PASSES_NAME, ModelPasses, cache_file
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import inspect_capture
-from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs
@@ -76,12 +73,10 @@ def test_changed_passes_are_found(whole_port: Path) -> None:
     assert PASSES_NAME in fault
 
 
-def test_of_an_older_capture_the_twins_are_looked_at(directory: Path) -> None:
-    manifest = replace(Manifest.read(directory), digests=None)
-    (directory / MANIFEST_NAME).write_text(manifest.as_text())
-    assert inspect_capture(Capture.open(directory)).faults == ()
-    safetensors.torch.save_file(
-        {"output": torch.zeros(2, 3, 4).bfloat16()}, directory / "layer_1.fp32.safetensors"
-    )
-    (fault,) = inspect_capture(Capture.open(directory)).faults
+def test_twins_are_looked_at_whatever_their_digests(
+    describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
+) -> None:
+    with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:
+        writer.write_layer(0, layer_of(0), twin={Site.OUTPUT: layer_of(0)[Site.OUTPUT].bfloat16()})
+    (fault,) = inspect_capture(Capture.open(tmp_path)).faults
     assert "is no float32 twin" in fault

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.passes import PASSES_NAME, LogitsForm, ModelPasses
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import encode
@@ -233,30 +230,6 @@ class TestWholePort:
     @pytest.mark.parametrize("passes", [None, ModelPasses(num_passes=1)])
     def test_other_logits_are_of_all_tokens(self, passes: ModelPasses | None, write: Any) -> None:
         assert write(passes=passes).held_tokens(ModelSite.LOGITS) is None
-
-
-@pytest.mark.parametrize(
-    ("side", "noise_floor", "parts"),
-    [
-        ("gpu_reference", "full", "twins and floors"),
-        ("gpu_reference", "stats", "twins and floors"),
-        ("gpu_reference", "off", "inputs and generated tokens"),
-        ("neuron", "full", "inputs and generated tokens"),
-        ("neuron", "off", "inputs and generated tokens"),
-    ],
-)
-def test_what_an_older_capture_lacks_is_told(
-    side: str, noise_floor: str, parts: str, describe: Any, inputs: Inputs, tmp_path: Path
-) -> None:
-    with open_capture(tmp_path, replace(describe(noise_floor=noise_floor), side=side), inputs=inputs):
-        pass
-    capture = Capture.open(tmp_path)
-    assert (capture.digest_note, capture.has_floor) == ("", noise_floor != "off")
-    manifest = replace(Manifest.read(tmp_path), digests=None)
-    (tmp_path / MANIFEST_NAME).write_text(manifest.as_text())
-    older = Capture.open(tmp_path)
-    assert older.digest_note == f"digests of {parts}: none, made by an older mm2"
-    assert not older.may_omit_inputs
 
 
 def test_tensor_that_an_input_file_lacks_is_named_without_a_layer(capture: Capture) -> None:
