@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import torch
 
 from compare.options import criteria_options, report_option
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.console import LateValue
 from minimax_tools.command_line.options import (
+    DEFAULT_DTYPE,
     DTYPE_NAMES,
     CaptureStore,
     NamedDtype,
@@ -40,7 +39,6 @@ from minimax_tools.command_line.work import Work, add_work
 from minimax_tools.text.input_request import InputRequest
 from neuron.devices.backend import Backend
 from neuron.devices.compiler import AUTO, OFF, Compiler
-from neuron.devices.ranks import Ranks
 from neuron.process.record import LAYER_TIMEOUT_S
 from neuron.process.status import limit_layers
 
@@ -269,8 +267,10 @@ def port_arguments(options: DeviceOptions) -> tuple[str, ...]:
 
 def name_port(*, target: str, backend: str, dtype: torch.dtype, ranks: Ranks) -> tuple[str, ...]:
     """Return the options of any command that name a port, its device, dtype and ranks."""
+    from minimax_tools.capture.digests import dtype_name
+
     words = ["--target", target, "--backend", backend]
-    words += [] if dtype is torch.bfloat16 else ["--dtype", dtype_name(dtype)]
+    words += [] if dtype_name(dtype) == DEFAULT_DTYPE else ["--dtype", dtype_name(dtype)]
     for name, value in ranks.as_json().items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return tuple(words)

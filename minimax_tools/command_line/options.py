@@ -57,7 +57,8 @@ if TYPE_CHECKING:
 
 
 # Dtypes that weights and activations are computed in.
-DTYPE_NAMES = ("bfloat16", "float32")
+DEFAULT_DTYPE = "bfloat16"
+DTYPE_NAMES = (DEFAULT_DTYPE, "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +290,7 @@ _dtype_option = functools.partial(
     click.option,
     "--dtype",
     type=click.Choice(DTYPE_NAMES),
-    default="bfloat16",
+    default=DEFAULT_DTYPE,
     show_default=True,
     help="Dtype of weights and activations.",
 )
