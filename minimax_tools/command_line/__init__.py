@@ -3,7 +3,6 @@
 - `options`: options that mean the same in every command; dtypes that options name; the place of a run's capture;
   shell completion of captures
 - `remote_paths`: options that take remote addresses beside folders
-- `work`: what a command does, imported when it runs
 - `stops`: Ctrl-C, SIGTERM and SIGHUP
 - `streams`: standard output and standard error; tables as plain text
 - `given_line`: the command line as it was given

@@ -43,6 +43,7 @@ from minimax_tools.command_line.console import LateValue, remember_debug, rememb
 from minimax_tools.command_line.remote_paths import OutputPath
 from minimax_tools.dumps.format_names import FORMAT_NAMES
 from minimax_tools.errors import UsageError
+from minimax_tools.machine.importing import importing
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.sites import SITE_LEVELS
 from minimax_tools.model.span import Span
@@ -74,7 +75,8 @@ class NamedDtype(LateValue):
 
     def find(self, ctx: click.Context) -> torch.dtype:
         """Return the dtype."""
-        import torch
+        with importing():
+            import torch
 
         dtype: torch.dtype = getattr(torch, self.name)
         return dtype

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.console import Mm2Command, loading
 from minimax_tools.command_line.options import grouped_as, output_options
-from minimax_tools.command_line.work import done_by
 from minimax_tools.commands.options import new_folder_option, size_options, stored_dtype_option
 from minimax_tools.synthetic.corpus import CORPORA
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -78,8 +78,7 @@ _DEFAULTS = SyntheticModel(num_hidden_layers=5, num_local_experts=16, intermedia
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and rows.")
 @output_options
-@done_by("minimax_tools.commands.work.train", "train_model")
-def train_command() -> None:
+def train_command(**options: Any) -> None:
     """Train a small MiniMax-M2 on text, and write a checkpoint with held-out prompts.
 
     transformers' model is trained in float32 on the CPU (extra golden). The same text, --steps, seed, torch version and
@@ -87,3 +86,7 @@ def train_command() -> None:
 
     Example: mm2-split train --output learned --text prose --minutes 10
     """
+    with loading():
+        from minimax_tools.commands.work.train import train_model
+
+    train_model(**options)
