@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import click
 
 from minimax_tools.command_line.console import Mm2Command, loading
 from minimax_tools.command_line.options import layer_option
 from minimax_tools.model.run import (
     Component,
+    Run,
     component_run,
     full_run,
     multi_layer_run,
@@ -15,6 +18,7 @@ from minimax_tools.model.run import (
     sweep_run,
 )
 from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from neuron.options import DeviceOptions, device_options, span_device_options
 
 
@@ -38,13 +42,12 @@ def single_layer_command(layer: int, mistakes: tuple[str, ...], options: DeviceO
 
     A proof exits with 0 if the layer is right without the mistake, with 1 if not, with 3 if it cannot be undone.
     """
-    with loading():
-        from neuron.commands.device_run import run_device
-        from neuron.commands.undo import prove_layer
-
     if mistakes:
+        with loading():
+            from neuron.commands.undo import prove_layer
+
         prove_layer(options, layer, mistakes)
-    run_device(options, lambda _: single_layer_run(layer, sites_level=options.sites_level))
+    _run(options, lambda _: single_layer_run(layer, sites_level=options.sites_level))
 
 
 @click.command(
@@ -56,10 +59,7 @@ def single_layer_command(layer: int, mistakes: tuple[str, ...], options: DeviceO
 @span_device_options
 def multi_layer_command(span: Span | None, options: DeviceOptions) -> None:
     """Run a range of layers, each on the output of the layer before."""
-    with loading():
-        from neuron.commands.device_run import run_device
-
-    run_device(
+    _run(
         options,
         lambda spec: multi_layer_run(
             span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level
@@ -76,10 +76,7 @@ def multi_layer_command(span: Span | None, options: DeviceOptions) -> None:
 @span_device_options
 def sweep_command(span: Span | None, options: DeviceOptions) -> None:
     """Run each layer of a range by itself on the golden's input: the usual way to find a fault."""
-    with loading():
-        from neuron.commands.device_run import run_device
-
-    run_device(
+    _run(
         options,
         lambda spec: sweep_run(span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level),
     )
@@ -101,11 +98,8 @@ def sweep_command(span: Span | None, options: DeviceOptions) -> None:
 @device_options
 def full_command(options: DeviceOptions) -> None:
     """Run the whole model from the tokens to the logits, and print what each row generates."""
-    with loading():
-        from neuron.commands.device_run import run_device
-
     # --max-new-tokens is in `options`, like every option that `DeviceOptions` has.
-    run_device(options, lambda spec: full_run(spec.num_hidden_layers, sites_level=options.sites_level))
+    _run(options, lambda spec: full_run(spec.num_hidden_layers, sites_level=options.sites_level))
 
 
 @click.command(
@@ -124,7 +118,12 @@ def full_command(options: DeviceOptions) -> None:
 @device_options
 def component_command(layer: int, component: str, options: DeviceOptions) -> None:
     """Run one component of a layer on the golden's values at its border."""
+    _run(options, lambda _: component_run(layer, Component(component)))
+
+
+def _run(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> None:
+    """Run the port as a command carries it out; `make_run` returns the command's run for a model."""
     with loading():
         from neuron.commands.device_run import run_device
 
-    run_device(options, lambda _: component_run(layer, Component(component)))
+    run_device(options, make_run)
