@@ -9,7 +9,7 @@
 - `prompts/`: next-token distributions of prompts, judged token by token
 - `evidence/`: what the captures show beside the figures, for reports
 - `diagnosis/`: the known mistake that explains a wrong layer (`mm2-diagnose`)
-- `cli`: the command `mm2-compare`; `command`: its work, imported when it runs
+- `cli`: the command `mm2-compare`
 - `options`: options of every command that judges; both sides as a command's options name them
 - `comparer`: the comparison of a whole run, with its evidence; all that is wrong in such a run, what came first at
   the front; modules that another device gets in another class

@@ -36,7 +36,7 @@ def _run_command() -> None:
     from minimax_tools.machine.stops import raise_when_stopped
     from neuron.cli import main as run_mm2_test
 
-    # `obj` is called once the command's work is loaded.
+    # `obj` is called once the command's libraries are loaded.
     run_mm2_test(prog_name=_NAME, obj=raise_when_stopped)
 
 

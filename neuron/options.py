@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import torch
 
 from compare.options import criteria_options, report_option
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.command_line.console import LateValue
+from minimax_tools.command_line.console import LateValue, loading
 from minimax_tools.command_line.options import (
+    DEFAULT_DTYPE,
     DTYPE_NAMES,
     CaptureStore,
     NamedDtype,
@@ -36,11 +35,9 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.remote_paths import CapturePath
-from minimax_tools.command_line.work import Work, add_work
 from minimax_tools.text.input_request import InputRequest
 from neuron.devices.backend import Backend
 from neuron.devices.compiler import AUTO, OFF, Compiler
-from neuron.devices.ranks import Ranks
 from neuron.process.record import LAYER_TIMEOUT_S
 from neuron.process.status import limit_layers
 
@@ -54,7 +51,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_SHARING = Work("neuron.commands.launch", "run_on_ranks")
 _OPTIONS = stack_options(
     click.option(
         "--tp-degree",
@@ -87,9 +83,11 @@ def rank_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def run(**options: Any) -> Any:
-        return _SHARING.load()(command, options)
+        with loading():
+            from neuron.commands.launch import run_on_ranks
 
-    add_work(run, _SHARING)
+        return run_on_ranks(command, options)
+
     decorated: Command = _OPTIONS(run)  # type: ignore[assignment]  # functools.wraps keeps its signature
     return decorated
 
@@ -125,6 +123,54 @@ class DeviceOptions:
     as_json: str | None  # the form of JSON; None for text
     further: tuple[FurtherPlace, ...] = ()  # further outputs of the port to store
     max_new_tokens: int = 0  # an option of `mm2-test full` only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """The options of a whole port's run. Their help texts explain them."""
+
+    model: str
+    golden: Path
+    target: str
+    backend: str  # a `Backend` by name, or `auto`
+    ranks: Ranks
+    num_decoded: int | None  # None for the usual number
+    max_new_tokens: int
+    runs_chunks: bool  # whether to run passes of several tokens behind a cache too
+    memory_budget: int | None  # in bytes
+    dtype: torch.dtype
+    store: CaptureStore
+    report_path: Path | None  # folder of a report; None for none
+    as_json: str | None  # the form of JSON; None for text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """The options of `mm2-test prompts`. Their help texts explain them."""
+
+    model: str
+    target: str | None
+    prompts: tuple[str, ...]
+    prompts_file: Path | None
+    continuations: tuple[str, ...]
+    samples: Path | None
+    only_wrong: bool
+    chat: bool
+    golden: Path | None
+    limit: int | None  # most prompts
+    num_decoded: int | None
+    max_length: int | None
+    prompts_at_once: int  # prompts per batch
+    padding_side: str | None  # None: right
+    pad_to: tuple[int, ...]
+    golden_logits: Path | None
+    follows: bool
+    backend: str
+    ranks: Ranks
+    memory_budget: int | None
+    dtype: torch.dtype
+    store: CaptureStore
+    as_json: bool
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -269,8 +315,10 @@ def port_arguments(options: DeviceOptions) -> tuple[str, ...]:
 
 def name_port(*, target: str, backend: str, dtype: torch.dtype, ranks: Ranks) -> tuple[str, ...]:
     """Return the options of any command that name a port, its device, dtype and ranks."""
+    from minimax_tools.capture.digests import dtype_name
+
     words = ["--target", target, "--backend", backend]
-    words += [] if dtype is torch.bfloat16 else ["--dtype", dtype_name(dtype)]
+    words += [] if dtype_name(dtype) == DEFAULT_DTYPE else ["--dtype", dtype_name(dtype)]
     for name, value in ranks.as_json().items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return tuple(words)

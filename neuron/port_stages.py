@@ -1,4 +1,4 @@
-"""Stages of judging a port: each a command in a process of its own, with a log from which a later call goes on."""
+"""The stages of `mm2-test port`: each a command in a process of its own, with a log from which a later call goes on."""
 
 from __future__ import annotations
 
@@ -7,20 +7,44 @@ import logging
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from compare.sides.golden_weights import CheckpointWeights
+from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.run_commands import golden_words
+from minimax_tools.command_line.console import (
+    end_command,
+    print_json,
+    print_text,
+    say,
+)
+from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.json_codec import DecodeError, decode
 from minimax_tools.machine.files import whole_file
+from minimax_tools.machine.given_line import same_command
 from minimax_tools.machine.json_file import JsonError, parse_json, read_own_json
 from minimax_tools.machine.streams import write
 from minimax_tools.printable import NEXT_TITLE, SCHEMA_VERSION
+from minimax_tools.results.results import Verdict
+from neuron.devices.ranks import Ranks
+from neuron.options import name_port
+from neuron.ports.targets import find_target
+from neuron.ports.traced import PREFIX as COMPILED_PREFIX
+from neuron.weight_trace.report import ARE_WRONG, NOT_ALL_SEEN, NOTHING_ELSE
+from reports.wording import UNTESTED
 
 logger = logging.getLogger(__name__)
 
+_NAME_WIDTH = 9
+# Commands of the stages that judge what the others leave out.
+_JUDGES = ("mm2-test sweep", "mm2-test full")
 _LOG_NAME = "stages.json"
 # Exit codes of a stage that was carried out.
 _KEPT = (0, 1)
@@ -29,6 +53,74 @@ _NEXT_LINE = f"{NEXT_TITLE}\n"
 _MODULES: Mapping[str, str] = MappingProxyType(
     {"mm2-gpu": "gpu_reference", "mm2-test": "neuron", "mm2-diagnose": "compare.diagnosis"}
 )
+
+
+def judge_in_stages(
+    *,
+    model: str,
+    target: str,
+    golden: Path | None,
+    quick: bool,
+    backend: str,
+    tp_degree: int,
+    dtype: torch.dtype,
+    output_dir: Path,
+    as_json: bool,
+) -> None:
+    """Carry out the stages of a port, print each one's result, and end with the verdict's exit code."""
+    if quick and golden is not None:
+        raise UsageError(
+            "--quick chooses the rows of a golden to make", found="--golden", next_step="Leave one out."
+        )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    named = name_port(target=target, backend=backend, dtype=dtype, ranks=Ranks(degree=tp_degree))
+    source_digest = find_target(target).source_digest
+    plan = _Plan(model=model, named=named, golden=golden, is_quick=quick, folder=output_dir)
+    log = StageLog(output_dir)
+    results: list[StageResult] = []
+    while (stage := plan.next_stage(results)) is not None:
+        results.append(_carry_out(log, stage, plan, source_digest=source_digest, as_json=as_json))
+    # A port that was found wrong is wrong, whatever became of the stages that ask why.
+    is_wrong = any(result.exit_code == 1 for result in results)
+    exit_code = 1 if is_wrong else max(result.exit_code for result in results)
+    last = results[-1]
+    is_finished = last.exit_code in (0, 1)
+    if is_finished:
+        log.finish()
+    verdict = Verdict.of_exit_code(exit_code)
+    # A mended port is judged by the same command.
+    again = (same_command("mm2-test"),) if exit_code == 1 else ()
+    wrong_weights = _wrong_weights(results)
+    advised = last.next_commands if is_finished else (last.command,)
+    # Weights that explain all are mended first: nothing is searched.
+    following = again if wrong_weights else tuple(dict.fromkeys((*advised, *again)))
+    if as_json:
+        print_json(
+            {
+                "verdict": str(verdict),
+                "directory": str(output_dir),
+                "untested": _untested_records(results),
+                "wrong_weights": wrong_weights or None,
+                "stages": [
+                    {
+                        "stage": result.name,
+                        "command": result.command,
+                        "exit_code": result.exit_code,
+                        "output": result.record,
+                    }
+                    for result in results
+                ],
+            },
+            next_commands=following,
+        )
+    else:
+        cause = f": the weights are wrong: {wrong_weights}" if wrong_weights else ""
+        lines = [f"{str(verdict).upper()}: {target}{cause}"]
+        lines += [f"  {result.name:{_NAME_WIDTH}}  {_outcome(result)}" for result in results]
+        untested = _untested_parts(results) if exit_code == 0 else []
+        lines += ["", f"{UNTESTED}{'; '.join(untested)}."] if untested else []
+        print_text("\n".join(["", *lines]), next_commands=following)
+    end_command(exit_code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,3 +264,154 @@ def _read(path: Path) -> tuple[StageResult, ...]:
         logger.warning("Starting anew: %s cannot be read (%s).", path, error)
         return ()
     return tuple(result for result in results if result.exit_code in _KEPT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """A stage to run."""
+
+    name: str
+    words: tuple[str, ...]  # its command
+    runs_port: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """The stages of a port: what they run, and their order."""
+
+    model: str
+    named: tuple[str, ...]  # options that name the port, its device, dtype and ranks
+    golden: Path | None  # None to make one
+    is_quick: bool  # whether the golden to make has the short rows of --quick
+    folder: Path
+
+    def has_golden(self) -> bool:
+        """Decide whether the golden that a former call made is still there, whole, and of this checkpoint."""
+        try:
+            golden = Capture.open(self._made_golden)
+            first = golden.description.run.span.start
+            with CheckpointWeights(model=self.model).open_layer(first, golden):
+                return golden.manifest.is_complete and golden.manifest.is_certified
+        except (CannotRunError, UsageError):
+            return False
+
+    @property
+    def _made_golden(self) -> Path:
+        return self.folder / "golden"
+
+    def next_stage(self, results: Sequence[StageResult]) -> _Stage | None:
+        """Return the stage that comes after some; None if they are all, or the last could not be carried out."""
+        if results and results[-1].exit_code not in (0, 1):
+            return None
+        finished = {result.name: result for result in results}
+        open_stages = (stage for stage in self._stages(finished) if stage.name not in finished)
+        return next(open_stages, None)
+
+    def _stages(self, finished: Mapping[str, StageResult]) -> Iterator[_Stage]:
+        """Yield all stages; the last depends on the verdicts before. Weights that explain all are mended first."""
+        golden, run = address_of(self.golden or self._made_golden), str(self.folder / "run")
+        on_golden = ("--model", self.model, "--golden", golden)
+        if self.golden is None:
+            rows = ("--quick",) if self.is_quick else ()
+            words = golden_words(self.model, *rows, "--certify", "--output-dir", golden)
+            yield _Stage(name="golden", words=words, runs_port=False)
+        if not self.named[1].startswith(COMPILED_PREFIX):
+            # The trace runs on the CPU.
+            named = _without(self.named, "--backend")
+            yield _Stage(name="weights", words=("mm2-test", "weights", "--model", self.model, *named))
+        # The last of these stages leaves its report.
+        report = ("--report-path", str(self.folder / "report"))
+        sweep = (*on_golden, *self.named, "--output-dir", run, "--overwrite", *report)
+        yield _Stage(name="sweep", words=("mm2-test", "sweep", *sweep))
+        if not finished["sweep"].exit_code:
+            chain = ("--output-dir", str(self.folder / "chain"), "--overwrite", *report)
+            yield _Stage(name="chain", words=("mm2-test", "full", *on_golden, *self.named, *chain))
+        elif not _wrong_weights(finished.values()):
+            sides = ("--model", self.model, "--golden", golden, "--run", run)
+            yield _Stage(name="diagnosis", words=("mm2-diagnose", *sides, "--prove", *report))
+
+
+def _wrong_weights(results: Iterable[StageResult]) -> str:
+    """Return what is wrong with the weights, if their trace proved that nothing else is; else an empty text."""
+    traced = [result for result in results if result.name == "weights" and result.exit_code == 1]
+    for result in traced:
+        if (record := result.record) is not None:
+            wrong = [finding["text"] for finding in record["findings"] if finding["severity"] == "wrong"]
+            return "; ".join(wrong) if record["explains_all"] else ""
+        told = (_find_told(result, Verdict.FAIL) or "").partition(ARE_WRONG)[2]
+        cause = told.removesuffix(f"; {NOTHING_ELSE}")
+        return "" if cause == told else cause
+    return ""
+
+
+def _without(words: Sequence[str], option: str) -> tuple[str, ...]:
+    """Return an option line without an option and its value."""
+    place = words.index(option)
+    return (*words[:place], *words[place + 2 :])
+
+
+def _carry_out(
+    log: StageLog, stage: _Stage, plan: _Plan, *, source_digest: str, as_json: bool
+) -> StageResult:
+    """Run a stage, or return the result of one that a former call finished."""
+    is_quiet = as_json or not logger.isEnabledFor(logging.INFO)
+    words = (*stage.words, *(("--json",) if as_json else ()))
+    digest = source_digest if stage.runs_port else ""
+    known = log.find(stage.name, words, source_digest=digest)
+    if not stage.runs_port and not plan.has_golden():
+        known = None
+    if not as_json:
+        say(f"\n{stage.name}{'' if known is None else ' (done before)'}\n$ {shlex.join(stage.words)}")
+    if known is not None:
+        if not as_json:
+            write(known.text, ends_line=False)
+        return known
+    further = ("--quiet",) if is_quiet else ()
+    return log.run(stage.name, words, *further, source_digest=digest, is_shown=not as_json)
+
+
+def _outcome(result: StageResult) -> str:
+    """Return the outcome of a stage in a word, or the line of its output that holds its verdict."""
+    if result.exit_code not in (0, 1):
+        return f"could not be carried out (exit code {result.exit_code})"
+    if result.exit_code == 0 and result.name == "golden":
+        return "made of the short rows of --quick" if "--quick" in result.command else "made"
+    if result.exit_code == 0:
+        warning, told = _find_told(result, Verdict.WARN), _find_told(result, Verdict.PASS)
+        if warning is not None:
+            return f"right, with a warning: {warning}"
+        # A pass says how little it rests on.
+        if told is not None and NOT_ALL_SEEN in told:
+            return f"right, as its output tells: {NOT_ALL_SEEN}"
+        if told is not None and result.name == "weights":
+            # Those of the other layers are compared by the later stages.
+            return "right in layer 0"
+        return f"right, {told}" if told is not None and " only, " in told else "right"
+    return f"wrong: {_find_told(result, Verdict.FAIL) or 'see above'}"
+
+
+def _find_told(result: StageResult, verdict: Verdict) -> str | None:
+    """Return what a stage's text says behind a verdict; None if it does not give that verdict."""
+    start = f"{str(verdict).upper()}: "
+    told = (line.removeprefix(start) for line in result.output.splitlines() if line.startswith(start))
+    return next(told, None)
+
+
+def _untested_records(results: Sequence[StageResult]) -> list[dict[str, Any]]:
+    """Return what each stage left out, as JSON, but for what another stage tests."""
+    found = [
+        record
+        for result in results
+        if (stage := result.record) is not None
+        for record in stage.get("untested", [])
+        if record["by"] not in _JUDGES
+    ]
+    return [record for place, record in enumerate(found) if record not in found[:place]]
+
+
+def _untested_parts(results: Sequence[StageResult]) -> list[str]:
+    """Return the parts of the stages' lines of what was not tested, but for those that another stage tests."""
+    lines = (line for result in results for line in result.output.splitlines() if line.startswith(UNTESTED))
+    parts = (part for line in lines for part in line.removeprefix(UNTESTED).removesuffix(".").split("; "))
+    tested = tuple(f" ({command})" for command in _JUDGES)
+    return list(dict.fromkeys(part for part in parts if not part.endswith(tested)))

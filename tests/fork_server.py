@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import site
@@ -145,12 +146,17 @@ def _import_work() -> None:
     import numba  # noqa: F401  # the compiled loops
     import torch._dynamo  # noqa: F401  # layers that are compiled or traced
 
-    from minimax_tools.command_line.work import work_of
-    from neuron.cli import main
+    import compare
+    import gpu_reference
+    import minimax_tools
+    import neuron
+    import reports
 
-    for command in main.commands.values():
-        for work in work_of(command):
-            work.load()
+    # Commands import what they work with when they run.
+    for package in (minimax_tools, reports, compare, gpu_reference, neuron):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(".__main__"):
+                importlib.import_module(module.name)
     _keep_for_good()
 
 

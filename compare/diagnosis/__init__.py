@@ -1,7 +1,7 @@
 """The diagnosis: the known mistake that explains a layer's output.
 
 - `cli`: the command `mm2-diagnose`
-- `command`: its work, imported when it runs; a diagnosis that is kept beside its run
+- `kept_diagnosis`: a diagnosis that is kept beside its run; whether its port has changed since
 - `diagnose`: the library's entry: two captures and a checkpoint to a diagnosis
 - `finding`: named mistakes, and what was close; sites of one operation that one named mistake explains
 - `report`: a diagnosis as text and JSON; its parts in words, for text and pages

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
-from compare.options import layers_options, report_option, sides_options
-from minimax_tools.command_line.console import Mm2Command, version_option
+from compare.options import NamedSides, layers_options, report_option, sides_options
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    loading,
+    print_json,
+    print_text,
+    version_option,
+)
 from minimax_tools.command_line.options import optional_model_option, output_options
-from minimax_tools.command_line.work import done_by
+from minimax_tools.errors import UsageError
+from minimax_tools.hub.checkpoint_folder import resolve_config
+from minimax_tools.machine.progress import LayerProgress
+from minimax_tools.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from compare.comparer import JudgedRun
 
 
 @click.command(cls=Mm2Command)
@@ -37,8 +55,17 @@ from minimax_tools.command_line.work import done_by
 @report_option
 @output_options
 @version_option
-@done_by("compare.diagnosis.command", "diagnose_sides")
-def main() -> None:
+def main(
+    model: str | None,
+    sides: NamedSides,
+    layer_pattern: str | None,
+    mistakes: tuple[str, ...],
+    lists_catalogue: bool,
+    proves: bool,
+    port: str | None,
+    report_path: Path | None,
+    as_json: bool,
+) -> None:
     """Name the known mistakes that explain a port's wrong layers.
 
     The layers that a comparison blames are diagnosed, and the wrong sites outside the layers: embedding, final norm,
@@ -53,3 +80,83 @@ def main() -> None:
 
     Example: mm2-diagnose --model DIR --golden GOLDEN --run RUN
     """
+    if lists_catalogue:
+        with loading():
+            from compare.diagnosis.report import catalogue_record, render_catalogue
+
+        if as_json:
+            print_json(catalogue_record(), next_commands=())
+        else:
+            print_text(render_catalogue(), next_commands=())
+        return
+    with loading():
+        from compare.diagnosis.diagnose import diagnose
+        from compare.diagnosis.kept_diagnosis import DiagnosisQuestion, KeptDiagnosis, note_change
+        from compare.diagnosis.proof.proving import prove_diagnosis
+        from compare.diagnosis.report import (
+            diagnosis_record,
+            render_diagnosis,
+            render_nothing_to_prove,
+        )
+        from compare.next_commands import after_diagnosis
+        from compare.run_report import print_then_report, report_run
+        from compare.sides.pairing import select_layers
+        from minimax_tools.capture.run_commands import RunCommands
+
+    if model is None:
+        raise UsageError(
+            "no checkpoint was named", next_step="Give --model the one that the golden was made of."
+        )
+    # A model that mm2 does not know is refused before anything is judged.
+    ModelSpec.from_folder(resolve_config(model))
+    reference, target = sides.open()
+    # None stands for the layers that the comparison blames; --layer comes as a pattern too.
+    layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)
+    question = DiagnosisQuestion.of(reference, target, model=model, layers=layers, mistakes=mistakes)
+    kept = KeptDiagnosis.find(target.directory, question) if proves and question and not report_path else None
+    # A report draws the comparison too, which a kept diagnosis does not hold.
+    judged: list[JudgedRun] = []
+    diagnosis = kept or diagnose(
+        reference,
+        target,
+        model=model,
+        layers=layers,
+        mistakes=mistakes,
+        open_progress=lambda num_layers: LayerProgress(num_layers, label="Diagnosis"),
+        take_run=judged.append,
+    )
+    if question and kept is None:
+        KeptDiagnosis(question=question, diagnosis=diagnosis).keep(target.directory)
+    if proves and diagnosis.findings:
+        diagnosis = prove_diagnosis(
+            diagnosis,
+            reference,
+            target,
+            model=model,
+            port=port,
+            open_progress=lambda num_proofs: LayerProgress(num_proofs, label="Proof"),
+        )
+    commands = RunCommands.of(reference, target, model=model, target=port, reading=sides.reading_arguments)
+    following = after_diagnosis(diagnosis, commands, options=_chosen(layer_pattern, mistakes))
+    if not proves or not diagnosis.findings:
+        # Proofs note by themselves that they are of a changed port.
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *note_change(target)))
+    report = None
+    if report_path:
+        report = partial(report_run, judged[0], report_path, next_commands=following, diagnosis=diagnosis)
+    if as_json:
+        print_json(diagnosis_record(diagnosis), next_commands=following)
+        if report:
+            report()
+    elif proves and not diagnosis.findings and kept:
+        print_text(render_nothing_to_prove(diagnosis), next_commands=following)
+    else:
+        text = render_diagnosis(diagnosis, proves=proves)
+        print_then_report(text, report, next_commands=following)
+    end_command(diagnosis.exit_code)
+
+
+def _chosen(layer_pattern: str | None, mistakes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the options that choose layers and mistakes, as a command takes them."""
+    layers = () if layer_pattern is None else ("--layer-pattern", layer_pattern)
+    return (*layers, *(word for name in mistakes for word in ("--mistake", name)))

@@ -1,4 +1,4 @@
-"""Commands of `mm2-gpu`: options and help.
+"""Commands of `mm2-gpu`: options, help and what each does.
 
 - `capture`: extract-all, full, single-layer and multi-layer
 - `certify`: the check of a finished golden
@@ -6,5 +6,6 @@
 - `export`: goldens written as another tool's reference captures
 - `publish`: a golden put at a remote address
 - `show`: the content of a capture
-- `work`: what they do, imported when they run
+- `golden_run`: the run of one process that makes a golden
+- `planned_run`: the run of one rank of a plan
 """

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
-from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    do_afterwards,
+    end_command,
+    loading,
+    print_json,
+    print_text,
+)
 from minimax_tools.command_line.options import (
     captures_option,
     complete_captures,
@@ -13,7 +24,9 @@ from minimax_tools.command_line.options import (
     output_options,
 )
 from minimax_tools.command_line.remote_paths import CapturePath
-from minimax_tools.command_line.work import done_by
+
+if TYPE_CHECKING:
+    from minimax_tools.capture.manifest import Certificate
 
 
 @click.command("certify", cls=Mm2Command, epilog="\b\nExample: mm2-gpu certify --model DIR --golden GOLDEN")
@@ -26,8 +39,7 @@ from minimax_tools.command_line.work import done_by
 )
 @captures_option
 @output_options
-@done_by("gpu_reference.commands.work.certify", "certify")
-def certify_command() -> None:
+def certify_command(model: str | None, golden: Path | None, captures: Path, as_json: bool) -> None:
     """Check a finished golden before it is trusted; the result becomes a part of it.
 
     Checks of the golden alone: digests, NaN and Inf, recorded versions and dtypes, and the width of the norms of q
@@ -37,3 +49,40 @@ def certify_command() -> None:
     One layer is in memory at a time, with one expert. Checks that could not run are named. Exits with 1 if a check
     failed. Of a golden at a remote address the result is printed, and then put there: you need the right to write.
     """
+    with loading():
+        from gpu_reference.certification.certifier import check_golden
+        from gpu_reference.publication.publication import publish_certificate
+        from minimax_tools.capture.address_records import address_of
+        from minimax_tools.capture.mirror import CaptureMirror
+        from minimax_tools.capture.reader import Capture
+        from minimax_tools.capture.run_commands import after_golden
+        from minimax_tools.capture.writer import store_certificate
+        from minimax_tools.json_codec import encode
+
+    directory = golden or newest_capture(captures, GOLDEN_SIDE)
+    capture = Capture.open(directory)
+    certificate = check_golden(capture, model)
+    if CaptureMirror.find(directory, capture.manifest) is None:
+        store_certificate(directory, certificate)
+    else:
+        # A check of hours is printed even if its result cannot be put there.
+        do_afterwards(click.get_current_context(), lambda: publish_certificate(capture, certificate))
+    place = address_of(directory)
+    certified = Capture(directory, replace(capture.manifest, certificate=certificate))
+    following = after_golden(certified, model=model)
+    if as_json:
+        record = {"directory": place, "certificate": encode(certificate)}
+        print_json(record, next_commands=following)
+    else:
+        print_text(_render(place, certificate), next_commands=following)
+    end_command(0 if certificate.has_passed else 1)
+
+
+def _render(place: str, certificate: Certificate) -> str:
+    from minimax_tools.capture.manifest import Outcome
+
+    marks = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKED: "[not checked]"}
+    verdict = "certified" if certificate.has_passed else "NOT CERTIFIED"
+    lines = [f"{place}: {verdict}, {certificate}"]
+    lines += [f"  {marks[check.outcome]:14}{check.name}: {check.found}" for check in certificate.checks]
+    return "\n".join(lines)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.console import Mm2Command, loading, print_json, say
 from minimax_tools.command_line.options import complete_captures, output_options
 from minimax_tools.command_line.remote_paths import CapturePath
-from minimax_tools.command_line.work import done_by
 from minimax_tools.dumps.format_names import VLLM_NEURON
+
+if TYPE_CHECKING:
+    from gpu_reference.export.vllm_neuron import ReferenceExport
 
 
 @click.command(
@@ -67,10 +70,51 @@ from minimax_tools.dumps.format_names import VLLM_NEURON
     "--allow-uncertified", is_flag=True, help="Take goldens without a certificate, or a partial one."
 )
 @output_options
-@done_by("gpu_reference.commands.work.export", "export_goldens")
-def export_command() -> None:
+def export_command(
+    format_name: str,
+    golden: Path,
+    float32_golden: Path,
+    output_dir: Path,
+    num_decoded: int,
+    modules: tuple[str, ...],
+    allow_uncertified: bool,
+    as_json: bool,
+) -> None:
     """Write two goldens, in BF16 and in float32, as the reference captures of another tool.
 
     vLLM Neuron's accuracy debugger compares a port with Hugging Face in float32 and in BF16. It loads the model whole
     for both, and rounds MiniMax-M2's router to BF16. The files written here replace those captures.
     """
+    with loading():
+        from gpu_reference.export.vllm_neuron import SiteModules, export_reference, open_golden_pair
+
+    site_modules = SiteModules.parse(modules)
+    pair = open_golden_pair(golden, float32_golden, allows_uncertified=allow_uncertified)
+    export = export_reference(pair, output_dir, modules=site_modules, num_decoded=num_decoded)
+    if as_json:
+        print_json(_record(export, format_name), next_commands=())
+    else:
+        say(_render(export))
+
+
+def _record(export: ReferenceExport, format_name: str) -> dict[str, object]:
+    return {
+        "directory": str(export.directory),
+        "format": format_name,
+        "prompts": [[str(pass_) for pass_ in passes] for passes in export.passes],
+        "layers": list(export.layers),
+        "modules": list(export.modules),
+        "cached_layers": list(export.cached_layers),
+    }
+
+
+def _render(export: ReferenceExport) -> str:
+    lines = [f"Wrote {export.directory}"]
+    for prompt, passes in enumerate(export.passes):
+        lines.append(f"  prompt {prompt}  {', '.join(str(pass_) for pass_ in passes)}")
+    lines.append(f"  captures  hf_fp32 and hf_bf16 of {len(export.modules)} modules in each pass")
+    if export.cached_layers:
+        lines.append(f"  caches    fp32_kv.pt and hf_kv.pt of {len(export.cached_layers)} layers")
+    else:
+        lines.append("  caches    none: the goldens do not hold k_rope and v_proj (--sites all)")
+    return "\n".join(lines)

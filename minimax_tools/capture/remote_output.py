@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimax_tools.capture.address_records import OutputRecord
+from minimax_tools.capture.address_records import OutputRecord, address_of
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.mirror import adopt_mirror, mirror_capture
 from minimax_tools.capture.store import MANIFEST_NAME
@@ -25,7 +25,15 @@ from minimax_tools.errors import CaptureError, CheckpointError, RemoteError
 from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.hub.faults import NoRepositoryError
 from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.cache import OUTPUT_PUT, OUTPUT_RUN, OUTPUTS, RemoteCache, locked_file, make_folder
+from minimax_tools.remote.cache import (
+    OUTPUT_PUT,
+    OUTPUT_RUN,
+    OUTPUTS,
+    CachedFolder,
+    RemoteCache,
+    locked_file,
+    make_folder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -172,3 +180,12 @@ def is_finished(directory: Path) -> bool:
         return Manifest.read(directory).is_complete
     except CaptureError:
         return False
+
+
+def cached_address(folder: CachedFolder) -> str | None:
+    """Return the address that a folder of the cache is of; None if it does not say."""
+    if folder.kind == OUTPUTS:
+        output = RemoteOutput.find(folder.path / OUTPUT_RUN)
+        return None if output is None else str(output.address)
+    address = address_of(folder.path)
+    return None if address == str(folder.path) else address

@@ -3,7 +3,6 @@
 - `options`: options that mean the same in every command; dtypes that options name; the place of a run's capture;
   shell completion of captures
 - `remote_paths`: options that take remote addresses beside folders
-- `work`: what a command does, imported when it runs
 - `console`: exit codes, errors, JSON and log messages; a choice among names whose error suggests near ones; warnings
   and log messages of a port and its libraries; options that take paths of this machine alone; values of options that
   are found when the command runs; work for a command's end

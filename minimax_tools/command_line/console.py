@@ -32,9 +32,9 @@ from click.core import ParameterSource
 
 from minimax_tools.command_line.help_groups import write_options
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
-from minimax_tools.command_line.work import load_work
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError, did_you_mean
 from minimax_tools.machine.given_line import given_words, keep_arguments
+from minimax_tools.machine.importing import importing
 from minimax_tools.machine.stops import forget_interrupt, stopped_error
 from minimax_tools.machine.streams import OutputError, drop_output, write
 from minimax_tools.printable import NEXT_TITLE, printable, printable_json, versioned
@@ -245,9 +245,8 @@ class Mm2Command(click.Command):
             _fail(ctx, OutputError.of_help(error) or error)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Load the command's work, find its late values, run it, and then what was left for its end."""
+        """Find the command's late values, run it, and then what was left for its end."""
         try:
-            load_work(ctx)
             _tell_defaults(ctx)
             find_late_values(ctx)
             try:
@@ -266,6 +265,20 @@ class Mm2Command(click.Command):
             _fail(ctx, exited)
         except (Exception, KeyboardInterrupt) as error:
             _fail(ctx, error)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Let a command import in the block what it works with: at the top of its file, its help would wait for torch.
+
+    After the block `ctx.obj` is called, if the process gave a function there. So a process knows when its libraries are
+    loaded, and an exception comes out of the middle of none of them.
+    """
+    with importing():
+        yield
+    tell_loaded = click.get_current_context().obj
+    if callable(tell_loaded):
+        tell_loaded()
 
 
 def version_option(command: Command) -> Command:

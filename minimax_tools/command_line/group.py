@@ -26,13 +26,13 @@ from minimax_tools.machine.given_line import keep_arguments
 def run_command(program: str, module: str, name: str = "main", further: tuple[str, ...] = ()) -> None:
     """Run the click command `name` of a module as `program`; `further` stands before the words of the command line.
 
-    Until the command's work is loaded, which may take seconds, a stop ends the process in words.
+    Until the command's libraries are loaded, which may take seconds, a stop ends the process in words.
     """
     begin((program, *sys.argv[1:]))
     from minimax_tools.machine.stops import raise_when_stopped
 
     command = getattr(importlib.import_module(module), name)
-    # `obj` is called once the work is loaded.
+    # `obj` is called once the libraries are loaded.
     command([*further, *sys.argv[1:]], prog_name=program, obj=raise_when_stopped)
 
 

@@ -49,6 +49,7 @@ from minimax_tools.command_line.console import LateValue, remember_debug, rememb
 from minimax_tools.command_line.remote_paths import OutputPath
 from minimax_tools.dumps.format_names import FORMAT_NAMES
 from minimax_tools.errors import UsageError
+from minimax_tools.machine.importing import importing
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.sites import SITE_LEVELS
 from minimax_tools.model.span import Span
@@ -63,7 +64,8 @@ if TYPE_CHECKING:
 
 
 # Dtypes that weights and activations are computed in.
-DTYPE_NAMES = ("bfloat16", "float32")
+DEFAULT_DTYPE = "bfloat16"
+DTYPE_NAMES = (DEFAULT_DTYPE, "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class NamedDtype(LateValue):
 
     def find(self, ctx: click.Context) -> torch.dtype:
         """Return the dtype."""
-        import torch
+        with importing():
+            import torch
 
         dtype: torch.dtype = getattr(torch, self.name)
         return dtype
@@ -282,7 +285,7 @@ _dtype_option = functools.partial(
     click.option,
     "--dtype",
     type=click.Choice(DTYPE_NAMES),
-    default="bfloat16",
+    default=DEFAULT_DTYPE,
     show_default=True,
     help="Dtype of weights and activations.",
 )

@@ -1,4 +1,4 @@
-"""Commands of `mm2-split`, registered in `minimax_tools.cli`: options and help.
+"""Commands of `mm2-split`, registered in `minimax_tools.cli`: options, help and what each does.
 
 - `synthesize`: a checkpoint of random numbers
 - `plan`: a model divided among machines
@@ -8,5 +8,5 @@
 - `cache`: what was fetched from remote addresses
 - `verify`: the proof that each node loads its slice
 - `options`: options that several of them share
-- `work`: what they do, imported when they run
+- `work`: what `train` does, imported when it runs
 """

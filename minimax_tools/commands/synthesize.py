@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.console import Mm2Command, loading, print_json, print_text
 from minimax_tools.command_line.options import NamedDtype, output_options, stack_options
-from minimax_tools.command_line.work import done_by
 from minimax_tools.commands.options import shard_size_option
+from minimax_tools.errors import format_count
 from minimax_tools.synthetic.toy_model import PRESETS
+
+if TYPE_CHECKING:
+    import torch
+
 
 _DTYPES = {"fp8": "float8_e4m3fn", "bfloat16": "bfloat16", "float32": "float32"}
 # Help for each size of the model. `hidden_size` is the field of SyntheticModel, and --hidden-size the option.
@@ -66,9 +72,32 @@ _size_options = stack_options(
 @shard_size_option("at least four shards")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random numbers.")
 @output_options
-@done_by("minimax_tools.commands.work.synthesize", "synthesize_model")
-def synthesize_command() -> None:
+def synthesize_command(
+    output: Path,
+    preset_name: str,
+    dtype: torch.dtype,
+    shard_size_bytes: int | None,
+    seed: int,
+    as_json: bool,
+    **sizes: int | None,
+) -> None:
     """Write a checkpoint in the hub's layout whose random numbers behave like a trained model's.
 
     Example: mm2-split synthesize --output toy --num-hidden-layers 8
     """
+    with loading():
+        from minimax_tools.capture.run_commands import make_golden
+        from minimax_tools.synthetic.checkpoint import synthesize
+
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    model = replace(PRESETS[preset_name], **chosen)
+    made = synthesize(output, model=model, dtype=dtype, shard_size_bytes=shard_size_bytes, seed=seed)
+    following = (make_golden(str(made.folder)),)
+    if as_json:
+        print_json({**asdict(made), "folder": str(made.folder)}, next_commands=following)
+    else:
+        text = (
+            f"{made.folder}: {format_count(made.num_tensors, 'tensor')} in "
+            f"{format_count(made.num_shards, 'shard')}, {format_count(made.size_bytes, 'byte')} of tensors"
+        )
+        print_text(text, next_commands=following)

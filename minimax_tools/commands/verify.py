@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 import click
 
-from minimax_tools.command_line.console import DETAILED_LEVEL, Mm2Command
+from minimax_tools.command_line.console import (
+    DETAILED_LEVEL,
+    Mm2Command,
+    end_command,
+    loading,
+    print_json,
+    print_text,
+    say,
+    shows_details,
+)
 from minimax_tools.command_line.options import output_options
-from minimax_tools.command_line.work import done_by
 from minimax_tools.commands.options import newest_plan_option, plan_model_option
+from minimax_tools.errors import UsageError, list_names
+from minimax_tools.machine.streams import shows_pictures
 from minimax_tools.slices.layout import DEFAULT_FOLDER
+
+# Nodes that a message names.
+_MAX_NAMED = 8
 
 
 @click.command("verify", cls=Mm2Command)
@@ -32,8 +47,15 @@ from minimax_tools.slices.layout import DEFAULT_FOLDER
 )
 @click.option("--verbose", is_flag=True, help=f"Show every section, as DEBUG={DETAILED_LEVEL} does.")
 @output_options
-@done_by("minimax_tools.commands.work.verify", "verify_slices")
-def verify_command() -> None:
+def verify_command(
+    plan_file: Path | None,
+    nodes: tuple[str, ...],
+    model: str | None,
+    slices: Path | None,
+    records: Path | None,
+    verbose: bool,
+    as_json: bool,
+) -> None:
     """Prove that each node loads its own slice, that the slices make up the model, and that no byte is wrong.
 
     Exits with 1 if a verdict fails. Without --plan, the newest plan in this folder is verified, and of the nodes those
@@ -41,3 +63,69 @@ def verify_command() -> None:
 
     Example: mm2-split verify --plan plan.json --slices model_shards
     """
+    with loading():
+        from minimax_tools.json_codec import encode
+        from minimax_tools.partition.plan import PartitionPlan
+        from minimax_tools.slices.verification_text import render_details, render_summary
+        from minimax_tools.slices.verify import verify
+
+    if plan_file is None:
+        plan_file = _find_newest_plan(Path())
+        if slices is None and DEFAULT_FOLDER.is_dir():
+            slices = DEFAULT_FOLDER
+        nodes = nodes or _find_sliced_nodes(plan_file, slices)
+        of_nodes = f", slices of {list_names(list(nodes), most=_MAX_NAMED)} in {slices}" if nodes else ""
+        say(f"Newest plan here: {plan_file}{of_nodes}", to_stderr=True)
+    plan = PartitionPlan.read(plan_file)
+    verification = verify(plan, nodes=nodes, model=model, slices=slices, records=records)
+    # With every section the output names the tensors and bytes that are wrong.
+    following = () if verification.holds else (_with_all_sections(plan_file, nodes, model, slices, records),)
+    if as_json:
+        print_json(encode(verification), next_commands=following)
+    else:
+        render = render_details if verbose or shows_details() else render_summary
+        print_text(render(verification, with_marks=shows_pictures(sys.stdout)), next_commands=following)
+    if not verification.holds:
+        end_command(1)
+
+
+def _find_newest_plan(folder: Path) -> Path:
+    """Return the plan in a folder that was written last.
+
+    Raises:
+        UsageError: There is none.
+    """
+    from minimax_tools.partition.plan import PartitionPlan
+
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            PartitionPlan.read(path)
+        except UsageError:
+            continue  # another JSON file
+        return path
+    raise UsageError(
+        "there is no plan in this folder",
+        expected="a JSON file that mm2-split plan wrote",
+        next_step="Name one with --plan, or make one: mm2-split plan --output plan.json.",
+    )
+
+
+def _find_sliced_nodes(plan_file: Path, slices: Path | None) -> tuple[str, ...]:
+    """Return the nodes of a plan that have a folder in `slices`; () for none."""
+    from minimax_tools.partition.plan import PartitionPlan
+
+    if slices is None:
+        return ()
+    names = (slice_.node.name for slice_ in PartitionPlan.read(plan_file).slices)
+    return tuple(name for name in names if (slices / name).is_dir())
+
+
+def _with_all_sections(
+    plan_file: Path, nodes: tuple[str, ...], model: str | None, slices: Path | None, records: Path | None
+) -> str:
+    """Return the command that verifies the same and shows every section, down to the wrong tensors."""
+    given = {"--model": model, "--slices": slices, "--records": records}
+    words = ["mm2-split", "verify", "--plan", str(plan_file)]
+    words += [word for node in nodes for word in ("--node", node)]
+    words += [word for option, value in given.items() if value is not None for word in (option, str(value))]
+    return shlex.join((*words, "--verbose"))

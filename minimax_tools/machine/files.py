@@ -48,8 +48,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from safetensors import SafetensorError
-
 from minimax_tools.errors import CaptureError, CheckpointError, UsageError
 
 # A file system or its permissions do not let a folder's entries be flushed: nothing more can be done.
@@ -461,6 +459,9 @@ def whole_capture_file(path: Path) -> Iterator[Path]:
     Raises:
         CaptureError: The disk is full, or cannot be written to.
     """
+    # Loaded here: declarations of commands reach this file.
+    from safetensors import SafetensorError
+
     try:
         with whole_path(path) as temporary:
             yield temporary

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.errors import UsageError
-from minimax_tools.json_codec import decode_fields, encode
 from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site
 from minimax_tools.model.span import Span
 from minimax_tools.text_enum import TextEnum
@@ -124,6 +123,9 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as a manifest holds it; `from_json` ignores `first_site` and `last_site`."""
+        # Loaded here: `mm2-test component --help` names the components.
+        from minimax_tools.json_codec import encode
+
         return {
             "name": self.name,
             "start_layer": self.span.start,
@@ -142,6 +144,8 @@ class Run:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
         """Return the run that a manifest describes."""
+        from minimax_tools.json_codec import decode_fields
+
         span = {"start": record["start_layer"], "stop": record["stop_layer"]}
         return decode_fields(cls, {**record, "span": span}, num_decoded="decode_rows")
 

@@ -8,6 +8,7 @@
 - `description`: slice.json, the content of a slice
 - `digest`: sha256 of stored tensors; tensors of `.bin` files, and `.pth` files, which need torch
 - `splitter`: shards of nodes, cut out by tensor names
+- `slice_plans`: plans that slices are cut by: of stages, or of tensor names
 - `download`: the files of a checkpoint that a slice needs
 - `fetch`: a slice fetched from the hub, as whole files or as byte ranges
 - `sparse_source`: sparse copies of a hub's shards that hold only a slice's bytes

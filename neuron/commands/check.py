@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.console import Mm2Command, end_command, loading, print_json, print_text
 from minimax_tools.command_line.options import (
     dtype_option,
     optional_model_option,
     output_options,
     parse_lengths,
 )
-from minimax_tools.command_line.work import done_by
+from minimax_tools.errors import CannotRunError, UsageError
+from minimax_tools.hub.checkpoint_folder import resolve_config
+from minimax_tools.machine.finding import Level, render_findings, worst_level
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.options import backend_option
+
+if TYPE_CHECKING:
+    import torch
 
 
 @click.command("check", cls=Mm2Command, epilog="\b\nExample: mm2-test check --model DIR --seq-len 128,2048")
@@ -37,9 +46,38 @@ from neuron.options import backend_option
 )
 @dtype_option
 @output_options
-@done_by("neuron.commands.work.check", "report_machine")
-def check_command() -> None:
+def check_command(
+    model: str | None,
+    backend: str,
+    seq_lens: tuple[int, ...],
+    profile_of: Path | None,
+    dtype: torch.dtype,
+    as_json: bool,
+) -> None:
     """Report what this machine is, what changes numbers on it, and whether a layer fits.
 
     Without --model, the layer is one of MiniMax-M2's. Exits with 3 if no run can work.
     """
+    with loading():
+        from minimax_tools.capture.run_commands import judge_port_of
+        from neuron.check import check_machine
+        from neuron.runs.run_profile import RunProfile
+
+    spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
+    if max(seq_lens) > spec.max_position_embeddings:
+        raise UsageError(
+            f"--seq-len is {max(seq_lens)}",
+            expected=f"at most the model's {spec.max_position_embeddings} positions",
+        )
+    profile = None if profile_of is None else RunProfile.read(profile_of)
+    findings = check_machine(spec, seq_lens, backend=backend, dtype=dtype, profile=profile)
+    following: tuple[str, ...] = ()
+    if model is not None and worst_level(findings) is not Level.FAIL:
+        following = (judge_port_of(model, "--backend", backend),)
+    if as_json:
+        record = {"worst": str(worst_level(findings)), "findings": [asdict(finding) for finding in findings]}
+        print_json(record, next_commands=following)
+    else:
+        print_text("\n".join(render_findings(findings)), next_commands=following)
+    if worst_level(findings) is Level.FAIL:
+        end_command(CannotRunError.exit_code)

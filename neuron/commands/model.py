@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from compare.options import report_option
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.console import Mm2Command, loading
 from minimax_tools.command_line.options import (
-    CaptureStore,
     dtype_option,
     grouped_as,
     judging_output_options,
@@ -20,32 +17,10 @@ from minimax_tools.command_line.options import (
     stack_options,
     store_options,
 )
-from minimax_tools.command_line.work import done_by
-from neuron.options import backend_option, golden_option, layer_timeout_option, rank_options
+from neuron.options import ModelOptions, backend_option, golden_option, layer_timeout_option, rank_options
 
 if TYPE_CHECKING:
-    import torch
-
-    from neuron.devices.ranks import Ranks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """The options of a whole port's run. Their help texts explain them."""
-
-    model: str
-    golden: Path
-    target: str
-    backend: str  # a `Backend` by name, or `auto`
-    ranks: Ranks
-    num_decoded: int | None  # None for `_USUAL_STEPS`, or fewer if prompts are short
-    max_new_tokens: int
-    runs_chunks: bool  # whether to run passes of several tokens behind a cache too
-    memory_budget: int | None  # in bytes
-    dtype: torch.dtype
-    store: CaptureStore
-    report_path: Path | None  # folder of a report; None for none
-    as_json: str | None  # the form of JSON; None for text
+    pass
 
 
 @click.command(
@@ -99,6 +74,9 @@ class ModelOptions:
     judging_output_options,
     grouped_as("options", ModelOptions),
 )
-@done_by("neuron.commands.work.model", "run_model")
-def model_command() -> None:
+def model_command(options: ModelOptions) -> None:
     """Run a whole port: prefill, decoding of the golden's own tokens, chunks, free generation; judge all of it."""
+    with loading():
+        from neuron.commands.model_run import run_model
+
+    run_model(options)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from minimax_tools.capture.store import DEFAULT_CAPTURES
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.console import Mm2Command, loading
 from minimax_tools.command_line.options import (
     dtype_option,
     model_option,
     output_options,
     quick_option,
 )
-from minimax_tools.command_line.work import done_by
 from neuron.options import backend_option, golden_option, target_option
 
 
@@ -41,8 +41,7 @@ from neuron.options import backend_option, golden_option, target_option
     help="Folder of the golden, the runs and the log of finished stages.",
 )
 @output_options
-@done_by("neuron.commands.work.port", "judge_in_stages")
-def port_command() -> None:
+def port_command(**options: Any) -> None:
     """Judge a port in stages: golden, weights, sweep, then its mistake named and proved, or all layers in a chain.
 
     Each stage is a command that is shown before it runs; the last leaves a report in the folder `report`. A call that
@@ -50,3 +49,7 @@ def port_command() -> None:
 
     Exits with 1 if the port differs.
     """
+    with loading():
+        from neuron.port_stages import judge_in_stages
+
+    judge_in_stages(**options)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.console import Mm2Command, loading
 from minimax_tools.command_line.options import (
-    CaptureStore,
     dtype_option,
     grouped_as,
     max_length_option,
@@ -22,42 +20,10 @@ from minimax_tools.command_line.options import (
     stack_options,
     text_options,
 )
-from minimax_tools.command_line.work import done_by
-from neuron.options import backend_option, golden_option, rank_options
+from neuron.options import PromptOptions, backend_option, golden_option, rank_options
 
 if TYPE_CHECKING:
-    import torch
-
-    from neuron.devices.ranks import Ranks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptOptions:
-    """The options of the command. Their help texts explain them."""
-
-    model: str
-    target: str | None
-    prompts: tuple[str, ...]
-    prompts_file: Path | None
-    continuations: tuple[str, ...]
-    samples: Path | None
-    only_wrong: bool
-    chat: bool
-    golden: Path | None
-    limit: int | None  # most prompts
-    num_decoded: int | None
-    max_length: int | None
-    prompts_at_once: int  # prompts per batch
-    padding_side: str | None  # None: right
-    pad_to: tuple[int, ...]
-    golden_logits: Path | None
-    follows: bool
-    backend: str
-    ranks: Ranks
-    memory_budget: int | None
-    dtype: torch.dtype
-    store: CaptureStore
-    as_json: bool
+    pass
 
 
 @click.command(
@@ -126,10 +92,13 @@ class PromptOptions:
     output_options,
     grouped_as("options", PromptOptions),
 )
-@done_by("neuron.commands.work.prompts", "run_prompts")
-def prompts_command() -> None:
+def prompts_command(options: PromptOptions) -> None:
     """Find the prompts whose next tokens a port predicts otherwise, rank them, and follow the worst to its layer.
 
     Each prompt is prefilled, and its answer decoded token by token, whatever the port would choose itself. mm2's
     reference computes the same tokens exactly, and as right ports round: that is the noise of each token.
     """
+    with loading():
+        from neuron.commands.prompts_run import run_prompts
+
+    run_prompts(options)

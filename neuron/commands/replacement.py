@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.console import Mm2Command, end_command, loading, print_json, print_text
 from minimax_tools.command_line.options import (
     captures_option,
     grouped_as,
@@ -15,12 +17,21 @@ from minimax_tools.command_line.options import (
     output_options,
     stack_options,
 )
-from minimax_tools.command_line.work import done_by
 from minimax_tools.dumps.format_names import NXDI, VLLM_NEURON
+from minimax_tools.errors import UsageError
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.streams import write
+from minimax_tools.model.spec import ModelSpec
 from neuron.options import golden_option
 
+if TYPE_CHECKING:
+    from minimax_tools.results.probes import Point, ReplacedRun, StreamSearch
+    from neuron.replacement.run_folder import RunFolder, RunPlan
+    from neuron.replacement.stream import GoldenStream
+
+
 # NxDI's kernels take lengths that are multiples of this.
-LENGTH_MULTIPLE = 128
+_LENGTH_MULTIPLE = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +86,7 @@ class ReplacementOptions:
         type=click.IntRange(min=1),
         metavar="C",
         help="With nxdi: columns of a prefill in the compiled graph, its max_context_length. Default: the prompts' "
-        f"length, up to a multiple of {LENGTH_MULTIPLE}.",
+        f"length, up to a multiple of {_LENGTH_MULTIPLE}.",
     ),
     click.option(
         "--exhaustive",
@@ -99,8 +110,7 @@ class ReplacementOptions:
     output_options,
     grouped_as("options", ReplacementOptions),
 )
-@done_by("neuron.commands.work.replacement", "replace_stream")
-def replacement_command() -> None:
+def replacement_command(options: ReplacementOptions) -> None:
     """Bisect a port that is compiled whole: run it by hand, with the golden's stream in place of its own.
 
     Writes the stream in the files of the tool's tensor replacement, and prints the lines to paste for one run. After
@@ -109,3 +119,131 @@ def replacement_command() -> None:
 
     Exits with 3 while a run is missing, with 1 if a part of the model is wrong, with 0 if none is.
     """
+    with loading():
+        import torch
+
+        from compare.chains.stream_search import search_stream
+        from minimax_tools.capture.address_records import address_of
+        from minimax_tools.capture.reader import Capture
+        from minimax_tools.checkpoint.reader import CheckpointReader
+        from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
+        from neuron.replacement.stream import GoldenStream, ReplacedJudge
+        from reports.replacements import render_stream_search, stream_search_record
+
+    spec = ModelSpec.from_folder(resolve_config(options.model))
+    if options.layer is not None and options.layer > spec.num_hidden_layers:
+        raise UsageError(
+            f"--layer {options.layer} is no layer of the model",
+            expected=f"0 to {spec.num_hidden_layers}, the last for the final norm",
+        )
+    golden = Capture.open(options.golden).of_whole_ports()
+    with CheckpointReader(resolve_model(options.model)) as reader:
+        stream = GoldenStream.open(golden, reader=reader, spec=spec, dtype=torch.bfloat16)
+        folder = _open_folder(options, stream)
+        judge = ReplacedJudge(
+            stream=stream,
+            num_decoded=folder.plan.num_decoded,
+            reader=reader,
+            folder=options.captures / LOGITS_FOLDER,
+        )
+
+        def judge_run(point: Point) -> ReplacedRun | None:
+            rows = folder.read_logits(point)
+            return None if rows is None else judge.judge(point, rows)
+
+        search = search_stream(
+            spec.num_hidden_layers,
+            judge_run,
+            reference=address_of(golden.directory),
+            target="",
+            is_exhaustive=options.is_exhaustive,
+        )
+    if search.finding is not None and search.finding.point == spec.num_hidden_layers:
+        folder.refuse_unmoved([run.point for run in search.runs])
+    needs_run = options.layer is not None or not search.is_finished
+    lines = _lines_to_paste(options, search, folder=folder, stream=stream) if needs_run else ""
+    # Once the part that was found is mended, all runs are to be made again.
+    is_mended = not needs_run and search.finding is not None
+    again = (_again(options, folder.plan, is_mended=is_mended),) if needs_run or is_mended else ()
+    if options.as_json:
+        record = {**stream_search_record(search), "directory": str(folder.directory)}
+        record["notes"] += golden.row_notes
+        print_json({**record, "lines": lines.splitlines()}, next_commands=again)
+    else:
+        write("\n".join((render_stream_search(search), *golden.row_notes)))
+        if lines:
+            write(f"\n{lines}")
+        print_text("", next_commands=again)
+    end_command(search.verdict.exit_code)
+
+
+def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder:
+    """Open the folder of the runs, and write it if it is new."""
+    from neuron.commands.bisect_whole import choose_num_decoded
+    from neuron.model_runs.passes import plan_passes
+    from neuron.replacement.nxdi_files import refuse_prompts, write_nxdi_files
+    from neuron.replacement.run_folder import RunFolder, RunPlan
+    from neuron.replacement.vllm_neuron_files import refuse_requests, write_token_ids
+
+    inputs, spec = stream.inputs, stream.spec
+    num_decoded = choose_num_decoded(inputs, options.num_decoded)
+    # Before anything is written: a prompt may be too short.
+    plan_passes(inputs, num_decoded)
+    bucket = 0
+    if options.tool == NXDI:
+        bucket = options.bucket or -(-inputs.sequence_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        refuse_prompts(inputs, bucket=bucket)
+    else:
+        if options.bucket is not None:
+            raise UsageError("--bucket is an option of --format nxdi", next_step="Leave it out.")
+        refuse_requests(inputs, num_decoded=num_decoded)
+    plan = RunPlan(
+        tool=options.tool,
+        golden_digest=stream.digest(),
+        model_name=options.model,
+        num_layers=spec.num_hidden_layers,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        num_decoded=num_decoded,
+        bucket=bucket,
+    )
+    folder, is_new = RunFolder.create(options.output_dir, plan, inputs)
+    if is_new:
+        if options.tool == NXDI:
+            write_nxdi_files(folder, stream)
+        else:
+            write_token_ids(folder)
+        folder.finish()
+    if options.is_anew:
+        folder.drop_logits()
+    return folder
+
+
+def _lines_to_paste(
+    options: ReplacementOptions, search: StreamSearch, *, folder: RunFolder, stream: GoldenStream
+) -> str:
+    """Return the lines for the run that comes next, and write its files."""
+    from neuron.replacement.instructions import nxdi_instructions, vllm_neuron_instructions
+    from neuron.replacement.vllm_neuron_files import write_tensors
+
+    point = search.waits_for if options.layer is None else options.layer
+    if options.tool == NXDI:
+        return nxdi_instructions(folder, point)
+    write_tensors(folder, stream, point)
+    return vllm_neuron_instructions(folder, point)
+
+
+def _again(options: ReplacementOptions, plan: RunPlan, *, is_mended: bool) -> str:
+    """Return the command that judges the run, or that asks for all runs of a port that is mended."""
+    again = {
+        "--model": options.model,
+        "--golden": options.golden,
+        "--format": options.tool,
+        "--decode": plan.num_decoded,
+        "--output-dir": options.output_dir,
+        "--captures": options.captures,
+        **({"--bucket": plan.bucket} if options.tool == NXDI else {}),
+    }
+    words = [text for pair in again.items() for text in map(str, pair)]
+    flags = [*(["--exhaustive"] if options.is_exhaustive else []), *(["--anew"] if is_mended else [])]
+    return shlex.join(["mm2-test", "replacement", *words, *flags])

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import click
 
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.command_line.console import Mm2Command, loading
 from minimax_tools.command_line.options import layer_option
-from minimax_tools.command_line.work import done_by
-from minimax_tools.model.run import Component
-from neuron.options import device_options, span_device_options
+from minimax_tools.model.run import (
+    Component,
+    Run,
+    component_run,
+    full_run,
+    multi_layer_run,
+    single_layer_run,
+    sweep_run,
+)
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
+from neuron.options import DeviceOptions, device_options, span_device_options
 
 
 @click.command(
@@ -26,12 +37,17 @@ from neuron.options import device_options, span_device_options
     help="Undo a mistake that mm2-diagnose named, and judge the layer again. Repeat for several together.",
 )
 @device_options
-@done_by("neuron.commands.work.run", "run_single_layer")
-def single_layer_command() -> None:
+def single_layer_command(layer: int, mistakes: tuple[str, ...], options: DeviceOptions) -> None:
     """Run one layer; with --undo, prove a mistake in it: undo the mistake, and judge the layer again.
 
     A proof exits with 0 if the layer is right without the mistake, with 1 if not, with 3 if it cannot be undone.
     """
+    if mistakes:
+        with loading():
+            from neuron.commands.undo import prove_layer
+
+        prove_layer(options, layer, mistakes)
+    _run(options, lambda _: single_layer_run(layer, sites_level=options.sites_level))
 
 
 @click.command(
@@ -41,9 +57,14 @@ def single_layer_command() -> None:
     epilog="\b\nExample: mm2-test multi-layer --model DIR --start-layer 0 --end-layer 5",
 )
 @span_device_options
-@done_by("neuron.commands.work.run", "run_multi_layer")
-def multi_layer_command() -> None:
+def multi_layer_command(span: Span | None, options: DeviceOptions) -> None:
     """Run a range of layers, each on the output of the layer before."""
+    _run(
+        options,
+        lambda spec: multi_layer_run(
+            span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level
+        ),
+    )
 
 
 @click.command(
@@ -53,9 +74,12 @@ def multi_layer_command() -> None:
     epilog="\b\nExample: mm2-test sweep --model DIR --golden GOLDEN --target port.py:DecoderLayer",
 )
 @span_device_options
-@done_by("neuron.commands.work.run", "run_sweep")
-def sweep_command() -> None:
+def sweep_command(span: Span | None, options: DeviceOptions) -> None:
     """Run each layer of a range by itself on the golden's input: the usual way to find a fault."""
+    _run(
+        options,
+        lambda spec: sweep_run(span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level),
+    )
 
 
 @click.command(
@@ -72,9 +96,10 @@ def sweep_command() -> None:
     help="Tokens to generate after each row, greedily. Each one after the first runs all layers again.",
 )
 @device_options
-@done_by("neuron.commands.work.run", "run_full")
-def full_command() -> None:
+def full_command(options: DeviceOptions) -> None:
     """Run the whole model from the tokens to the logits, and print what each row generates."""
+    # --max-new-tokens is in `options`, like every option that `DeviceOptions` has.
+    _run(options, lambda spec: full_run(spec.num_hidden_layers, sites_level=options.sites_level))
 
 
 @click.command(
@@ -91,6 +116,14 @@ def full_command() -> None:
     help="Part of the layer to run.",
 )
 @device_options
-@done_by("neuron.commands.work.run", "run_component")
-def component_command() -> None:
+def component_command(layer: int, component: str, options: DeviceOptions) -> None:
     """Run one component of a layer on the golden's values at its border."""
+    _run(options, lambda _: component_run(layer, Component(component)))
+
+
+def _run(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> None:
+    """Run the port as a command carries it out; `make_run` returns the command's run for a model."""
+    with loading():
+        from neuron.commands.device_run import run_device
+
+    run_device(options, make_run)

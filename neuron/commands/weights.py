@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import click
 
-from minimax_tools.command_line.console import Mm2Command
+from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
+from minimax_tools.command_line.console import Mm2Command, end_command, loading, print_json, print_text
 from minimax_tools.command_line.options import (
     dtype_option,
     memory_budget_option,
     model_option,
     output_options,
 )
-from minimax_tools.command_line.work import done_by
+from minimax_tools.errors import UsageError
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.given_line import same_command
+from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend
-from neuron.options import rank_options, target_option
+from neuron.options import name_port, rank_options, target_option
+from neuron.weight_trace.smaller_model import smaller_spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from minimax_tools.results.results import Verdict
+    from neuron.devices.ranks import Ranks
+    from neuron.weight_trace.inspection import WeightInspection
 
 
 @click.command(
@@ -50,8 +67,20 @@ from neuron.options import rank_options, target_option
 @memory_budget_option
 @dtype_option
 @output_options
-@done_by("neuron.commands.work.weights", "trace_weights")
-def weights_command() -> None:
+def weights_command(
+    *,
+    model: str,
+    target: str,
+    backend: str,
+    ranks: Ranks,
+    layer: int | None,
+    all_layers: bool,
+    full_size: bool,
+    loads: bool,
+    memory_budget: int | None,
+    dtype: torch.dtype,
+    as_json: bool,
+) -> None:
     """Trace where every element of a layer's weights lands in a port, and name what is wrong with it.
 
     The port's conversion and strict loading get generated tensors whose values encode their own position. They show
@@ -66,3 +95,84 @@ def weights_command() -> None:
 
     Exits with 1 if weights are wrong.
     """
+    with loading():
+        import torch
+
+        from minimax_tools.checkpoint.filling import ReadingPool
+        from minimax_tools.checkpoint.reader import CheckpointReader
+        from minimax_tools.machine.memory import MemoryBudget
+        from neuron.devices.runtime import open_runtime
+        from neuron.ports.targets import find_target
+        from neuron.ports.traced import PREFIX as COMPILED_PREFIX
+        from neuron.weight_trace.inspection import group_inspections, inspect_weights
+        from neuron.weight_trace.report import (
+            inspection_record,
+            inspections_record,
+            render_inspection,
+            render_inspections,
+        )
+        from neuron.weight_trace.shared_port import SharedPort
+        from neuron.weight_trace.traced_port import TracedPort
+
+    spec = ModelSpec.from_folder(resolve_config(model))
+    if all_layers and layer is not None:
+        raise UsageError("--layer and --all-layers were both given", next_step="Use one of them.")
+    span = Span(0, spec.num_hidden_layers) if all_layers else Span.single(layer or 0)
+    span.within(spec.num_hidden_layers)
+    if target.startswith(COMPILED_PREFIX):
+        # A port that `mm2-test trace` compiled into a file, whereas a `TracedPort` is one whose weights are traced.
+        raise UsageError(
+            f"--target {target} contains its weights: there is no conversion to trace",
+            next_step="Name the port that it was compiled from.",
+        )
+    layers = range(span.start, span.stop)
+    folder = resolve_model(model, layers=layers)
+    with (
+        output_set_aside(),
+        open_runtime(backend, ranks=ranks) as runtime,
+        CheckpointReader(folder, layers=layers) as reader,
+        ReadingPool(torch.get_num_threads()) as pool,
+    ):
+        warn_of_rounded_router(reader.index.entries)
+        found = find_target(target)
+
+        def inspect_layers() -> Iterator[WeightInspection]:
+            for number in layers:
+                port = TracedPort(
+                    target=found,
+                    spec=spec if full_size else smaller_spec(spec, num_ranks=ranks.degree),
+                    layer=number,
+                    dtype=dtype,
+                    reader=reader,
+                    ranks=runtime.ranks,
+                    pool=pool,
+                )
+                shared = SharedPort(port, runtime)
+                yield inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget))
+                # Only rank 0 comes here. The other ranks follow its orders; this ends their wait for more.
+                shared.dismiss()
+
+        groups = group_inspections(inspect_layers())
+    verdict = groups[0].first.verdict
+    following = _after_inspection(verdict, model=model, target=target, ranks=ranks, dtype=dtype)
+    if as_json:
+        record = inspections_record(groups) if all_layers else inspection_record(groups[0].first)
+        print_json(record, next_commands=following)
+    else:
+        print_text(
+            render_inspections(groups) if all_layers else render_inspection(groups[0].first),
+            next_commands=following,
+        )
+    end_command(verdict.exit_code)
+
+
+def _after_inspection(
+    verdict: Verdict, *, model: str, target: str, ranks: Ranks, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """Return what comes next: the trace again if weights are wrong, once they are mended; else the port's run."""
+    from minimax_tools.capture.run_commands import judge_port_of
+    from minimax_tools.results.results import Verdict
+
+    if verdict is not Verdict.FAIL:
+        return (judge_port_of(model, *name_port(target=target, backend="auto", dtype=dtype, ranks=ranks)),)
+    return (same_command("mm2-test"),)

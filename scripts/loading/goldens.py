@@ -26,7 +26,7 @@ from cpu_golden import request_golden
 from transformers import MiniMaxM2ForCausalLM  # noqa: F401
 from transformers.utils import logging as transformers_logging
 
-import gpu_reference.commands.work.capture
+import gpu_reference.commands.golden_run
 import gpu_reference.golden.golden
 import minimax_tools.reference.rounding
 import minimax_tools.reference.twin  # noqa: F401

@@ -59,7 +59,9 @@ _NODE = "a"  # the first of the plan's two nodes
 _MEASURE = """
 import json, sys
 from pathlib import Path
-from minimax_tools.commands.work.extract import LayerProgress, PartitionPlan, StoredWeights, cut_slice, write_slice
+from minimax_tools.machine.progress import LayerProgress
+from minimax_tools.slices.folder import write_slice
+from minimax_tools.slices.slice_plans import PartitionPlan, StoredWeights, cut_slice
 from minimax_tools.machine.memory_tracker import MemoryTracker
 
 plan_file, node, output = sys.argv[1:]

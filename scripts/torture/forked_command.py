@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -12,7 +15,11 @@ from pathlib import Path
 
 import click
 
-from minimax_tools.command_line.work import work_of
+import compare
+import gpu_reference
+import minimax_tools
+import neuron
+import reports
 
 # Changes of files, as Python's audit hooks name them. What Rust and torch write they do not see.
 _EVENTS = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"})
@@ -42,7 +49,7 @@ def run_forked(
     output, counter = place.parent / ".printed", place.parent / ".events"
     output.touch()
     counter.touch()
-    _load_work(command, arguments)
+    _import_packages()
     begun_s = time.monotonic()
     process = os.fork()
     if process == 0:
@@ -66,12 +73,13 @@ def run_forked(
     )
 
 
-def _load_work(command: click.Command, arguments: tuple[str, ...]) -> None:
-    """Load what a command works with, once for all forks."""
-    if isinstance(command, click.Group):
-        command = command.commands[arguments[0]]
-    for work in work_of(command):
-        work.load()
+@functools.cache
+def _import_packages() -> None:
+    """Import what the commands work with, once for all forks."""
+    for package in (minimax_tools, reports, compare, gpu_reference, neuron):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(".__main__"):
+                importlib.import_module(module.name)
 
 
 def _run(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from compare.diagnosis.command import DiagnosisQuestion, KeptDiagnosis
 from compare.diagnosis.finding import Diagnosis
+from compare.diagnosis.kept_diagnosis import DiagnosisQuestion, KeptDiagnosis
 from minimax_tools.capture.reader import Capture
 
 DIAGNOSIS = Diagnosis(reference="golden", target="run", is_failed=True, layers=(), notes=("a note",))

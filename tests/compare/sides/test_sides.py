@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.diagnosis.command import has_changed
+from compare.diagnosis.kept_diagnosis import has_changed
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.pairing import find_mismatch, is_of_shape, refuse_other_runs, select_layers

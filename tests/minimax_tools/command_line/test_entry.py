@@ -19,7 +19,7 @@ DEADLINE_S = 120
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
-# The command and its work tell when they are being loaded, and take long if they are asked to; so does the work itself.
+# The command's file and its library tell when they are being loaded, and take long if asked to; so does the work.
 PROGRAM = """
 import sys
 from minimax_tools.command_line.group import run_command
@@ -29,17 +29,17 @@ SLOW_COMMAND = """
 import time
 from pathlib import Path
 import click
-from minimax_tools.command_line.console import Mm2Command
-from minimax_tools.command_line.work import done_by
+from minimax_tools.command_line.console import Mm2Command, loading
 if {is_slow}:
     Path("loading").touch()
     time.sleep(600)
 
 @click.command(cls=Mm2Command, resumes=True)
 @click.option("--json", is_flag=True)
-@done_by("slow_work", "work")
-def main():
-    pass
+def main(json):
+    with loading():
+        from slow_work import work
+    work(json)
 """
 SLOW_WORK = """
 import time

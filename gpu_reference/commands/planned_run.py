@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import click
 
-from gpu_reference.commands.work.golden_run import (
+from gpu_reference.commands.golden_run import (
     describe_golden,
     make_request,
     print_golden,

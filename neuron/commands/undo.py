@@ -18,7 +18,7 @@ from minimax_tools.json_codec import encode
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.spec import ModelSpec
-from neuron.commands.work.device_run import build_request
+from neuron.commands.device_run import build_request
 from neuron.devices.runtime import open_runtime
 from neuron.options import DeviceOptions, port_arguments
 from neuron.runs.proving import PortProver

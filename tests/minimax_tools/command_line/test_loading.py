@@ -1,4 +1,4 @@
-"""Declarations of commands are light, and their work is loaded when they run."""
+"""Files of commands import little: what a command works with is loaded when it runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import click
 import click.testing
 import pytest
 
-from minimax_tools.command_line.console import Mm2Command
-from minimax_tools.command_line.work import done_by, work_of
+from minimax_tools.command_line.console import Mm2Command, loading
 
 REPOSITORY = Path(__file__).parents[3]
 # The module and the command of each program.
@@ -81,13 +80,6 @@ def test_library_that_help_loads_is_named() -> None:
     assert "AssertionError: ('--help',) loads click" in look("mm2-split memory", heavy=("click",)).stderr
 
 
-@pytest.mark.parametrize(("line", "command"), list(commands()))
-def test_the_work_of_every_command_is_there(line: str, command: click.Command) -> None:
-    work = work_of(command)
-    assert work, line
-    assert all(callable(one.load()) for one in work)
-
-
 def declare(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> click.Command:
     (folder / "some_work.py").write_text(text)
     monkeypatch.syspath_prepend(str(folder))
@@ -95,14 +87,17 @@ def declare(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> click.C
 
     @click.command(cls=Mm2Command)
     @click.option("--size", type=int)
-    @done_by("some_work", "measure")
-    def command() -> None:
+    def command(size: int) -> None:
         """Measure something."""
+        with loading():
+            from some_work import measure
+
+        measure(size)
 
     return command
 
 
-def test_work_gets_the_options_and_the_process_is_told_when_it_is_loaded(
+def test_the_process_is_told_when_a_command_has_loaded_what_it_works_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = declare(

@@ -1,4 +1,4 @@
-"""`mm2-test model` at work: a whole port run from token ids to logits, and judged."""
+"""A run of a whole port as `mm2-test model` carries it out: run from token ids to logits, and judged."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from minimax_tools.machine.streams import write
 from minimax_tools.model.run import model_run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
-from neuron.commands.model import ModelOptions
 from neuron.devices.runtime import open_runtime
 from neuron.model_runs.black_box import judge_black_box, judge_in_float32
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.model_runner import ModelRun
 from neuron.model_runs.naming import NamedRun, name_first
+from neuron.options import ModelOptions
 from neuron.ports.targets import find_model_target
 from reports.captures import capture_record
 from reports.data import comparison_record, summary_record

@@ -1,4 +1,4 @@
-"""`mm2-test prompts` at work: prompts run and ranked, and the worst followed to its layer."""
+"""A run of prompts as `mm2-test prompts` carries it out: run and ranked, and the worst followed to its layer."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from minimax_tools.text.answered_prompts import (
 from minimax_tools.text.lm_eval_samples import read_lm_eval_samples
 from minimax_tools.text.prompts import read_prompts
 from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
-from neuron.commands.prompts import PromptOptions
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
 from neuron.model_runs.model_request import ModelSetup
+from neuron.options import PromptOptions
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.following import Follower
 from neuron.prompt_runs.prompt_run import PortRecord, PromptRun, trust_golden
