@@ -12,7 +12,7 @@
 - `cli`: the command `mm2-compare`
 - `options`: options of every command that judges; both sides as a command's options name them
 - `comparer`: the comparison of a whole run, with its evidence; all that is wrong in such a run, what came first at
-  the front; modules that another device gets in another class
+  the front; modules that another device gets in another class; no verdict before all that was read is checked
 - `parts`: one layer, the embedding or the head, judged
 - `model_runs/`: a whole port's run: passes, order of layers, chosen tokens
 - `notes`: sentences beside the verdict; `untested`: what was not looked at

@@ -6,14 +6,18 @@ classic limits, such as a cosine of 0.99, which judge layers' outputs alone.
 Classes: modules of a whole port that another device gets in another class, which its run did not judge.
 
 Model faults: all findings in a whole port's run, what came first at the front.
+
+Proving: what was read of both sides is checked against their digests, before any verdict is returned.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Concatenate, ParamSpec, TypeVar
 
 from compare.blame.blame import group_blame
 from compare.blame.operations import join_alike, join_findings
@@ -38,7 +42,6 @@ from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outsi
 from compare.sides.captured_input import CapturedInput
 from compare.sides.golden_weights import WeightSource, keep_layer_open
 from compare.sides.pairing import declared_layers, refuse_other_runs, select_layers
-from compare.sides.proving import proved
 from compare.sides.sides import Batch, Sides
 from compare.untested import find_untested
 from minimax_tools.capture.address_records import address_of
@@ -59,6 +62,32 @@ from minimax_tools.results.results import (
     SiteStatus,
     Verdict,
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# A function of the golden, the device run, and further arguments.
+Judging = Callable[Concatenate[CaptureSource, CaptureSource, P], R]
+
+
+def proved(judge: Judging[P, R]) -> Judging[P, R]:
+    """Decorate a judge of two captures: it returns only when all that it read of them is checked.
+
+    The check runs on a thread beside the judge.
+
+    Raises:
+        CaptureError: A capture was damaged or changed, even if the judge itself raised.
+    """
+
+    @functools.wraps(judge)
+    def run(reference: CaptureSource, target: CaptureSource, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as proofs:
+            # Entered first, the golden's check is left last: if both sides are damaged, the golden's error is raised.
+            for side in (reference, target):
+                proofs.enter_context(side.proving_beside())
+            return judge(reference, target, *args, **kwargs)
+
+    return run
+
 
 _SITE = "classes"
 # Of the layers, the first stands for all.

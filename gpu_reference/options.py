@@ -1,4 +1,7 @@
-"""Options of `mm2-gpu` alone; shared ones are in `minimax_tools.command_line.options`."""
+"""Options of `mm2-gpu` alone; shared ones are in `minimax_tools.command_line.options`.
+
+Implementations: transformers' own ways to compute attention and experts, by name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from gpu_reference.golden.sampling import Sampling
-from gpu_reference.model.implementations import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
 from gpu_reference.streaming.streaming_request import STREAM_MODES, StreamingRequest
 from minimax_tools.command_line.options import (
     CaptureStore,
@@ -28,6 +30,10 @@ from minimax_tools.text.input_request import InputRequest
 
 if TYPE_CHECKING:
     import torch
+
+
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
+ATTN_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

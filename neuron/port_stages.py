@@ -28,8 +28,8 @@ from minimax_tools.command_line.console import (
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.json_codec import DecodeError, decode
 from minimax_tools.machine.files import whole_file
-from minimax_tools.machine.given_line import same_command
 from minimax_tools.machine.json_file import JsonError, parse_json, read_own_json
+from minimax_tools.machine.stops import same_command
 from minimax_tools.machine.streams import write
 from minimax_tools.printable import NEXT_TITLE, SCHEMA_VERSION
 from minimax_tools.results.results import Verdict

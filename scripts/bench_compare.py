@@ -29,8 +29,7 @@ from figures import Figure, benchmark_parser, print_figures
 from peaks import watch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.metrics.pair_metrics import compare_tensors, sample_centres, sum_pair
-from minimax_tools.metrics.pair_sums import PairSums, Tolerance
+from minimax_tools.metrics.pair_metrics import PairSums, Tolerance, compare_tensors, sample_centres, sum_pair
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest
 

@@ -11,7 +11,7 @@ import torch
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.model.architecture import ParamMapper
-from minimax_tools.slices.splitter import ModelSplitter, SplitConfig, SplitPlan
+from minimax_tools.slices.slice_plans import ModelSplitter, SplitConfig, SplitPlan
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory
 from minimax_tools.split.shard_loader import ShardLoader

@@ -1,7 +1,6 @@
 """Sides: the golden and the device run, and what both were computed from.
 
 - `pairing`: captures that may be compared, and their layers
-- `proving`: no verdict before all that was read is checked
 - `sides`: the pair, its batch, criteria and weights; the real tokens; the ways in which a pass may take tokens for
   others
 - `captured_input`: a layer's input

@@ -1,30 +1,305 @@
 """The certificate of a finished golden, checked layer by layer with one layer's tensors in memory.
 
 Some checks need the capture alone, others the model too. The certificate names the checks that could not run.
+
+The checks of a golden's layers against the model, and against mm2's own float32 layer.
+
+Without the model, two checks remain: of the norms of q and k, and of the error of BF16 if twins were stored.
+
+The check of a noise floor's variants.
+
+A variant is another correct way to compute a layer in BF16; it widens the noise floor. A wrong variant would widen the
+floor too far, and hide faults of ports.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from gpu_reference.certification.checked_capture import CheckedCapture
-from gpu_reference.certification.golden_checks import claim
-from gpu_reference.certification.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier, check_variants
+from gpu_reference.certification.golden_checks import (
+    NORM_LIMIT,
+    SCALE_LIMIT,
+    Tally,
+    Worst,
+    bf16_limit,
+    claim,
+    find_router_faults,
+    is_rotated_width,
+    norm_spread,
+    reference_limit,
+    relative_distance,
+    rotated_dims,
+    scale_error,
+)
 from gpu_reference.certification.trust import refuse_run
 from minimax_tools.capture.manifest import Certificate, Check, Outcome
 from minimax_tools.capture.mirror import CaptureMirror
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import store_certificate
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CaptureError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.progress import LayerProgress, Progress
+from minimax_tools.metrics.noise_floor import error_name, token_rows, variant_name
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.provenance import library_versions
+from minimax_tools.reference.float32_stages import Float32Layer
+from minimax_tools.reference.modules import read_config
+from minimax_tools.reference.twin import Float32Twin
+
+_NAME = "floor_variants"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _VariantError:
+    """The distance of a variant from the float32 twin, at a site of a layer."""
+
+    where: str  # site, layer and variant, in words
+    distance: float  # distance relative to the golden's values; absolute if these are all 0
+    limit: float  # largest distance that BF16 explains
+    widening: float  # distance in units of the golden's own error; 1 if both compute the same
+
+
+def check_variants(capture: Capture) -> tuple[Check, ...]:
+    """Check that no variant is further from the float32 twin than BF16 explains; () for a golden without variants."""
+    if not capture.description.floor_variants:
+        return ()
+    try:
+        errors = [error for layer in capture.layers for error in _measure_layer(capture, layer)]
+    except CaptureError as damage:
+        return (Check(name=_NAME, outcome=Outcome.FAILED, found=str(damage)),)
+    worst = Worst(name=_NAME, missing="the golden stored no site that a variant changes")
+    for error in errors:
+        worst.add(error.distance, error.limit, error.where)
+    check = worst.check("variants are off the float32 layer")
+    if not errors:
+        return (check,)
+    widest = max(errors, key=lambda error: error.widening)
+    found = f"{check.found}; they widen the floor up to {widest.widening:.3g} times, at {widest.where}"
+    if check.outcome is Outcome.FAILED:
+        found += "; make the golden with --floor-variants 0"
+    return (replace(check, found=found),)
+
+
+def _measure_layer(capture: Capture, layer: int) -> Iterator[_VariantError]:
+    real = capture.read_kept_mask()
+    for site in capture.sites(layer):
+        golden_floor = capture.read_floor(layer, error_name(site))
+        if golden_floor is None:
+            # The site has no floor, as the chosen experts.
+            continue
+        golden_norm = float(token_rows(capture.read(layer, site), site)[real].float().norm())
+        for variant in capture.description.floor_variants:
+            error = _read_error(capture, layer, variant, site)
+            variant_error, golden_error = float(error[real].norm()), float(golden_floor[real].norm())
+            yield _VariantError(
+                where=f"{site} of layer {layer} ({variant})",
+                distance=variant_error / golden_norm if golden_norm else variant_error,
+                limit=bf16_limit(site),
+                widening=variant_error / golden_error if golden_error else 1.0,
+            )
+
+
+def _read_error(capture: Capture, layer: int, variant: str, site: Site) -> torch.Tensor:
+    name = variant_name(variant, error_name(site))
+    error = capture.read_floor(layer, name)
+    if error is None:
+        raise CaptureError(f"the floor of layer {layer} holds no {name}", next_step="Run the capture again.")
+    return error
+
+
+NO_MODEL = "no model was given: --model names it"
+_OTHER_MODEL = "the model that was given is not the golden's"
+_NO_SITES = "the golden kept no sites for it"
+# Absolute error allowed to a router weight, which may be stored in BF16.
+_WEIGHT_LIMIT = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GoldenModel:
+    """The model that a golden is checked against."""
+
+    reader: CheckpointReader
+    spec: ModelSpec
+    runs_transformers: (
+        bool  # whether transformers is here, to make float32 twins that the golden did not store
+    )
+
+
+class LayerCertifier:
+    """The checks of a golden's layers, one layer at a time.
+
+    Args:
+        golden: Reader of the golden, which also notes NaN, Inf and wrong noise floors in what it reads.
+        model: Model to check the golden against; None if none was given.
+        inputs: Inputs of the golden; None if they cannot be read. No layer is judged then, as padding is unknown.
+        model_differs: Whether the golden was made of another model than `model`. Weights are not compared then.
+    """
+
+    def __init__(
+        self, golden: CheckedCapture, model: GoldenModel | None, inputs: Inputs | None, *, model_differs: bool
+    ) -> None:
+        self._golden = golden
+        self._model = model
+        self._model_differs = model_differs
+        self._inputs = inputs
+        self._dtype = torch.float32 if golden.is_float32 else torch.bfloat16
+        no_model = NO_MODEL if model is None else _NO_SITES
+        no_weights = _OTHER_MODEL if model_differs else no_model
+        self._reference = Worst(name="reference_layer", missing=no_weights)
+        self._noise = Worst(name="bf16_noise", missing=_NO_SITES)
+        self._scale = Worst(name="bf16_scale", missing=_NO_SITES)
+        self._norms = Worst(name="qk_norm_width", missing=_NO_SITES)
+        self._router = Tally(name="router_choice", missing=no_weights)
+        self._rotary = Tally(name="rotary_width", missing=no_weights)
+
+    def check_layer(self, layer: int) -> None:
+        """Check a layer.
+
+        Raises:
+            CheckpointError: The model's layer cannot be read.
+        """
+        if self._inputs is None:
+            return
+        stored = self._golden.read_layer(layer)
+        for site, tensor in stored.items():
+            self._golden.check_finite(site, tensor, self._real, f"{site} of layer {layer}")
+        self._check_norms(layer, stored)
+        twins = self._golden.read_twins(layer, stored, self._real)
+        if not self._golden.is_float32:
+            self._golden.check_floor(layer, stored, twins, self._real)
+        # A float32 golden's twins are its stored sites, which are checked already.
+        self._check_rope(layer, stored, {} if self._golden.is_float32 else twins)
+        computed = self._check_weights(layer, stored, twins, self._inputs)
+        if not self._golden.is_float32:
+            # Without the golden's model, the stored twins stand in for mm2's own float32 layer.
+            self._check_noise(layer, stored, computed or twins)
+
+    def checks(self) -> list[Check]:
+        """Return the checks of all layers so far."""
+        return [
+            self._rotary.check("queries and keys rotate the width that config.json says"),
+            self._norms.check("the norms scale the heads of a token differently"),
+            self._router.check("layers choose experts by their logits and the float32 bias"),
+            self._reference.check("transformers' float32 layer is off mm2's own"),
+            self._noise.check("what the golden stored is off its float32 layer"),
+            self._scale.check("what the golden stored is larger or smaller than its float32 layer"),
+        ]
+
+    @property
+    def _real(self) -> torch.Tensor:
+        """True where a token's values are kept, bool [B,S]."""
+        assert self._inputs is not None, "without inputs no layer is judged"
+        return self._inputs.is_kept
+
+    def _check_weights(
+        self,
+        layer: int,
+        stored: Mapping[Site, torch.Tensor],
+        twins: Mapping[Site, torch.Tensor],
+        inputs: Inputs,
+    ) -> dict[Site, torch.Tensor]:
+        """Check twins and router against mm2's own float32 layer; return its sites, {} without the golden's model."""
+        model = self._model
+        if model is None or self._model_differs or Site.INPUT not in stored:
+            return {}
+        tensors = LayerTensors.open(model.reader, model.spec, layer, self._dtype)
+        chosen = stored.get(Site.ROUTER_EXPERTS)
+        computed = Float32Layer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
+        exact = twins or self._run_twins(layer, stored, inputs, tensors)
+        largest_position = int(inputs.position_ids[self._real].max())
+        for site, tensor in exact.items():
+            if site in computed and tensor.is_floating_point():
+                distance = relative_distance(site, tensor, computed[site], self._real)
+                self._reference.add(
+                    distance, reference_limit(site, largest_position), f"{site} of layer {layer}"
+                )
+        if {Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS} <= stored.keys():
+            self._check_router(layer, stored, tensors[CORRECTION_BIAS])
+        return computed
+
+    def _run_twins(
+        self, layer: int, stored: Mapping[Site, torch.Tensor], inputs: Inputs, tensors: LayerTensors
+    ) -> dict[Site, torch.Tensor]:
+        """Run transformers' layer in float32, for a golden that stored no twins; {} without transformers."""
+        model = self._model
+        assert model is not None, "the layer's weights came from the model"
+        if not model.runs_transformers:
+            self._reference.missing = (
+                "the golden kept no float32 twins, and transformers is not installed here"
+            )
+            return {}
+        config = read_config(model.reader.folder, num_hidden_layers=model.spec.num_hidden_layers)
+        twin = Float32Twin(config, tensors, layer=layer, device=torch.device("cpu"))
+        sites = tuple(site for site in Site if site is not Site.INPUT)
+        chosen = stored.get(Site.ROUTER_EXPERTS)
+        return twin.run(stored[Site.INPUT], inputs, router_experts=chosen, sites=sites)
+
+    def _check_noise(
+        self, layer: int, stored: Mapping[Site, torch.Tensor], exact: Mapping[Site, torch.Tensor]
+    ) -> None:
+        for site, tensor in stored.items():
+            if site in exact and tensor.is_floating_point():
+                distance = relative_distance(site, tensor, exact[site], self._real)
+                self._noise.add(distance, bf16_limit(site), f"{site} of layer {layer}")
+                scale = scale_error(site, tensor, exact[site], self._real)
+                self._scale.add(scale, SCALE_LIMIT, f"{site} of layer {layer}")
+
+    def _check_rope(
+        self, layer: int, stored: Mapping[Site, torch.Tensor], twins: Mapping[Site, torch.Tensor]
+    ) -> None:
+        if self._model is None or self._model_differs:
+            return
+        width = self._model.spec.rotary_dim
+        for normed, rotated in ((Site.Q_NORM, Site.Q_ROPE), (Site.K_NORM, Site.K_ROPE)):
+            for prefix, tensors in (("", stored), ("the float32 twin of ", twins)):
+                if not {normed, rotated} <= tensors.keys():
+                    # The golden did not keep both.
+                    continue
+                changes = rotated_dims(tensors[normed], tensors[rotated], self._real)
+                if is_rotated_width(changes, width):
+                    self._rotary.add()
+                    continue
+                num_rotated = int(changes.nonzero().max()) + 1 if bool(changes.any()) else 0
+                where = f"{prefix}{rotated} of layer {layer}"
+                self._rotary.add(f"{where} rotates {num_rotated} dims of a head, config.json says {width}")
+
+    def _check_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
+        if Site.Q_ROPE not in stored:
+            return
+        head_dim = stored[Site.Q_ROPE].shape[-1]
+        for projected, normed in ((Site.Q_PROJ, Site.Q_NORM), (Site.K_PROJ, Site.K_NORM)):
+            if {projected, normed} <= stored.keys():
+                spread = norm_spread(stored[projected], stored[normed], self._real, head_dim=head_dim)
+                self._norms.add(spread, NORM_LIMIT[self._dtype], f"{normed} of layer {layer}")
+
+    def _check_router(self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor) -> None:
+        num_wrong_tokens, weight_error = find_router_faults(stored, bias, self._real)
+        faults = []
+        if num_wrong_tokens:
+            faults.append(
+                f"layer {layer}: the experts of {num_wrong_tokens} of {int(self._real.sum())} tokens do not follow "
+                "from their logits and the checkpoint's float32 bias"
+            )
+        if weight_error > _WEIGHT_LIMIT:
+            faults.append(
+                f"layer {layer}: router_weights differ by up to {weight_error:.2g} from those of the unbiased scores"
+            )
+        self._router.add(*faults)
+
 
 # Names among the golden's dtypes that must be float32.
 _ROUTER_DTYPES = ("router_gate", "correction_bias")

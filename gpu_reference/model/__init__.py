@@ -1,6 +1,5 @@
 """transformers' model, placed on devices, loaded, and proved free of the known traps.
 
-- `implementations`: transformers' ways to compute attention and experts, by name
 - `model`: the model, loaded whole or built without weights
 - `model_checks`: the proofs that it fell into none of the known traps; weights that accelerate keeps off their device
 - `placement`: the devices that hold its parts

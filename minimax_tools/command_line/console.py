@@ -33,9 +33,8 @@ from click.core import ParameterSource
 from minimax_tools.command_line.help_groups import write_options
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError, did_you_mean
-from minimax_tools.machine.given_line import given_words, keep_arguments
 from minimax_tools.machine.importing import importing
-from minimax_tools.machine.stops import forget_interrupt, stopped_error
+from minimax_tools.machine.stops import forget_interrupt, given_words, keep_arguments, stopped_error
 from minimax_tools.machine.streams import OutputError, drop_output, write
 from minimax_tools.printable import NEXT_TITLE, printable, printable_json, versioned
 from minimax_tools.remote.address import is_remote

@@ -20,7 +20,7 @@ import click
 
 from minimax_tools.command_line.console import Mm2Command, failing_on_lost_help, version_option
 from minimax_tools.errors import did_you_mean
-from minimax_tools.machine.given_line import keep_arguments
+from minimax_tools.machine.stops import keep_arguments
 
 
 def run_command(program: str, module: str, name: str = "main", further: tuple[str, ...] = ()) -> None:
@@ -41,8 +41,7 @@ def begin(words: Sequence[str]) -> None:
     stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     from minimax_tools.command_line.console import print_error
-    from minimax_tools.machine.given_line import asks_for_json
-    from minimax_tools.machine.stops import end_when_stopped, ignore_stops, stopped_error
+    from minimax_tools.machine.stops import asks_for_json, end_when_stopped, ignore_stops, stopped_error
     from minimax_tools.machine.streams import OutputError, require_streams
 
     as_json = asks_for_json(words)

@@ -20,10 +20,9 @@ one token of a tensor, and a map is a user's YAML about a dump.
 - `schedule`: the tokens of each request in each pass
 - `rows`: real tokens taken out of tensors and laid out as a batch
 - `row_finder`: the rows that are real tokens; the other capture, as far as it tells how a dump is to be read
-- `last_tokens`: rows computed only for the tokens to sample from
 - `assembly`: pieces of ranks and passes put together
 - `placed_capture`: a capture whose sites have places in its files
-- `capture`: a dump as a capture
+- `capture`: a dump as a capture; rows computed only for the tokens to sample from
 - `cache_capture`: keys and values out of vLLM Neuron's cache as a capture; a dump of modules and caches of the same
   run as one capture
 - `legacy`: the `.pt` files of scripts before mm2 as a capture; the tensors in such files

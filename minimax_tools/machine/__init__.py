@@ -16,7 +16,6 @@
 - `yaml_file`: YAML that a user wrote, bounded
 - `native_output`: standard output kept free of what libraries print
 - `progress`: progress of a run over layers
-- `stops`: Ctrl-C, SIGTERM and SIGHUP
+- `stops`: Ctrl-C, SIGTERM and SIGHUP; the command line as it was given
 - `streams`: standard output and standard error; tables as plain text
-- `given_line`: the command line as it was given
 """

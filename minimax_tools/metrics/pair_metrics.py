@@ -2,20 +2,298 @@
 
 Tensors are read in blocks, so no copy exceeds one block. Values that are not finite are counted, and left out
 of every other metric.
+
+PairSums: running float64 sums over blocks of two tensors, from which every metric of a pair is computed.
+
+In formulas, r is an element of the reference and t the element of the target at the same index. A deviation is an
+element minus the centre of its side. n is the number of elements of a block.
+
+DistanceCounts: the median distance of a pair of tensors, from counts in bins.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
+from minimax_tools.machine.compiled import compiled
 from minimax_tools.metrics.error_sums import read_blocks, sum_on_cores
-from minimax_tools.metrics.pair_sums import Centres, DistanceCounts, PairSums, Tolerance, Values
+
+Values = np.ndarray[tuple[int], np.dtype[np.float32]]  # or float64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Tolerance within which elements are close: |t − r| <= atol + rtol·|r|."""
+
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Centres:
+    """A number for each side that is subtracted before squaring: about the side's mean, 0 if the spread exceeds it.
+
+    Without it, squares would lose a small spread around a large mean to rounding.
+    """
+
+    reference: float
+    target: float
+
+    @classmethod
+    def of(cls, reference: torch.Tensor, target: torch.Tensor) -> Centres:
+        """Choose the centres from a sample of each side, of any shape."""
+        return cls(reference=_centre(reference), target=_centre(target))
+
+
+class Totals(NamedTuple):
+    """Counts and sums over elements. All but the first two are over elements that are finite on both sides.
+
+    A distance is |t − r|, squares are of deviations, and a product is of both sides' deviations.
+    """
+
+    nonfinite_reference: int = 0
+    nonfinite_target: int = 0
+    num_finite: int = 0
+    num_close: int = 0
+    distances: float = 0.0
+    distance_squares: float = 0.0
+    reference_deviations: float = 0.0
+    reference_squares: float = 0.0
+    target_deviations: float = 0.0
+    target_squares: float = 0.0
+    products: float = 0.0
+
+
+class SideSums(NamedTuple):
+    """Sums over those elements x of one side that are finite on both sides."""
+
+    num_finite: int
+    centre: float
+    deviations: float  # Σ(x − centre)
+    squares: float  # Σ(x − centre)²
+
+    @property
+    def squares_around_zero(self) -> float:
+        """Σ x²."""
+        return self.squares + self.centre * (2 * self.deviations + self.num_finite * self.centre)
+
+    @property
+    def squares_around_mean(self) -> float:
+        """Σ(x − mean)²; exactly 0 if it is so small that rounding of the mean explains it."""
+        count = max(self.num_finite, 1)
+        spread = self.squares - self.deviations**2 / count
+        rounding = count * (4 * np.finfo(np.float64).eps * self.centre) ** 2
+        return float(spread) if spread > rounding else 0.0
+
+
+class PairSums:
+    """Sums over the blocks that were added. Elements that are not finite are only counted.
+
+    Attributes:
+        num_elements: Number of elements of one side.
+        totals: Counts and sums.
+        worst: Largest |t − r|; -1 before any.
+        worst_offset: Flat index of the first element with that distance.
+    """
+
+    def __init__(self, tolerance: Tolerance, centres: Centres) -> None:
+        self._tolerance = tolerance
+        self._centres = centres
+        self.num_elements = 0
+        self.totals = Totals()
+        self.worst, self.worst_offset = -1.0, 0
+
+    def add(self, offset: int, reference: Values, target: Values) -> None:
+        """Add one block of both sides, [n]; `offset` is the flat index of its first element."""
+        totals, worst, index = _add_up(
+            reference,
+            target,
+            self._centres.reference,
+            self._centres.target,
+            self._tolerance.rtol,
+            self._tolerance.atol,
+            self.worst,
+        )
+        self._include(reference.size, totals, worst, offset + index)
+
+    def merge(self, other: PairSums) -> None:
+        """Add sums over other blocks, made with the same tolerance and centres."""
+        self._include(other.num_elements, other.totals, other.worst, other.worst_offset)
+
+    def _include(self, num_elements: int, totals: Totals, worst: float, worst_offset: int) -> None:
+        self.num_elements += num_elements
+        self.totals = Totals(*map(operator.add, self.totals, totals))
+        # Of equal distances the first element counts, in whatever order the blocks come.
+        if (worst, -worst_offset) > (self.worst, -self.worst_offset):
+            self.worst, self.worst_offset = worst, worst_offset
+
+    @property
+    def reference(self) -> SideSums:
+        """Sums over the reference."""
+        sums = self.totals
+        return SideSums(
+            sums.num_finite, self._centres.reference, sums.reference_deviations, sums.reference_squares
+        )
+
+    @property
+    def target(self) -> SideSums:
+        """Sums over the target."""
+        sums = self.totals
+        return SideSums(sums.num_finite, self._centres.target, sums.target_deviations, sums.target_squares)
+
+    @property
+    def products(self) -> float:
+        """Σ r·t."""
+        totals, r_centre, t_centre = self.totals, self._centres.reference, self._centres.target
+        shifts = r_centre * totals.target_deviations + t_centre * totals.reference_deviations
+        return totals.products + shifts + totals.num_finite * r_centre * t_centre
+
+    @property
+    def covariation(self) -> float:
+        """Σ(r − mean)·(t − mean)."""
+        totals = self.totals
+        drift = totals.reference_deviations * totals.target_deviations / max(totals.num_finite, 1)
+        return totals.products - drift
+
+
+def _centre(sample: torch.Tensor) -> float:
+    finite = sample[sample.isfinite()]
+    if finite.numel() == 0:
+        return 0.0
+    mean = float(finite.mean())
+    return mean if abs(mean) > float(finite.std(correction=0)) else 0.0
+
+
+# The loop has no branches, so the compiler vectorises it. Elements that do not count add 0.
+@compiled(
+    "(float32[::1], float32[::1], float64, float64, float64, float64, float64)",
+    "(float64[::1], float64[::1], float64, float64, float64, float64, float64)",
+    sums_in_any_order=True,
+)
+def _add_up(
+    reference: Values,
+    target: Values,
+    reference_centre: float,
+    target_centre: float,
+    rtol: float,
+    atol: float,
+    known_worst: float,
+) -> tuple[Totals, float, int]:
+    """Return a block's `Totals`, its largest distance (-1 if none), and that element's index.
+
+    The index is searched only for a distance above `known_worst`; else it is 0.
+    """
+    nonfinite_reference = nonfinite_target = num_finite = num_close = 0
+    distances = distance_squares = products = 0.0
+    reference_deviations = reference_squares = target_deviations = target_squares = 0.0
+    # Distances are compared as integers: the bits of non-negative floats are in the order of their values.
+    worst_bits = np.int64(-1)
+    for i in range(reference.size):
+        r, t = np.float64(reference[i]), np.float64(target[i])
+        is_finite = np.isfinite(r) & np.isfinite(t)
+        nonfinite_reference += not np.isfinite(r)
+        nonfinite_target += not np.isfinite(t)
+        num_finite += is_finite
+        num_close += is_finite & (abs(t - r) <= atol + rtol * abs(r))
+        distance = np.float64(abs(t - r) if is_finite else 0.0)
+        distances += distance
+        distance_squares += distance * distance
+        worst_bits = max(worst_bits, distance.view(np.int64) if is_finite else np.int64(-1))
+        r_deviation = r - reference_centre if is_finite else 0.0
+        t_deviation = t - target_centre if is_finite else 0.0
+        reference_deviations += r_deviation
+        reference_squares += r_deviation * r_deviation
+        target_deviations += t_deviation
+        target_squares += t_deviation * t_deviation
+        products += r_deviation * t_deviation
+    worst = np.int64(worst_bits).view(np.float64) if worst_bits >= 0 else -1.0
+    index = 0
+    if worst > known_worst:
+        while abs(np.float64(target[index]) - np.float64(reference[index])) != worst:
+            index += 1
+    totals = Totals(
+        nonfinite_reference,
+        nonfinite_target,
+        num_finite,
+        num_close,
+        distances,
+        distance_squares,
+        reference_deviations,
+        reference_squares,
+        target_deviations,
+        target_squares,
+        products,
+    )
+    return totals, worst, index
+
+
+# A bin's number is the float32 bits of its distances without the 14 low ones. Bits of larger distances are larger.
+_DROPPED_BITS = 14
+# Width of a bin as a fraction of the distance: float32 has 23 bits after the leading one.
+MEDIAN_RELATIVE_RESOLUTION = 2.0 ** (_DROPPED_BITS - 23)
+# Bin of Inf, the last: a finite float64 distance may exceed float32.
+_INFINITY_BIN = 0x7F800000 >> _DROPPED_BITS
+
+Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class DistanceCounts:
+    """Counts of distances |target − reference| in bins, from which their median follows without sorting."""
+
+    def __init__(self) -> None:
+        self._counts: Counts = np.zeros(_INFINITY_BIN + 1, dtype=np.int64)
+        self._num_counted = 0
+
+    def add(self, reference: Values, target: Values) -> None:
+        """Count |target − reference| of one block, [n] each, where both are finite."""
+        self._num_counted += _count_block(reference, target, self._counts)
+
+    def merge(self, other: DistanceCounts) -> None:
+        """Add the counts of other blocks."""
+        self._counts += other._counts
+        self._num_counted += other._num_counted
+
+    @property
+    def median(self) -> float:
+        """Lower median, with a relative error below `MEDIAN_RELATIVE_RESOLUTION`; 0 without distances."""
+        if self._num_counted == 0:
+            return 0.0
+        middle_bin = _find_bin(self._counts, (self._num_counted - 1) // 2)
+        return float(np.int32(middle_bin << _DROPPED_BITS).view(np.float32))
+
+
+@compiled(
+    "(float32[::1], float32[::1], int64[::1])",
+    "(float64[::1], float64[::1], int64[::1])",
+)
+def _count_block(reference: Values, target: Values, counts: Counts) -> int:
+    """Count the distances of a block into `counts`, and return their number."""
+    num_counted = 0
+    for i in range(reference.size):
+        r, t = np.float64(reference[i]), np.float64(target[i])
+        if np.isfinite(r) and np.isfinite(t):
+            num_counted += 1
+            # Unsigned: an index that may be negative costs a comparison.
+            counts[np.float32(abs(t - r)).view(np.uint32) >> np.uint32(_DROPPED_BITS)] += 1
+    return num_counted
+
+
+@compiled("(int64[::1], int64)")
+def _find_bin(counts: Counts, rank: int) -> int:
+    """Return the bin of the distance with `rank` smaller ones; there must be more than `rank` distances."""
+    index = 0
+    while rank >= counts[index]:
+        rank -= counts[index]
+        index += 1
+    return index
+
 
 # Elements of the sample from which the centres are taken.
 _SAMPLE_ELEMENTS = 1 << 11

@@ -8,11 +8,10 @@
 - `description`: slice.json, the content of a slice
 - `digest`: sha256 of stored tensors
 - `torch_values`: tensors of `.bin` files, and `.pth` files, which need torch
-- `splitter`: shards of nodes, cut out by tensor names
-- `slice_plans`: plans that slices are cut by: of stages, or of tensor names
+- `slice_plans`: plans that slices are cut by: of stages, or of tensor names; shards of nodes, cut out by tensor names
 - `download`: the files of a checkpoint that a slice needs
-- `fetch`: a slice fetched from the hub, as whole files or as byte ranges
-- `sparse_source`: sparse copies of a hub's shards that hold only a slice's bytes
+- `fetch`: a slice fetched from the hub, as whole files or as byte ranges; sparse copies of a hub's shards that hold
+  only a slice's bytes
 - `holding`: the tensors of a node, as planned or as found in its slice's folder
 - `verify`: the check of a plan, and of the files, slices and runs made by it
 - `verdicts`: the claims of a verification, each with its contradictions; slices against their nodes' memory,

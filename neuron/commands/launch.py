@@ -30,9 +30,9 @@ from minimax_tools.command_line.console import (
     take_afterwards,
 )
 from minimax_tools.errors import CannotRunError, UsageError
-from minimax_tools.machine.given_line import given_arguments
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import native_output_dropped
+from minimax_tools.machine.stops import given_arguments
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.ranks.failure import RESUME, RankFailedError, RankFailure, attempt_store, record_end
 from minimax_tools.ranks.rank_place import RankPlace

@@ -25,10 +25,10 @@ from minimax_tools.command_line.console import end_command, print_json, say
 from minimax_tools.command_line.options import SUMMARY_JSON
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
-from minimax_tools.machine.given_line import same_command
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.progress import LayerProgress
+from minimax_tools.machine.stops import same_command
 from minimax_tools.machine.streams import write
 from minimax_tools.model.run import model_run
 from minimax_tools.model.spec import ModelSpec

@@ -15,10 +15,10 @@ from minimax_tools.errors import UsageError, format_count
 from minimax_tools.golden_logits.golden_rows import GoldenRows, captured_logits
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER, LogitsStore
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
-from minimax_tools.machine.given_line import same_command
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.progress import LayerProgress
+from minimax_tools.machine.stops import same_command
 from minimax_tools.machine.streams import write
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance

@@ -17,8 +17,8 @@ from minimax_tools.command_line.options import (
 )
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
-from minimax_tools.machine.given_line import same_command
 from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.machine.stops import same_command
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend

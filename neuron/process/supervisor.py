@@ -18,8 +18,7 @@ from contextlib import suppress
 
 from minimax_tools.command_line.console import print_error
 from minimax_tools.errors import CannotRunError, TargetError
-from minimax_tools.machine.given_line import asks_for_json
-from minimax_tools.machine.stops import STOPS, die_when_stopped, stopped_error
+from minimax_tools.machine.stops import STOPS, asks_for_json, die_when_stopped, stopped_error
 from minimax_tools.machine.streams import OutputError, drop_output
 from neuron.process.record import Status, StatusRecord
 from neuron.process.status import HELD_BACK, STACK_SIGNAL, run_supervised

@@ -22,7 +22,7 @@ from minimax_tools.command_line.console import (
 from minimax_tools.command_line.group import Mm2Group
 from minimax_tools.command_line.options import output_options
 from minimax_tools.errors import CaptureError, UsageError
-from minimax_tools.machine.given_line import given_arguments, same_command
+from minimax_tools.machine.stops import given_arguments, same_command
 
 logger = logging.getLogger("minimax_tools.test_console")
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from minimax_tools.metrics.pair_metrics import compare_tensors
-from minimax_tools.metrics.pair_sums import MEDIAN_RELATIVE_RESOLUTION
+from minimax_tools.metrics.pair_metrics import MEDIAN_RELATIVE_RESOLUTION, compare_tensors
 from minimax_tools.metrics.tensor_statistics import measure_tensor
 
 # More than one block of 2^17 elements, and a ragged last one.

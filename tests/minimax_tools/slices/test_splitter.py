@@ -18,8 +18,7 @@ from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import SliceCut
 from minimax_tools.slices.layout import FileFormat
-from minimax_tools.slices.source import open_source
-from minimax_tools.slices.splitter import (
+from minimax_tools.slices.slice_plans import (
     ModelSplitter,
     SplitConfig,
     SplitPlan,
@@ -27,6 +26,7 @@ from minimax_tools.slices.splitter import (
     read_split_plans,
     split_plans,
 )
+from minimax_tools.slices.source import open_source
 
 Tensors = dict[str, torch.Tensor]
 Save = Callable[..., Path]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.split.anatomy import AddsNothing, Elsewhere, PassThrough
+from minimax_tools.split.causal_part import AddsNothing, Elsewhere, PassThrough
 
 
 def test_pass_through_gives_back_what_it_is_given() -> None:

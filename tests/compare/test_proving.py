@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import change_tensor
 
-from compare.sides.proving import proved
+from compare.comparer import proved
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
