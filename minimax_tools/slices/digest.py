@@ -16,8 +16,8 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.pickled import PickledReader
 from minimax_tools.errors import CheckpointError
-from minimax_tools.torch_files.reader import PickledReader
 
 
 def read_values(index: TensorIndex, names: Sequence[str]) -> Iterator[tuple[str, memoryview]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.pickled import PICKLED_SUFFIXES
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import format_size
@@ -18,7 +19,6 @@ from minimax_tools.split.devices import DeviceName
 from minimax_tools.split.part_folder import read_part, write_part
 from minimax_tools.split.parts import Part
 from minimax_tools.split.seed_file import read_seed_file
-from minimax_tools.torch_files.header import PICKLED_SUFFIXES
 
 # Endings of the names of files that hold weights.
 _WEIGHT_SUFFIXES = (*PICKLED_SUFFIXES, SAFETENSORS_SUFFIX)
