@@ -2,7 +2,6 @@
 
 - `model/`: what a MiniMax-M2 is: sizes, sites, weight names, runs, inputs
 - `checkpoint/`: a checkpoint read, dequantised, regrouped, told apart
-- `torch_files/`: `.bin`, `.pt` and `.pth` files, read without executing anything in them
 - `hub/`: files of a hub's model or dataset, fetched and verified
 - `remote/`: folders at remote addresses, and the cache of what was fetched from them
 - `synthetic/`: checkpoints made of random numbers
@@ -23,6 +22,7 @@
 - `errors`: every error, with its exit code; ascending numbers as ranges
 - `printable`: text made fit for a terminal
 - `json_codec`: values as JSON and back, by their type hints
+- `torch_file`: `.bin`, `.pt` and `.pth` files, mapped, and nothing in them called
 - `stored_dtype`: the dtype of a stored tensor, without torch
 - `text_enum`: enums whose text is their value
 - `provenance`: the maker of a capture: model, software, machine and options

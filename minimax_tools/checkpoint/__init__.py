@@ -7,6 +7,7 @@
 - `shard_files`: bytes of shards, through the page cache or past it; layers fetched into the page cache before they
   are needed
 - `reader`: tensors and weights, read exactly
+- `pickled`: PyTorch's `.bin` files: their tensors, and the reader of these
 - `fp8`: dequantisation
 - `layer_faults`: tensors of a layer that do not fit config.json, by their cause
 - `layer_tensors`: one decoder layer as a mapping

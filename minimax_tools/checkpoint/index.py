@@ -22,13 +22,13 @@ from minimax_tools.checkpoint.weight_files import (
     faulty_checkpoint,
     find_index_faults,
     read_weight_map,
+    refuse_pickled_module,
 )
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.spec import refuse_gguf
 from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix, scale_name
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT16, FLOAT32
-from minimax_tools.torch_files.whole_module import refuse_pickled_module
 
 Entry = TypeVar("Entry", bound=TensorEntry)
 # Stored dtypes of block scales, and of weights; other dtypes hold codes that mm2 cannot read.

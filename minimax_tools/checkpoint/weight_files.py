@@ -24,6 +24,9 @@ SAFETENSORS_SUFFIX = ".safetensors"
 # Other .bin files, such as training_args.bin and optimizer.bin, hold no weights.
 _PICKLED_FILE = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 
+# Suffixes under which modules are pickled whole.
+_MODULE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
+
 # Numbered shards, as in model-00001-of-00004.safetensors.
 _NUMBERED = re.compile(r"-of-([0-9]+)\.")
 _NUM_NAMES_SHOWN = 12
@@ -151,6 +154,32 @@ def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
         found=list_faults(faults),
         next_step="Fetch the named files again; if only the index is wrong, fetch or remove that.",
     )
+
+
+def refuse_pickled_module(path: Path) -> None:
+    """Raise if a checkpoint is a module that was pickled whole, or a folder of one.
+
+    Raises:
+        CheckpointError: It is; the message names the module's class.
+    """
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        if not file.is_file() or file.suffix not in _MODULE_SUFFIXES:
+            continue
+        # This import needs torch, which folders without such a file do not.
+        from minimax_tools.torch_file import find_pickled_module
+
+        pickled = find_pickled_module(file)
+        if pickled is not None:
+            raise CheckpointError(
+                f"no checkpoint at {path}",
+                expected="safetensors shards",
+                found=f"a pickled module, {pickled}"
+                if file == path
+                else f"a pickled module, {file.name}: {pickled}",
+                next_step="Save its tensors alone, safetensors.torch.save_file(module.state_dict(), FILE), with its "
+                "config.json.",
+            )
 
 
 def _is_one_of_many(name: str) -> bool:

@@ -33,6 +33,7 @@ from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
+from minimax_tools.torch_file import is_plain, without_gradient
 
 FILE = "vllm_kv.pt"
 LAYOUT = f"prompt_0/kv_analysis/{FILE}"
@@ -219,7 +220,7 @@ def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         CaptureError: They are not [1,K,S,D] in a dtype of 16 or more bits.
     """
-    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(torch.is_tensor, pair))
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_tensor, pair))
     shapes = [list(tensor.shape) for tensor in pair] if is_pair else []
     if not is_pair or shapes[0] != shapes[1] or len(shapes[0]) != 4 or shapes[0][0] != 1:
         raise CaptureError(
@@ -228,7 +229,7 @@ def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:
             found=", ".join(map(str, shapes)) or type(pair).__name__,
             next_step="Write one file for each prompt, as its KV-cache analysis does.",
         )
-    keys, values = pair
+    keys, values = map(without_gradient, pair)
     if not all(tensor.is_floating_point() and tensor.element_size() >= 2 for tensor in pair):
         raise CaptureError(
             f"{what} is quantised, and its scales are not in the file",
@@ -237,6 +238,10 @@ def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:
             next_step="Run with an unquantised cache, or multiply by the scales first.",
         )
     return keys, values
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_plain(value)
 
 
 # Folder of the dump below the folder with the caches.

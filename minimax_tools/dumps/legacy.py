@@ -24,7 +24,7 @@ from minimax_tools.dumps.placed_capture import PlacedCapture, SiteKey
 from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.torch_files.inert import InertRecord
+from minimax_tools.torch_file import InertRecord, is_plain, without_gradient
 
 # Names of the files, for messages.
 LEGACY_LAYOUT = "layer_<N>_output.pt, embedding_output.pt, layer_output.pt or layers_output.pt"
@@ -167,7 +167,7 @@ def find_tensor(value: Any, keys: tuple[str, ...]) -> torch.Tensor | None:
     """Return the tensor that `value` is, begins with, or holds under one of `keys`; None if there is none."""
     for _ in range(_MAX_STEPS):
         if isinstance(value, torch.Tensor):
-            return value
+            return without_gradient(value) if is_plain(value) else None
         if isinstance(value, np.ndarray):
             return torch.as_tensor(value)
         if isinstance(value, tuple | list) and value:
@@ -187,7 +187,7 @@ def describe_value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "a dict with " + (", ".join(str(key) for key in list(value)[:8]) or "nothing")
     if isinstance(value, InertRecord):
-        return f"a pickled {value.module}.{value.name}"
+        return f"a pickled {value.kind}"
     return type(value).__name__
 
 

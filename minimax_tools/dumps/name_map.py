@@ -15,11 +15,6 @@ sites:
   output: {sum: ["layers.{layer}:output[0]", "layers.{layer}:output[1]"]}
   q_rope: {from: "layers.{layer}.self_attn.rotary:output[0]", transpose: [0, 2, 1, 3]}
   logits: lm_head
-
-Usual names: places of MiniMax-M2's sites under the module names of the hub, transformers and NxDI.
-
-Of a site's places, the first that a dump holds counts; one of them may be a sum of several. `place` explains their
-notation. Facts that differ between models of a tool, such as the widths of a fused projection, need a user's map.
 """
 
 from __future__ import annotations
@@ -46,6 +41,9 @@ HEAD_INPUT = "head_input"
 _LAYER = "layers.{layer}"
 _MOES = ("block_sparse_moe", "mlp", "moe")  # names of the MoE block in different models
 
+# Places of MiniMax-M2's sites under the module names of the hub, transformers and NxDI. Of a site's places, the first
+# that a dump holds counts; one of them may be a sum of several. Facts that differ between models of a tool, such as the
+# widths of a fused projection, need a user's map.
 _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
     Site.INPUT: (f"{_LAYER}:input", f"{_LAYER}.input_layernorm:input"),
     Site.INPUT_NORM: (f"{_LAYER}.input_layernorm",),

@@ -1,4 +1,4 @@
-"""Tensor files: `.pt` and safetensors, read without running code; of `.pt` a tensor is read with its whole file."""
+"""Tensor files: `.pt` and safetensors, read without running code, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.errors import CaptureError
 from minimax_tools.stored_dtype import SAFETENSORS_DTYPES
-from minimax_tools.torch_files.stored import StoredTensor
-from minimax_tools.torch_files.torch_file import read_structure, read_value, refusing
+from minimax_tools.torch_file import TorchFile, is_plain, refusing, without_gradient
 
 _SAFETENSORS = ".safetensors"
 # Containers within containers in which a tensor is looked for; deeper ones are not searched.
@@ -33,15 +32,13 @@ class HeldTensor:
 
 
 def describe_structure(path: Path) -> Any:
-    """Read the value of a `.pt` file with a `StoredTensor` for every tensor, without their bytes.
-
-    A tensor that is stored as a numpy array, as older torch does with those of XLA, is read.
+    """Map the value of a `.pt` file; its tensors are not read before they are used.
 
     Raises:
         CaptureError: The file is missing or damaged.
     """
     with refusing(path, CaptureError, next_step=_COPY_AGAIN):
-        return read_structure(path)
+        return TorchFile(path).value
 
 
 def list_tensors(path: Path) -> tuple[HeldTensor, ...]:
@@ -57,16 +54,21 @@ def list_tensors(path: Path) -> tuple[HeldTensor, ...]:
 
 def find_tensors(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[HeldTensor]:
     """Yield the tensors in a value of `describe_structure`, found at `keys`: itself, or in tuples, lists and dicts."""
-    if isinstance(value, StoredTensor | torch.Tensor):
-        dtype = value.given_dtype if isinstance(value, StoredTensor) else value.dtype
-        yield HeldTensor(keys=keys, shape=tuple(value.shape), dtype=dtype_name(dtype))
+    for place, tensor in _walk(value, keys):
+        yield HeldTensor(keys=place, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+
+
+def _walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if is_plain(value):
+            yield keys, value
     elif len(keys) < _MAX_NESTING:
         if isinstance(value, Mapping):
             inner = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
         else:
             inner = list(enumerate(value)) if isinstance(value, (tuple, list)) else []
         for key, item in inner:
-            yield from find_tensors(item, (*keys, key))
+            yield from _walk(item, (*keys, key))
 
 
 def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
@@ -79,27 +81,37 @@ def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
         with _opened(path) as tensors:
             tensor: torch.Tensor = tensors.get_tensor(str(keys[0]))
             return tensor
-    value = load_restricted(path)
+    with refusing(path, CaptureError, next_step=_COPY_AGAIN):
+        file = TorchFile(path)
+    value = file.value
     try:
         for key in keys:
             value = value[key]
     except (LookupError, TypeError):
         value = None
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not is_plain(value):
         raise CaptureError(
             f"{path} holds no tensor at {'.'.join(map(str, keys)) or 'its top'}", next_step=_COPY_AGAIN
         )
-    return value
+    with refusing(path, CaptureError, next_step=_COPY_AGAIN):
+        file.verify(value)
+    # In memory of its own: the file may change now.
+    return without_gradient(value).clone()
 
 
 def load_restricted(path: Path) -> Any:
     """Read a file of torch.save: CPU tensors, containers and numbers; all else becomes records that run no code.
 
+    The tensors stay mapped; those that `find_tensors` finds are read once, and checked by their checksums.
+
     Raises:
         CaptureError: The file is missing, cut short, damaged, or not one of torch.save's.
     """
     with refusing(path, CaptureError, next_step=_COPY_AGAIN):
-        return read_value(path)
+        file = TorchFile(path)
+        for _, tensor in _walk(file.value, ()):
+            file.verify(tensor)
+    return file.value
 
 
 def _list_safetensors(path: Path) -> tuple[HeldTensor, ...]:

@@ -17,6 +17,7 @@ from minimax_tools.checkpoint.weight_files import (
     PICKLED_INDEX_FILE,
     SAFETENSORS_SUFFIX,
     read_weight_map,
+    refuse_pickled_module,
 )
 from minimax_tools.errors import CheckpointError, UsageError, shorten
 from minimax_tools.hub.access import HubAccess
@@ -26,7 +27,6 @@ from minimax_tools.model.weight_names import layer_of
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.checkpoint import RemoteCheckpoint
 from minimax_tools.remote.s3_folder import S3Folder
-from minimax_tools.torch_files.whole_module import refuse_pickled_module
 
 # Files for tokenizers and loaders; pictures and remote code are not fetched.
 DESCRIBING_SUFFIXES = (".json", ".model", ".txt", ".jinja")

@@ -176,7 +176,7 @@ def read_slice_folder(folder: Path) -> TensorIndex:
     if not pth.is_file():
         return TensorIndex.from_folder(folder)
     # This import needs torch, which safetensors files do not.
-    from minimax_tools.torch_files.header import read_pickled_index
+    from minimax_tools.checkpoint.pickled import read_pickled_index
 
     return read_pickled_index(pth)
 

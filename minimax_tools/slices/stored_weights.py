@@ -73,7 +73,7 @@ def read_index(folder: Path) -> TensorIndex | None:
         return None
     if not files.shards[0].endswith(SAFETENSORS_SUFFIX):
         # This import needs torch, which safetensors files do not.
-        from minimax_tools.torch_files.header import read_pickled_index
+        from minimax_tools.checkpoint.pickled import read_pickled_index
 
         return read_pickled_index(folder, may_lack_shards=True)
     # No layer is required here: reading a tensor later names the shard that is missing.
@@ -158,7 +158,7 @@ def _read_file(path: Path, faults: list[str]) -> tuple[TensorEntry, ...]:
         if path.suffix == SAFETENSORS_SUFFIX:
             return read_header(path)
         # This import needs torch, which safetensors files do not.
-        from minimax_tools.torch_files.header import read_shard_header
+        from minimax_tools.checkpoint.pickled import read_shard_header
 
         return read_shard_header(path)
     except CheckpointError as error:

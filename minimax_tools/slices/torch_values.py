@@ -13,7 +13,7 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.torch_files.reader import PickledReader
+from minimax_tools.checkpoint.pickled import PickledReader
 
 
 def read_values(index: TensorIndex, names: Sequence[str]) -> Iterator[tuple[str, memoryview]]:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.pickled import PICKLED_SUFFIXES, PickledReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX
 from minimax_tools.errors import CheckpointError, Mm2Error, UsageError
 from minimax_tools.machine.json_file import MAX_DEPTH, read_json
@@ -39,10 +40,7 @@ from minimax_tools.split.module_names import ModuleNames
 from minimax_tools.split.part_folder import read_part, write_part
 from minimax_tools.split.part_loading import first_dtype, in_disk_order
 from minimax_tools.split.parts import Part, Role
-from minimax_tools.torch_files.header import PICKLED_SUFFIXES
-from minimax_tools.torch_files.inert import InertRecord, word_kind
-from minimax_tools.torch_files.reader import PickledReader
-from minimax_tools.torch_files.torch_file import read_structure, refusing
+from minimax_tools.torch_file import InertRecord, TorchFile, refusing, word_kind
 
 # Keys under which a file may name its component.
 _ROLE_KEYS = ("component", "component_type", "part", "role")
@@ -107,7 +105,7 @@ def _make_part(path: Path, description: _SeedDescription, *, num_hidden_layers: 
 
 def _read_description(path: Path) -> _SeedDescription:
     with refusing(path, CheckpointError, next_step="Copy it again from the host that wrote it."):
-        content = read_structure(path)
+        content = TorchFile(path).value
     metadata = path.with_name(f"{path.stem}_metadata.json")
     beside = _read_metadata(metadata) if metadata.is_file() else {}
     inside = content if isinstance(content, Mapping) else {}

@@ -22,6 +22,7 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex
+from minimax_tools.checkpoint.pickled import PickledReader, read_shard_header
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
 from minimax_tools.errors import CheckpointError
@@ -35,8 +36,6 @@ from minimax_tools.split.module_names import ModuleNames, Slot
 from minimax_tools.split.parts import Part, Role
 from minimax_tools.split.shard_loader import ShardLoader
 from minimax_tools.stored_dtype import FLOAT8_E4M3FN
-from minimax_tools.torch_files.header import read_shard_header
-from minimax_tools.torch_files.reader import PickledReader
 
 if TYPE_CHECKING:
     from minimax_tools.split.causal_model import CausalConfig

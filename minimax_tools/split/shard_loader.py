@@ -11,6 +11,12 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.pickled import (
+    PICKLED_SUFFIXES,
+    PickledEntry,
+    PickledReader,
+    read_shard_header,
+)
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import (
     WeightFiles,
@@ -31,8 +37,6 @@ from minimax_tools.model.architecture import (
     part_of,
 )
 from minimax_tools.split.parts import Role
-from minimax_tools.torch_files.header import PICKLED_SUFFIXES, PickledEntry, read_shard_header
-from minimax_tools.torch_files.reader import PickledReader
 
 
 class ShardLoader:
@@ -238,7 +242,7 @@ def _read_once(reader: CheckpointReader, entries: Mapping[str, TensorEntry]) -> 
     first_names: dict[Any, str] = {}
     for name, entry in entries.items():
         # Tensors of safetensors never share data, so each counts as its own place.
-        place = (entry.file, entry.stored) if isinstance(entry, PickledEntry) else name
+        place = entry.elements if isinstance(entry, PickledEntry) else name
         first = first_names.setdefault(place, name)
         tensors[name] = reader.read(name) if first == name else tensors[first]
     return tensors

@@ -14,7 +14,6 @@ from typing import Any
 from minimax_tools.errors import TargetError, did_you_mean
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.provenance import digest_sources
-from minimax_tools.torch_files.whole_module import find_pickled_module
 from neuron.process.status import doing
 
 # Modules that are no part of a port: the standard library, mm2, and what is installed.
@@ -92,6 +91,11 @@ def import_callable(name: str) -> tuple[TargetSource, Callable[..., Any]] | None
 
 def _refuse_pickle(path: Path) -> None:
     """Raise TargetError if a file that is named as a port holds a module that was pickled whole."""
+    if not path.is_file():
+        return
+    # This import needs torch.
+    from minimax_tools.torch_file import find_pickled_module
+
     pickled = find_pickled_module(path)
     if pickled is not None:
         raise TargetError(

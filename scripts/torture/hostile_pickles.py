@@ -21,8 +21,8 @@ from neuron.cli import main as mm2_test
 from torture.hostile_world import Outcome, run_command
 from torture.tally import Tally
 
-_PROMISE = "no pickle runs code, and each ends within a second with an error that names it"
-_LONGEST_S = 1.0
+_PROMISE = "no pickle runs code, and each ends within five seconds with an error that names it"
+_LONGEST_S = 5.0
 _NUM_RANDOM = 64
 _CONFIG = '{"model_type": "minimax_m2", "hidden_size": 8, "num_hidden_layers": 1}'
 _TENSOR = "captured_tensors_cte_step_1_module_model.layers.0.input_layernorm_output.pt"
@@ -88,14 +88,11 @@ def _pickles(mark: Path, draw: random.Random) -> Iterator[tuple[str, bytes]]:
         yield f"a call in a dict, protocol {protocol}", pickle.dumps({"x": [_Call(mark)]}, protocol=protocol)
     for name in _CALLS:
         module, _, function = name.rpartition(".")
-        argument = f"V{_command(mark)}\n"
-        yield f"REDUCE of {name}", f"c{module}\n{function}\n({argument}tR.".encode()
-        yield f"INST of {name}", f"({argument}i{module}\n{function}\n.".encode()
-        yield f"OBJ of {name}", f"(c{module}\n{function}\n{argument}o.".encode()
-        yield (
-            f"BUILD of {name}",
-            f"c{module}\n{function}\n)\x81}}V__setstate__\nc{module}\n{function}\nsb.".encode(),
-        )
+        callee, argument = f"c{module}\n{function}\n".encode(), _text(_command(mark))
+        yield f"REDUCE of {name}", callee + b"(" + argument + b"tR."
+        yield f"INST of {name}", b"(" + argument + f"i{module}\n{function}\n.".encode()
+        yield f"OBJ of {name}", b"(" + callee + argument + b"o."
+        yield f"BUILD of {name}", callee + b")\x81}" + _text("__setstate__") + callee + b"sb."
     yield "60 lists that hold each other three times", _widening_lists(60)
     yield "500 000 nested tuples", b"(" * 500_000 + b"t" * 500_000 + b"."
     yield "500 000 tuples of one, nested", b")" + b"\x85" * 500_000 + b"."
@@ -120,6 +117,10 @@ class _Call:
         return os.system, (_command(self._mark),)
 
 
+def _text(text: str) -> bytes:
+    return pickle.BINUNICODE + struct.pack("<I", len(text.encode())) + text.encode()
+
+
 def _command(mark: Path) -> str:
     return f"touch {mark}"
 
@@ -136,7 +137,10 @@ def _widening_lists(depth: int) -> bytes:
 def _archive(pickled: bytes) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("archive/data.pkl", pickled)
+        # As protocol 2, the only one that is read.
+        archive.writestr(
+            "archive/data.pkl", pickled if pickled[:1] == pickle.PROTO else b"\x80\x02" + pickled
+        )
         archive.writestr("archive/version", "3\n")
     return file.getvalue()
 

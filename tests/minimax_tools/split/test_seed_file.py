@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ class Trap:
         self._mark = mark
 
     def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._mark}",)
+        return subprocess.call, (["touch", str(self._mark)],)
 
 
 @pytest.mark.parametrize("place", ["config", "state_dict", "beside", "alone"])

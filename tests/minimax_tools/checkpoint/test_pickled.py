@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import pickle
+import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -11,16 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from minimax_tools.checkpoint.pickled import PickledEntry, PickledReader
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.weight_names import scale_name
 from minimax_tools.stored_dtype import BFLOAT16
-from minimax_tools.torch_files.reader import PickledReader
 
-LAYOUTS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "stream"])
 Q_PROJ, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 
 
@@ -34,8 +35,8 @@ class Call:
         return self.reduced
 
 
-def save(value: Any, path: Path, *, is_zip: bool = True) -> Path:
-    torch.save(value, path, _use_new_zipfile_serialization=is_zip)
+def save(value: Any, path: Path) -> Path:
+    torch.save(value, path)
     return path
 
 
@@ -71,8 +72,7 @@ def num_bytes_read_by(action: Callable[[], object]) -> int:
     return count() - before - idle
 
 
-@LAYOUTS
-def test_every_tensor_is_read_as_it_was_saved(is_zip: bool, tmp_path: Path) -> None:
+def test_every_tensor_is_read_as_it_was_saved(tmp_path: Path) -> None:
     tensors = {
         "bf16": torch.randn(5, 7).bfloat16(),
         "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
@@ -83,7 +83,7 @@ def test_every_tensor_is_read_as_it_was_saved(is_zip: bool, tmp_path: Path) -> N
         "empty": torch.empty(0, 3),
         "parameter": torch.nn.Parameter(torch.randn(2, 2)),
     }
-    path = save(collections.OrderedDict(tensors), tmp_path / "pytorch_model.bin", is_zip=is_zip)
+    path = save(collections.OrderedDict(tensors), tmp_path / "pytorch_model.bin")
     with PickledReader(path) as reader:
         assert set(reader.index.names) == set(tensors)
         for name, tensor in tensors.items():
@@ -96,8 +96,7 @@ def test_every_tensor_is_read_as_it_was_saved(is_zip: bool, tmp_path: Path) -> N
             assert torch.equal(found.float(), tensor.detach().float())
 
 
-@LAYOUTS
-def test_views_and_tied_tensors_are_read_each_by_itself(is_zip: bool, tmp_path: Path) -> None:
+def test_views_and_tied_tensors_are_read_each_by_itself(tmp_path: Path) -> None:
     base = torch.arange(48.0).reshape(6, 8)
     tensors = {
         "base": base,
@@ -110,7 +109,7 @@ def test_views_and_tied_tensors_are_read_each_by_itself(is_zip: bool, tmp_path: 
         "one": base[5:, 7:],
         "none": base[6:],
     }
-    with PickledReader(save(tensors, tmp_path / "pytorch_model.bin", is_zip=is_zip)) as reader:
+    with PickledReader(save(tensors, tmp_path / "pytorch_model.bin")) as reader:
         for name, tensor in tensors.items():
             found = reader.read(name)
             assert torch.equal(found, tensor)
@@ -163,20 +162,20 @@ def test_values_that_no_tensor_can_have_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensor_of_an_xla_device_has_the_dtype_it_had_there(tmp_path: Path) -> None:
-    tensor = torch.randn(3)
-    moved = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, tensor, torch.bfloat16, "xla:0", False)
+    tensor = torch.randn(3).bfloat16()
+    moved = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, tensor, tensor.dtype, "xla:0", False)
     with PickledReader(save({"x": moved}, tmp_path / "pytorch_model.bin")) as reader:
         assert reader.index["x"].dtype == BFLOAT16
-        assert torch.equal(reader.read("x"), tensor.bfloat16())
+        assert torch.equal(reader.read("x"), tensor)
 
 
-@LAYOUTS
-def test_opening_reads_no_storage_and_a_tensor_only_itself(is_zip: bool, tmp_path: Path) -> None:
+def test_opening_reads_no_storage_and_a_tensor_only_itself(tmp_path: Path) -> None:
     tensors = {str(index): torch.randn(1024, 256) for index in range(8)}
-    path = save(tensors, tmp_path / "pytorch_model.bin", is_zip=is_zip)
+    path = save(tensors, tmp_path / "pytorch_model.bin")
     PickledReader(path).close()  # so that nothing is imported while bytes are counted
     opened: list[PickledReader] = []
-    assert num_bytes_read_by(lambda: opened.append(PickledReader(path))) < 64_000
+    # Less than half a tensor, with Linux's own list of mapped files.
+    assert num_bytes_read_by(lambda: opened.append(PickledReader(path))) < 400_000
     reader = opened[0]
     out = torch.empty(1024, 256)
     assert num_bytes_read_by(lambda: reader.read_into("5", out)) == out.nbytes
@@ -324,22 +323,12 @@ def test_deep_value_is_named_by_its_kind(tmp_path: Path) -> None:
         PickledReader(path)
 
 
-def test_containers_open_beyond_what_a_pickler_writes_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.MARK * 500_000 + pickle.TUPLE * 500_000 + pickle.STOP)
-        archive.writestr("archive/byteorder", "little")
-        archive.writestr("archive/version", "3")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*nests more than 10000 deep"):
-        PickledReader(path)
-
-
 @pytest.mark.parametrize(
     ("name", "tensor", "found"),
     [
         ((1, 2), torch.ones(2), "a tuple of length 2 .a key that is not text"),
-        ("x", torch.eye(2).to_sparse(), r"x \(_rebuild_sparse_tensor\)"),
-        ("x", torch.ones(2, device="meta"), r"x \(_rebuild_meta_tensor_no_storage\)"),
+        ("x", torch.eye(2).to_sparse(), r"x \(sparse, nested or quantised\)"),
+        ("x", torch.ones(2, device="meta"), r"x \(without data\)"),
         (3, torch.ones(2), "3 .a key that is not text"),
     ],
 )
@@ -348,15 +337,39 @@ def test_tensor_that_cannot_be_read_is_named(name: Any, tensor: Any, found: str,
         PickledReader(save({"fine": torch.ones(1), name: tensor}, tmp_path / "pytorch_model.bin"))
 
 
-@LAYOUTS
-@pytest.mark.parametrize("function", [os.mkdir, torch.load], ids=["mkdir", "load"])
-def test_function_in_a_file_is_not_called(function: Any, is_zip: bool, tmp_path: Path) -> None:
-    victim = tmp_path / "made"
+@pytest.mark.parametrize("function", [shutil.rmtree, torch.load], ids=["rmtree", "load"])
+def test_function_in_a_file_is_not_called(function: Any, tmp_path: Path) -> None:
+    victim = tmp_path / "kept"
+    victim.mkdir()
     value = {"x": torch.ones(2), "attack": Call(function, str(victim))}
-    path = save(value, tmp_path / "pytorch_model.bin", is_zip=is_zip)
-    with PickledReader(path) as reader:
+    with PickledReader(save(value, tmp_path / "pytorch_model.bin")) as reader:
         assert torch.equal(reader.read("x"), torch.ones(2))
+    assert victim.is_dir()
+
+
+def test_file_that_names_the_operating_system_is_refused(tmp_path: Path) -> None:
+    victim = tmp_path / "made"
+    path = save({"x": torch.ones(2), "attack": Call(os.mkdir, str(victim))}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*module posix is blocked\. Fetch"):
+        PickledReader(path)
     assert not victim.exists()
+
+
+def test_file_of_an_old_torch_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"x": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(
+        CheckpointError, match=r"no zip archive; if torch before 1\.6 wrote it, load and save it"
+    ):
+        PickledReader(path)
+
+
+def test_numpy_array_that_was_a_tensor_is_named(tmp_path: Path) -> None:
+    array = np.ones((2, 3), np.float32)
+    tensor = Call(torch._utils._rebuild_device_tensor_from_numpy, array, torch.float32, "xla:0", False)
+    path = save({"fine": torch.ones(2, 3), "x": tensor}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"cannot read.*found x \(inside the pickle\)"):
+        PickledReader(path)
 
 
 def test_attack_in_that_test_is_live(tmp_path: Path) -> None:
@@ -377,9 +390,8 @@ def test_flipped_bit_is_found_when_its_tensor_is_read(tmp_path: Path) -> None:
             reader.read("b")
 
 
-@LAYOUTS
-def test_file_cut_anywhere_is_refused(is_zip: bool, tmp_path: Path) -> None:
-    path = save({"a": torch.ones(8), "b": torch.ones(3)}, tmp_path / "pytorch_model.bin", is_zip=is_zip)
+def test_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(8), "b": torch.ones(3)}, tmp_path / "pytorch_model.bin")
     content = path.read_bytes()
     for length in range(0, len(content), 11):
         path.write_bytes(content[:length])
@@ -387,17 +399,16 @@ def test_file_cut_anywhere_is_refused(is_zip: bool, tmp_path: Path) -> None:
             PickledReader(path)
 
 
-@LAYOUTS
-def test_changed_byte_is_read_or_refused(is_zip: bool, tmp_path: Path) -> None:
+def test_changed_byte_is_read_or_refused(tmp_path: Path) -> None:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        path = save({"a": torch.ones(4), "b": torch.ones(2, 3).t()}, tmp_path / "x.bin", is_zip=is_zip)
+        path = save({"a": torch.ones(4), "b": torch.ones(2, 3).t()}, tmp_path / "x.bin")
     finally:
         torch.serialization.set_crc32_options(before)
     content = path.read_bytes()
     refused = 0
-    for position in range(0, len(content), 5 if is_zip else 2):
+    for position in range(0, len(content), 5):
         for value in (0, 0x52, 0xFF):  # 0x52 is REDUCE
             path.write_bytes(content[:position] + bytes([value]) + content[position + 1 :])
             try:
@@ -415,6 +426,23 @@ def test_file_that_became_shorter_is_named(tmp_path: Path) -> None:
         os.truncate(path, 500)
         with pytest.raises(CheckpointError, match=r"a cannot be read from .*the file ends after"):
             reader.read("a")
+
+
+def test_view_in_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(100, 100).t()}, tmp_path / "pytorch_model.bin")
+    with PickledReader(path) as reader:
+        os.truncate(path, 500)
+        with pytest.raises(CheckpointError, match=r"a cannot be read from .*the file became shorter"):
+            reader.read("a")
+
+
+def test_flipped_bit_of_a_view_is_found(tmp_path: Path) -> None:
+    path = save({"a": torch.full((8, 8), 7.0).t()}, tmp_path / "pytorch_model.bin")
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.full((64,), 7.0).numpy().tobytes()) + 9] ^= 1
+    path.write_bytes(content)
+    with PickledReader(path) as reader, pytest.raises(CheckpointError, match=r"a in .* is damaged"):
+        reader.read("a")
 
 
 def test_pointer_that_was_fetched_in_place_of_the_file_is_named(tmp_path: Path) -> None:
@@ -466,6 +494,8 @@ def test_checksum_covers_a_whole_storage_only(tmp_path: Path) -> None:
     base = torch.arange(64.0)
     path = save({"part": base[8:16], "whole": base}, tmp_path / "pytorch_model.bin")
     with PickledReader(path) as reader:
-        stored = reader.index["whole"].stored  # type: ignore[attr-defined]
-        assert stored.storage.crc32 == zlib.crc32(base.numpy().tobytes())
+        part, whole = reader.index["part"], reader.index["whole"]
+        assert isinstance(part, PickledEntry)
+        assert isinstance(whole, PickledEntry)
+        assert (part.crc32, whole.crc32) == (None, zlib.crc32(base.numpy().tobytes()))
         assert torch.equal(reader.read("part"), base[8:16])

