@@ -6,7 +6,8 @@
 - `cut`: a slice before it is written, with the tensors of each of its files
 - `folder`: a slice's folder on the disk, written and opened; byte ranges of files, copied by the kernel
 - `description`: slice.json, the content of a slice
-- `digest`: sha256 of stored tensors; tensors of `.bin` files, and `.pth` files, which need torch
+- `digest`: sha256 of stored tensors
+- `torch_values`: tensors of `.bin` files, and `.pth` files, which need torch
 - `splitter`: shards of nodes, cut out by tensor names
 - `slice_plans`: plans that slices are cut by: of stages, or of tensor names
 - `download`: the files of a checkpoint that a slice needs

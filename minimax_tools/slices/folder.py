@@ -246,7 +246,7 @@ def _write_safetensors(path: Path, index: TensorIndex, entries: Sequence[TensorE
         # All files of a source have one format.
         if entries[0].is_pickled:
             # This import needs torch, which safetensors files do not.
-            from minimax_tools.slices.digest import read_values
+            from minimax_tools.slices.torch_values import read_values
 
             for _, content in read_values(index, [entry.name for entry in entries]):
                 file.write(content)
@@ -256,7 +256,7 @@ def _write_safetensors(path: Path, index: TensorIndex, entries: Sequence[TensorE
 
 def _write_pth(path: Path, index: TensorIndex, entries: Sequence[TensorEntry]) -> None:
     # Torch writes the file.
-    from minimax_tools.slices.digest import write_pth
+    from minimax_tools.slices.torch_values import write_pth
 
     write_pth(path, index, entries)
 
