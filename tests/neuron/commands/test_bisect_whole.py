@@ -11,7 +11,7 @@ import torch
 
 from gpu_reference.cli import main as mm2_gpu
 
-EXAMPLES = Path(__file__).parents[4] / "scripts" / "examples"
+EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 
 PORTS = f"""
 import sys

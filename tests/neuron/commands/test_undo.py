@@ -15,7 +15,7 @@ from neuron.cli import main as mm2_test
 Command = Callable[..., click.testing.Result]
 Undo = Callable[..., tuple[int, dict[str, Any]]]
 
-PORTS = Path(__file__).parents[3] / "ports"
+PORTS = Path(__file__).parents[2] / "ports"
 PLANTED, UNCOMMON = PORTS / "planted.py", PORTS / "undone.py"
 LAYER = 1
 
