@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.tampering import change_tensor
 
 from compare.comparer import proved
