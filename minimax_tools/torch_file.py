@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import re
 import struct
 import threading
@@ -259,12 +260,19 @@ def _load(path: Path) -> Any:
         marked_by_others = serialization.get_safe_globals()
         serialization.clear_safe_globals()
         try:
+            return _load_mapped(path)
+        except pickle.UnpicklingError:
+            # Most files hold known names alone: only others are read for their names first.
             names = serialization.get_unsafe_globals_in_checkpoint(path)
             serialization.add_safe_globals([(_stand_in(name), name) for name in names])
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return _load_mapped(path)
         finally:
             serialization.clear_safe_globals()
             serialization.add_safe_globals(marked_by_others)
+
+
+def _load_mapped(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _stand_in(name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from minimax_tools.json_codec import decode, omit_default
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.inputs import Inputs, decoded_tokens, number_steps
 from minimax_tools.text_enum import TextEnum
+
+_Record = TypeVar("_Record")
 
 GENERATION_NAME = "generation.json"
 # Candidates kept for each generated token, which is one of them.
@@ -106,15 +108,7 @@ class Generation:
         Raises:
             CaptureError: The file is damaged.
         """
-        path = directory / GENERATION_NAME
-        try:
-            return decode(cls, read_own_json(path))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CaptureError(
-                f"{path} is damaged", found=str(error), next_step="Run the capture again."
-            ) from error
+        return _read_record(cls, directory / GENERATION_NAME, next_step="Run the capture again.")
 
     def num_alike(self, other: Generation) -> tuple[int, ...]:
         """Count in each row the generated tokens before the first that differs from another generation's."""
@@ -252,15 +246,7 @@ class ModelPasses:
         Raises:
             CaptureError: The file is damaged.
         """
-        path = directory / PASSES_NAME
-        try:
-            return decode(cls, read_own_json(path))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CaptureError(
-                f"{path} is damaged", found=str(error), next_step="Run the port again."
-            ) from error
+        return _read_record(cls, directory / PASSES_NAME, next_step="Run the port again.")
 
     def number_tokens(self, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return the pass that computed each token: int64 [B,S]; 0 for padding. `attention_mask` is [B,S] of 0/1."""
@@ -294,3 +280,17 @@ def pass_name(number: int, *, is_chunk: bool = False) -> str:
 def cache_file(layer: int) -> str:
     """Return the name of the file with a layer's cache."""
     return f"layer_{layer}.cache.safetensors"
+
+
+def _read_record(record_type: type[_Record], path: Path, *, next_step: str) -> _Record | None:
+    """Read what a file of a capture holds; None if the capture has no such file.
+
+    Raises:
+        CaptureError: The file is damaged.
+    """
+    try:
+        return decode(record_type, read_own_json(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CaptureError(f"{path} is damaged", found=str(error), next_step=next_step) from error

@@ -229,7 +229,8 @@ def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:
             found=", ".join(map(str, shapes)) or type(pair).__name__,
             next_step="Write one file for each prompt, as its KV-cache analysis does.",
         )
-    keys, values = map(without_gradient, pair)
+    # In memory of their own: the file may change now.
+    keys, values = (without_gradient(tensor).clone() for tensor in pair)
     if not all(tensor.is_floating_point() and tensor.element_size() >= 2 for tensor in pair):
         raise CaptureError(
             f"{what} is quantised, and its scales are not in the file",

@@ -122,7 +122,8 @@ class LegacyFiles:
                 found=describe_value(value),
                 next_step="Save the tensor alone: torch.save(tensor.cpu(), FILE).",
             )
-        return tensor
+        # In memory of its own: the file may change now.
+        return tensor.clone()
 
 
 def is_legacy(directory: Path) -> bool:

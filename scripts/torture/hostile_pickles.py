@@ -21,8 +21,8 @@ from neuron.cli import main as mm2_test
 from torture.hostile_world import Outcome, run_command
 from torture.tally import Tally
 
-_PROMISE = "no pickle runs code, and each ends within five seconds with an error that names it"
-_LONGEST_S = 5.0
+_PROMISE = "no pickle runs code, and each ends within a second with an error that names it"
+_LONGEST_S = 1.0
 _NUM_RANDOM = 64
 _CONFIG = '{"model_type": "minimax_m2", "hidden_size": 8, "num_hidden_layers": 1}'
 _TENSOR = "captured_tensors_cte_step_1_module_model.layers.0.input_layernorm_output.pt"
