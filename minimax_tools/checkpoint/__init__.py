@@ -10,7 +10,7 @@
 - `pickled`: PyTorch's `.bin` files: their tensors, and the reader of these
 - `fp8`: dequantisation
 - `layer_faults`: tensors of a layer that do not fit config.json, by their cause
-- `layer_tensors`: one decoder layer as a mapping
+- `layer_tensors`: a decoder layer, or a whole model, as a mapping
 - `filling`: the engine that fills storage from a checkpoint, for goldens and devices
 - `layer_loader`: a golden's layers, loaded one after the other; memory for one layer of a golden, and the places of
   experts in grouped storage

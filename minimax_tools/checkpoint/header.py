@@ -1,21 +1,18 @@
-"""The header of a safetensors shard: eight bytes of length and a JSON table; the tensors' data follow without a gap.
-
-Byte ranges of a checkpoint's files; those of neighbouring tensors are joined into one.
-"""
+"""The header of a safetensors shard: eight bytes of length and a JSON table; the tensors' data follow without a gap."""
 
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.machine.json_file import parse_json
-from minimax_tools.stored_dtype import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, StoredDtype
+from minimax_tools.stored_dtype import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
@@ -24,32 +21,12 @@ _METADATA = "__metadata__"
 _ALIGNMENT = 8
 
 
-class DescribedTensor(Protocol):
-    """A tensor to be stored, as `encode_header` needs it: name, dtype and shape."""
-
-    @property
-    def name(self) -> str:
-        """Name of the tensor."""
-
-    @property
-    def dtype(self) -> StoredDtype:
-        """Stored dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
+class TensorEntry(TensorSize):
     """A stored tensor: `size_bytes` of data in `file`, from byte `offset` of the file on."""
 
-    name: str
     file: Path
-    dtype: StoredDtype
-    shape: tuple[int, ...]
     offset: int
-    size_bytes: int
 
     @property
     def is_pickled(self) -> bool:
@@ -64,12 +41,7 @@ class TensorEntry:
     def narrow_rows(self, start: int, num_rows: int) -> TensorEntry:
         """Return neighbouring rows, indices of the first dim, as a stored tensor of their own."""
         row_bytes = self.size_bytes // max(self.shape[0], 1)
-        return replace(
-            self,
-            shape=(num_rows, *self.shape[1:]),
-            offset=self.offset + start * row_bytes,
-            size_bytes=num_rows * row_bytes,
-        )
+        return replace(self, shape=(num_rows, *self.shape[1:]), offset=self.offset + start * row_bytes)
 
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
@@ -117,7 +89,7 @@ def parse_header(path: Path, header_json: bytes, *, file_size_bytes: int) -> tup
     return entries
 
 
-def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGNMENT) -> bytes:
+def encode_header(tensors: Sequence[TensorSize], *, alignment: int = _ALIGNMENT) -> bytes:
     """Return the first bytes of a shard whose data are `tensors` in this order.
 
     Spaces pad the header, so that the data begin at a multiple of `alignment` bytes.
@@ -125,7 +97,7 @@ def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGN
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     position = 0
     for tensor in tensors:
-        end = position + math.prod(tensor.shape) * tensor.dtype.itemsize
+        end = position + tensor.size_bytes
         header[tensor.name] = {
             "dtype": SAFETENSORS_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -169,12 +141,10 @@ def _parse_entry(path: Path, name: str, description: Any, data_start: int) -> Te
     if dtype_name not in SAFETENSORS_DTYPES:
         raise _damaged(path, f"dtype {shorten(dtype_name)} for {shorten(name)}")
     dtype = SAFETENSORS_DTYPES[dtype_name]
-    size_bytes = math.prod(shape) * dtype.itemsize
-    if begin < 0 or end - begin != size_bytes or any(size < 0 for size in shape):
+    entry = TensorEntry(name=name, file=path, dtype=dtype, shape=shape, offset=data_start + begin)
+    if begin < 0 or end - begin != entry.size_bytes or any(size < 0 for size in shape):
         raise _damaged(path, f"offsets {begin} to {end} for {name}, which is {dtype_name} {list(shape)}")
-    return TensorEntry(
-        name=name, file=path, dtype=dtype, shape=shape, offset=data_start + begin, size_bytes=size_bytes
-    )
+    return entry
 
 
 def _are_integers(*values: Any) -> bool:

@@ -1,105 +1,73 @@
-"""The tensors of a decoder layer as a mapping, each read from the checkpoint at its access.
+"""The tensors of a decoder layer or of a whole model as a mapping, each read from the checkpoint at its access.
 
 A port's `convert_state_dict` gets this mapping. It can be read, popped from and added to like a dict, and `copy` reads
-nothing. Each access reads one tensor. So a full-size layer (7 GB) lies in memory only if the port keeps all of it, as
-`dict(tensors)` does.
+nothing. So a full-size layer (7 GB) lies in memory only if the port keeps all of it, as `dict(tensors)` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
+from typing import TypeVar
 
 import torch
 
 from minimax_tools.checkpoint.layer_faults import verify_layer
 from minimax_tools.checkpoint.reader import CheckpointReader, check_range, copy_matrix
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix
+from minimax_tools.model.weight_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    FLOAT32_NAMES,
+    LM_HEAD,
+    expected_layer_shapes,
+    layer_prefix,
+)
 
 _DTYPES = (torch.bfloat16, torch.float32)
+Tensors = TypeVar("Tensors", bound="CheckpointTensors")
 
 
-class LayerTensors(MutableMapping[str, torch.Tensor]):
-    """A decoder layer's tensors by the hub's names relative to the layer, experts in integer order.
+class CheckpointTensors(MutableMapping[str, torch.Tensor]):
+    """Tensors of a checkpoint by the hub's names, relative to `prefix`.
 
-    FP8 is dequantised, and its scales are no keys. Values come on the CPU in `dtype`, router gate and correction bias
-    in float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set are kept.
-    A name that the layer lacks is a KeyError; only `in` and `is_stored` give False.
+    FP8 is dequantised, and its scales are no keys. Values come on the CPU in `dtype`, router gates and correction
+    biases in float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set are.
+    A name that is not there is a KeyError; only `in` and `is_stored` give False.
 
-    `open` builds the mapping. `stored` is the dtype of each tensor in the checkpoint. `present` has the keys that the
-    mapping has now: with the value that was set, or with None for a tensor that is read from the checkpoint.
+    `present` has the keys that the mapping has now: with the value that was set, or with None for a tensor that is read
+    from the checkpoint.
+
+    Raises:
+        ValueError: `dtype` is neither bfloat16 nor float32.
     """
 
     def __init__(
         self,
         reader: CheckpointReader,
         *,
-        layer: int,
+        prefix: str,
         dtype: torch.dtype,
-        stored: Mapping[str, torch.dtype],
         present: Mapping[str, torch.Tensor | None],
     ) -> None:
-        self.layer = layer
-        self.dtype = dtype
-        self.reader = reader
-        self._stored = stored
-        self._present = dict(present)
-
-    @classmethod
-    def open(cls, reader: CheckpointReader, spec: ModelSpec, layer: int, dtype: torch.dtype) -> LayerTensors:
-        """Return the tensors of `layer` after checking their headers against `spec`; no data is read.
-
-        Raises:
-            CheckpointError: A tensor or its scales are missing, have another shape or an unreadable dtype, or the
-                layer holds a tensor that no MiniMax-M2 has. Every fault is listed.
-            ValueError: `dtype` is neither bfloat16 nor float32.
-        """
         if dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype}, expected torch.bfloat16 or torch.float32")
-        verify_layer(reader.index, spec, layer)
-        prefix = layer_prefix(layer)
-        names = expected_layer_shapes(spec)
-        return cls(
-            reader,
-            layer=layer,
-            dtype=dtype,
-            stored={name: reader.index[prefix + name].dtype.as_torch() for name in names},
-            present=dict.fromkeys(names),
-        )
-
-    def of_layer(self, layer: int) -> LayerTensors:
-        """Return the tensors of another layer of the same checkpoint, none of them replaced.
-
-        Raises:
-            CheckpointError: The checkpoint lacks one.
-        """
-        prefix = layer_prefix(layer)
-        return LayerTensors(
-            self.reader,
-            layer=layer,
-            dtype=self.dtype,
-            stored={name: self.reader.index[prefix + name].dtype.as_torch() for name in self._stored},
-            present=dict.fromkeys(self._stored),
-        )
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the checkpoint stores a tensor, also after it was popped or replaced."""
-        if name not in self._stored:
-            raise self._unknown(name)
-        return self._stored[name]
+        self.dtype = dtype
+        self.reader = reader
+        self._prefix = prefix
+        self._present = dict(present)
 
     def given_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the value that `[name]` gives."""
         value = self._value_in_memory(name)
         if value is not None:
             return value.dtype
-        return torch.float32 if name in FLOAT32_NAMES else self.dtype
+        return torch.float32 if name.endswith(FLOAT32_NAMES) else self.dtype
 
     def given_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the value that `[name]` gives."""
         value = self._value_in_memory(name)
-        return self.reader.index[self._full_name(name)].shape if value is None else tuple(value.shape)
+        return self.reader.index[self._prefix + name].shape if value is None else tuple(value.shape)
 
     def is_stored(self, name: str) -> bool:
         """Decide whether a tensor is read from the checkpoint: no value was set in its place."""
@@ -118,7 +86,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         """
         value = self._value_in_memory(name)
         if value is None:
-            self.reader.read_weight_into(self._full_name(name), out, rows=rows, columns=columns)
+            self.reader.read_weight_into(self._prefix + name, out, rows=rows, columns=columns)
             return
         if rows is not None:
             check_range(rows, value.shape[0], name=name, unit="rows")
@@ -128,7 +96,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             value = value[:, columns.start : columns.stop]
         copy_weight(name, value, out)
 
-    def copy(self) -> LayerTensors:
+    def copy(self: Tensors) -> Tensors:
         """Return a second mapping over the same checkpoint; changes to one do not affect the other."""
         copied = copy(self)
         copied._present = dict(self._present)
@@ -138,7 +106,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         value = self._value_in_memory(name)
         if value is not None:
             return value
-        return self.reader.read_weight(self._full_name(name), self.given_dtype(name))
+        return self.reader.read_weight(self._prefix + name, self.given_dtype(name))
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         self._present[name] = value
@@ -158,10 +126,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         return len(self._present)
 
     def __repr__(self) -> str:
-        return f"LayerTensors(layer={self.layer}, dtype={self.dtype}, {len(self)} tensors)"
-
-    def _full_name(self, name: str) -> str:
-        return layer_prefix(self.layer) + name
+        return f"{type(self).__name__}({self._prefix}*, dtype={self.dtype}, {len(self)} tensors)"
 
     def _value_in_memory(self, name: str) -> torch.Tensor | None:
         """Return the value that was set for a name; None if it must be read from the checkpoint."""
@@ -170,7 +135,81 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         return self._present[name]
 
     def _unknown(self, name: str) -> KeyError:
-        return KeyError(f"layer {self.layer} has no tensor {name!r} (names are relative to the layer)")
+        relative = f" (names are relative to {self._prefix})" if self._prefix else ""
+        return KeyError(f"there is no tensor {name!r}{relative}")
+
+
+class LayerTensors(CheckpointTensors):
+    """A decoder layer's tensors, experts in integer order; `open` builds the mapping.
+
+    `stored` is the dtype of each tensor in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        *,
+        layer: int,
+        dtype: torch.dtype,
+        stored: Mapping[str, torch.dtype],
+        present: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        super().__init__(reader, prefix=layer_prefix(layer), dtype=dtype, present=present)
+        self.layer = layer
+        self._stored = stored
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, spec: ModelSpec, layer: int, dtype: torch.dtype) -> LayerTensors:
+        """Return the tensors of `layer` after checking their headers against `spec`; no data is read.
+
+        Raises:
+            CheckpointError: A tensor or its scales are missing, have another shape or an unreadable dtype, or the
+                layer holds a tensor that no MiniMax-M2 has. Every fault is listed.
+        """
+        verify_layer(reader.index, spec, layer)
+        return cls._of_names(reader, layer, dtype, expected_layer_shapes(spec))
+
+    @classmethod
+    def _of_names(
+        cls, reader: CheckpointReader, layer: int, dtype: torch.dtype, names: Iterable[str]
+    ) -> LayerTensors:
+        stored = {name: reader.index[layer_prefix(layer) + name].dtype.as_torch() for name in names}
+        return cls(reader, layer=layer, dtype=dtype, stored=stored, present=dict.fromkeys(stored))
+
+    def of_layer(self, layer: int) -> LayerTensors:
+        """Return the tensors of another layer of the same checkpoint, none of them replaced.
+
+        Raises:
+            CheckpointError: The checkpoint lacks one.
+        """
+        return LayerTensors._of_names(self.reader, layer, self.dtype, self._stored)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the checkpoint stores a tensor, also after it was popped or replaced."""
+        if name not in self._stored:
+            raise self._unknown(name)
+        return self._stored[name]
+
+
+class ModelTensors(CheckpointTensors):
+    """Tensors of a whole model by the hub's full names; `open` builds the mapping."""
+
+    @classmethod
+    def open(
+        cls, reader: CheckpointReader, spec: ModelSpec, dtype: torch.dtype, *, with_layers: bool = True
+    ) -> ModelTensors:
+        """Return the model's tensors after checking the headers of its layers; no data is read.
+
+        `with_layers=False` leaves out the layers: embedding, final norm and lm_head remain.
+
+        Raises:
+            CheckpointError: A layer's tensors are missing, or of another shape than config.json says.
+        """
+        names = [EMBEDDING, FINAL_NORM, *(() if spec.tie_word_embeddings else (LM_HEAD,))]
+        for layer in range(spec.num_hidden_layers if with_layers else 0):
+            verify_layer(reader.index, spec, layer)
+            names += (layer_prefix(layer) + name for name in expected_layer_shapes(spec))
+        return cls(reader, prefix="", dtype=dtype, present=dict.fromkeys(names))
 
 
 def copy_weight(name: str, value: torch.Tensor, out: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledEntry(TensorEntry):
-    """A tensor of a `.bin` file; `offset` is that of its first element, `size_bytes` the size of its values."""
+    """A tensor of a `.bin` file; `offset` is that of its first element."""
 
     tensor: torch.Tensor = field(repr=False, compare=False)  # its values, mapped
     file_size_bytes: int  # size of the file when it was mapped
@@ -77,7 +77,6 @@ class PickledEntry(TensorEntry):
             self,
             shape=tuple(rows.shape),
             offset=self.offset + start * rows.stride(0) * rows.itemsize,
-            size_bytes=rows.nbytes,
             tensor=rows,
             crc32=None,
         )
@@ -302,7 +301,6 @@ def _make_entry(path: Path, file: TorchFile, name: Any, tensor: torch.Tensor) ->
         dtype=StoredDtype.of(tensor.dtype),
         shape=tuple(tensor.shape),
         offset=start + int(tensor.storage_offset()) * tensor.itemsize,
-        size_bytes=tensor.nbytes,
         tensor=without_gradient(tensor),
         file_size_bytes=file.size_bytes,
         # torch writes zero when it leaves the checksum out.

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minimax_tools.checkpoint.filling import ModelTensors
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.layer_tensors import LayerTensors, ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.inputs import Inputs

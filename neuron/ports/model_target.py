@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from minimax_tools.checkpoint.filling import ModelTensors, unchanged
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.filling import unchanged
+from minimax_tools.checkpoint.layer_tensors import CheckpointTensors, LayerTensors, ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
@@ -209,7 +209,7 @@ class ModelTarget(ABC):
                 found=type(converted).__name__,
                 next_step="Return what load_state_dict would take.",
             )
-        if isinstance(converted, (LayerTensors, ModelTensors)):
+        if isinstance(converted, CheckpointTensors):
             # The port returned the tensors that it was given: those that it left alone are read on loading.
             return {name: unchanged(converted, name) for name in converted}
         return dict(converted)

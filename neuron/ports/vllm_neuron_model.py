@@ -42,7 +42,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from minimax_tools.capture.passes import CachePair
-from minimax_tools.checkpoint.filling import ModelTensors
+from minimax_tools.checkpoint.layer_tensors import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, TargetError, UsageError, list_names
 from minimax_tools.machine.size import format_size

@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
 from cached_port import DecoderLayer
 from port import Norm
 
-from minimax_tools.checkpoint.filling import ModelTensors
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.layer_tensors import LayerTensors, ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 

@@ -10,8 +10,7 @@ from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, Par
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM, NeuronBaseModel
 from torch import nn
 
-from minimax_tools.checkpoint.filling import ModelTensors
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.layer_tensors import LayerTensors, ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 

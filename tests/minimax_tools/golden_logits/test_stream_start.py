@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.filling import ModelTensors
+from minimax_tools.checkpoint.layer_tensors import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.golden_logits.golden_logits import KINDS, GoldenLogits, StreamStart, divergence
 from minimax_tools.golden_logits.golden_rows import compute_golden_logits

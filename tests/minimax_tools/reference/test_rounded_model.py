@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.filling import ModelTensors
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.layer_tensors import LayerTensors, ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.filling import ModelTensors
+from minimax_tools.checkpoint.layer_tensors import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.spec import ModelSpec
