@@ -23,7 +23,6 @@ from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend
 from neuron.options import name_port, rank_options, target_option
-from neuron.weight_trace.smaller_model import smaller_spec
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +110,8 @@ def weights_command(
             render_inspection,
             render_inspections,
         )
-        from neuron.weight_trace.shared_port import SharedPort
-        from neuron.weight_trace.traced_port import TracedPort
+        from neuron.weight_trace.trace_size import smaller_spec
+        from neuron.weight_trace.traced_port import SharedPort, TracedPort
 
     spec = ModelSpec.from_folder(resolve_config(model))
     if all_layers and layer is not None:

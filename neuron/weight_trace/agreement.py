@@ -20,10 +20,16 @@ import torch
 from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text_enum import TextEnum
-from neuron.weight_trace.layout_segment import IndexSequence, LayoutSegment
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, word_experts, word_kinds
-from neuron.weight_trace.tensor_layout import Matrix, TensorLayout, expert_orders, stack_matrices
+from neuron.weight_trace.tensor_layout import (
+    IndexSequence,
+    LayoutSegment,
+    Matrix,
+    TensorLayout,
+    expert_orders,
+    stack_matrices,
+)
 
 
 class Severity(TextEnum):

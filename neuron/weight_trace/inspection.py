@@ -25,11 +25,10 @@ from neuron.weight_trace.agreement import Severity, WeightFinding
 from neuron.weight_trace.layout_check import check_layouts, check_loaded, find_refills, number_as_loaded
 from neuron.weight_trace.repairs import candidate_repairs
 from neuron.weight_trace.scales import Scales
-from neuron.weight_trace.shared_port import SharedPort
-from neuron.weight_trace.source_tensors import SourceTensors
+from neuron.weight_trace.source_tensors import SourceTensors, TensorOrigin
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
-from neuron.weight_trace.tensor_origin import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample, TrialMemory, word_memory
+from neuron.weight_trace.traced_port import SharedPort
 from neuron.weight_trace.trial import TrialOutcome, run_trial
 
 logger = logging.getLogger(__name__)

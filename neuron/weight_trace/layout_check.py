@@ -23,19 +23,18 @@ from minimax_tools.capture.manifest import HeldWeights, WeightFault, WeightMista
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.spec import ModelSpec
 from neuron.weight_trace.agreement import Severity, WeightFinding, find_parted, find_unlike_experts
-from neuron.weight_trace.layout_segment import Disorder, LayoutSegment
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, name_pattern
 from neuron.weight_trace.scales import Scales, find_scaled
 from neuron.weight_trace.source_tensors import (
     SourceTensor,
     SourceTensors,
+    TensorOrigin,
     kind_of,
     kinds_of,
     word_kinds,
     word_sources,
 )
-from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
-from neuron.weight_trace.tensor_origin import TensorOrigin
+from neuron.weight_trace.tensor_layout import Disorder, LayoutSegment, TensorLayout, expert_orders
 from reports.wording import word_order
 
 # Norms of the same values in another order agree to 1e-6 in float32. A ratio further from 1 than this is a scale.

@@ -33,8 +33,14 @@ from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.machine.compiled import compiled
 from neuron.weight_trace.generated_tensors import MakeTensor
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, Snapshot, TensorPart
-from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
-from neuron.weight_trace.tensor_origin import COMPUTED, CONSTANT, NOT_SAMPLED, TensorOrigin
+from neuron.weight_trace.source_tensors import (
+    COMPUTED,
+    CONSTANT,
+    NOT_SAMPLED,
+    SourceTensor,
+    SourceTensors,
+    TensorOrigin,
+)
 
 Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]

@@ -17,10 +17,9 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight
 from neuron.weight_trace.agreement import ExpertMatrices, group_experts, word_unlike
 from neuron.weight_trace.generated_tensors import LazyTensors, Tensors
-from neuron.weight_trace.layout_segment import Disorder
 from neuron.weight_trace.scales import Scales, word_factors
 from neuron.weight_trace.source_tensors import SourceTensors, word_kinds
-from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
+from neuron.weight_trace.tensor_layout import Disorder, TensorLayout, expert_orders
 from reports.wording import word_order
 
 # Returns the tensors that a repair changes, and no others.

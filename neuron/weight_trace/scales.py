@@ -16,8 +16,7 @@ import torch
 from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from neuron.weight_trace.agreement import Severity, WeightFinding
-from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors, word_kinds
-from neuron.weight_trace.tensor_origin import TensorOrigin
+from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors, TensorOrigin, word_kinds
 
 # A factor that is read in BF16, and its inverse, are each within a BF16 step of the true one.
 _SLACK = 2.0**-7

@@ -1,6 +1,6 @@
-"""Source tensors: the tensors of a checkpoint's layer, with every element numbered.
+"""Source tensors: the tensors of a checkpoint's layer, with every element numbered, and where each element landed.
 
-A number tells which element landed where in a port. A tensor's *kind* is the same for all experts: `q_proj`, `w1`.
+A tensor's *kind* is the same for all experts: `q_proj`, `w1`. A port tensor is a tensor that the port's module holds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minimax_tools.capture.digests import dtype_name
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes
 from reports.wording import word_order
@@ -140,3 +141,61 @@ def word_experts(experts: Sequence[int]) -> str:
         return f"experts {min(experts)}–{max(experts)} ({word_order(experts, noun='experts')})"
     shown = ", ".join(str(expert) for expert in experts[:MAX_EXPERTS_LISTED])
     return f"experts {shown}{', …' if len(experts) > MAX_EXPERTS_LISTED else ''}"
+
+
+# In place of a source element's number:
+CONSTANT = -1  # no source element landed
+COMPUTED = -2  # the value is computed from several source elements
+NOT_SAMPLED = -3  # a source element of an expert that is not traced landed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorOrigin:
+    """Origins of a port tensor's elements.
+
+    Args:
+        numbers: Source numbers, int64, of the tensor's shape or of its traced part; or `CONSTANT`, `COMPUTED`,
+            `NOT_SAMPLED`.
+        gain: Factor of the landed elements; None if it differs between them, or none landed.
+        gains: Factor of each element, float32, of the shape of `numbers`; None if `gain` tells it.
+        offset: Number added to the landed elements; None if it differs between them, or none landed.
+        rounding: Largest relative error of the landed elements after gain and offset are undone; 0 if exact.
+        rounding_float32: The same of landed elements of the router's tensors, which stay float32 in every run.
+        constant: Value of the `CONSTANT` elements; None if it differs between them, or there are none.
+        weight_sum: Mean over `COMPUTED` elements of the sum of their weights; None without such elements.
+        num_mixed: Number of source elements in a `COMPUTED` element, if their weights are equal; None if unknown, for
+            example because the conversion is not linear.
+        mixed_kinds: Kinds of source tensors that the `COMPUTED` elements depend on.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    numbers: torch.Tensor
+    gain: float | None
+    offset: float | None
+    rounding: float
+    rounding_float32: float
+    constant: float | None
+    weight_sum: float | None = None
+    num_mixed: float | None = None
+    mixed_kinds: tuple[str, ...] = ()
+    gains: torch.Tensor | None = None
+
+    @property
+    def has_landed(self) -> bool:
+        """True if a source element landed here."""
+        return bool((self.numbers >= 0).any())
+
+    @property
+    def num_computed(self) -> int:
+        """Number of computed elements."""
+        return int((self.numbers == COMPUTED).sum())
+
+    @property
+    def num_constant(self) -> int:
+        """Number of elements that do not depend on the checkpoint."""
+        return int((self.numbers == CONSTANT).sum())
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {dtype_name(self.dtype)}"

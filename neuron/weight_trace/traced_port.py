@@ -1,13 +1,17 @@
-"""Traced port: one rank's part of a port's layer on the CPU: traced, run on generated weights, loaded.
+"""Traced port: a port's layer on the CPU, traced, run on generated weights and loaded.
 
-To trace is to load generated weights, and find from which of the checkpoint's elements the port's own come.
+To trace is to load generated weights, and find from which of the checkpoint's elements the port's own come. Several
+ranks may share the layer: each has a `TracedPort`, and rank 0, the lead, a `SharedPort` too. That sends each order to
+the other ranks before the lead carries out its own part. They carry out theirs in `follow_trace`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,25 +22,30 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_bytes
 from neuron.devices.ranks import Ranks
+from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.returned import find_output
 from neuron.ports.target import Target, port_errors
+from neuron.ports.targets import find_target
 from neuron.weight_trace.generated_tensors import GeneratedTensors, MakeTensor, Tensors
-from neuron.weight_trace.held_check import HeldPart, check_part
+from neuron.weight_trace.held_check import HeldPart, check_part, conclude
+from neuron.weight_trace.layout_check import LoadedLayer
 from neuron.weight_trace.origin_tracer import OriginTracer
 from neuron.weight_trace.port_tensors import find_port_tensors
 from neuron.weight_trace.source_lines import LineTable, NotedTensors, PortLines
-from neuron.weight_trace.tensor_origin import TensorOrigin
+from neuron.weight_trace.source_tensors import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample, WideAllocations
 from neuron.weight_trace.trial import TrialInput, TrialPort
 
 # A conversion of a larger layer is not measured: all tensors of the layer are in memory at once.
 _MOST_MEASURED_BYTES = 256 << 20
 
+Result = TypeVar("Result")
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class TracedPort:
-    """A rank's part of a port's layer."""
+    """A rank's part of a port's layer. All methods raise TargetError if the port cannot be built, loaded or run."""
 
     target: Target  # the port
     spec: ModelSpec  # the traced model; it may be smaller than the checkpoint's
@@ -45,13 +54,13 @@ class TracedPort:
     reader: CheckpointReader
     ranks: Ranks
     pool: ReadingPool  # threads that fill parameters
+    # The module that was built for the trial, and its dtype.
+    _trial: tuple[nn.Module, torch.dtype] | None = field(init=False, default=None)
+    # What `load_checkpoint` loaded, by name.
+    loaded: Mapping[str, torch.Tensor] = field(init=False, default_factory=dict)
 
     def trace(self, sample: ExpertSample) -> list[TensorOrigin]:
-        """Return the origin of every port tensor, but for those that hold only experts outside the sample.
-
-        Raises:
-            TargetError: The port cannot be built or loaded in the traced model.
-        """
+        """Return the origin of every port tensor, but for those that hold only experts outside the sample."""
         module = self._build(self.spec, self.dtype)
 
         def load(make: MakeTensor) -> dict[str, torch.Tensor]:  # `make`: a tensor's values by its name
@@ -61,48 +70,42 @@ class TracedPort:
         sources, shapes = sample.sources(self.spec), expected_layer_shapes(self.spec)
         return OriginTracer(sources, shapes, load, pool=self.pool).trace()
 
-    def prepare_trial(self, dtype: torch.dtype) -> TrialPort:
-        """Build the port in `dtype`, to run on generated weights.
-
-        Raises:
-            TargetError: The port cannot be built.
-        """
+    def build_trial(self, dtype: torch.dtype) -> bool:
+        """Build the port in `dtype`, for `run_trial`; decide whether it computes in BF16."""
         module = self._build(self.spec, dtype)
+        self._trial = module, dtype
+        return any(parameter.dtype.itemsize == 2 for parameter in module.parameters())
 
-        def run(
-            tensors: Tensors, trial_input: TrialInput, refills: Mapping[str, str] = MappingProxyType({})
-        ) -> torch.Tensor:
-            port = f"port {self.target.name}, layer {self.layer}"
-            self._load_generated(module, tensors.__getitem__, dtype)
-            held = find_port_tensors(module)
-            for name, source in refills.items():
-                held[name].copy_(tensors[source])
-            errors = port_errors(
-                f"{port} failed while it ran",
-                activity=f"running layer {self.layer} of port {self.target.name} on generated weights",
-                next_step="See --debug for the traceback.",
-            )
-            # The port gets copies: it may change its input in place.
-            with torch.no_grad(), errors:
-                result = module(
-                    trial_input.hidden_states.to(dtype, copy=True),
-                    trial_input.attention_mask.clone(),
-                    trial_input.position_ids.clone(),
-                )
-            return find_output(result, tuple(trial_input.hidden_states.shape), what=port)
+    def run_trial(
+        self, tensors: Tensors, trial_input: TrialInput, *, refills: Mapping[str, str]
+    ) -> torch.Tensor:
+        """Load generated weights, and return the port's output [B,S,H].
 
-        return TrialPort(
-            run=run,
-            computes_in_bf16=any(parameter.dtype.itemsize == 2 for parameter in module.parameters()),
-            run_refilled=run,
+        `refills` names port tensors to overwrite once the port is loaded, each with the weight to write there.
+        """
+        assert self._trial is not None, "a port is built before it runs"
+        module, dtype = self._trial
+        port = f"port {self.target.name}, layer {self.layer}"
+        self._load_generated(module, tensors.__getitem__, dtype)
+        held = find_port_tensors(module)
+        for name, source in refills.items():
+            held[name].copy_(tensors[source])
+        errors = port_errors(
+            f"{port} failed while it ran",
+            activity=f"running layer {self.layer} of port {self.target.name} on generated weights",
+            next_step="See --debug for the traceback.",
         )
+        # The port gets copies: it may change its input in place.
+        with torch.no_grad(), errors:
+            result = module(
+                trial_input.hidden_states.to(dtype, copy=True),
+                trial_input.attention_mask.clone(),
+                trial_input.position_ids.clone(),
+            )
+        return find_output(result, tuple(trial_input.hidden_states.shape), what=port)
 
     def measure_conversion(self) -> int | None:
-        """Return the most bytes of float32 temporaries that the conversion holds at once; None for a large layer.
-
-        Raises:
-            TargetError: The port cannot be built or loaded.
-        """
+        """Return the most bytes of float32 temporaries that the conversion holds at once; None for a large layer."""
         if layer_bytes(self.spec, self.dtype) > _MOST_MEASURED_BYTES:
             return None
         module = self._build(self.spec, self.dtype)
@@ -116,21 +119,20 @@ class TracedPort:
         peak_bytes: int = allocations.peak_bytes
         return peak_bytes
 
-    def load_checkpoint(self, spec: ModelSpec) -> tuple[HeldPart, Mapping[str, torch.Tensor]]:
-        """Load the checkpoint's own layer into the port, built for the checkpoint's `spec`.
+    def load_checkpoint(self, config: Mapping[str, Any]) -> HeldPart:
+        """Load the checkpoint's own layer into `loaded`, and return what this rank holds of it.
 
-        Returns:
-            What this rank holds of it, and all tensors that it holds, by name.
+        `config` is config.json of the checkpoint's model.
 
         Raises:
             CheckpointError: The layer cannot be read.
-            TargetError: The port cannot be built or loaded.
         """
+        spec = ModelSpec.from_config(config)
         module = self._build(spec, self.dtype)
         tensors = NotedTensors.noting(self.reader, spec, self.layer, self.dtype, table=LineTable(spec))
         self._load(module, tensors, spec)
-        part = check_part(module, tensors, sent=PortLines(spec), pool=self.pool)
-        return part, find_port_tensors(module)
+        self.loaded = find_port_tensors(module)
+        return check_part(module, tensors, sent=PortLines(spec), pool=self.pool)
 
     def _build(self, spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
         return self.target.build(spec, self.layer, dtype=dtype, ranks=self.ranks)
@@ -142,3 +144,105 @@ class TracedPort:
     def _load(self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec) -> None:
         loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=self.pool)
         self.target.load(module, tensors, spec, loader=loader, ranks=self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TraceAssignment:
+    """Values that another rank needs to build its `TracedPort`."""
+
+    folder: Path
+    target: str  # the port, as the user named it
+    layer: int
+    dtype: torch.dtype
+    config: Mapping[str, Any]  # config.json of the traced model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Order:
+    """A method of `TracedPort` with its arguments, to call on another rank."""
+
+    call: Callable[[TracedPort], object]
+    is_gathered: bool  # whether the lead gathers what it returns
+
+
+class SharedPort:
+    """A port on all ranks, as the lead uses it. Making it sends the other ranks their assignment, if there are any."""
+
+    def __init__(self, port: TracedPort, runtime: Runtime) -> None:
+        self.port = port
+        self._messages = runtime.messages
+        self._messages.send(
+            TraceAssignment(
+                folder=port.reader.folder,
+                target=port.target.name,
+                layer=port.layer,
+                dtype=port.dtype,
+                config=dict(port.spec.raw),
+            )
+        )
+
+    def trace(self, sample: ExpertSample) -> list[list[TensorOrigin]]:
+        """Return the origins of every rank's port tensors, in rank order."""
+        return self._gather(partial(TracedPort.trace, sample=sample))
+
+    def prepare_trial(self, dtype: torch.dtype) -> TrialPort:
+        """Build the port on all ranks in `dtype`, to run on generated weights."""
+        computes_in_bf16, *_ = self._gather(partial(TracedPort.build_trial, dtype=dtype))
+        is_shared = self.port.ranks.are_several
+
+        def run(tensors: Tensors, trial_input: TrialInput, refills: Mapping[str, str]) -> torch.Tensor:
+            # Functions that make tensors on access cannot be sent: the tensors are made now.
+            sent = dict(tensors) if is_shared else tensors
+            call = partial(TracedPort.run_trial, tensors=sent, trial_input=trial_input, refills=dict(refills))
+            self._messages.send(Order(call=call, is_gathered=False))
+            return call(self.port)
+
+        # Of several ranks each holds parts of the tensors: none is told what to overwrite.
+        return TrialPort(run=run, computes_in_bf16=computes_in_bf16, can_refill=not is_shared)
+
+    def load_checkpoint(self, spec: ModelSpec) -> LoadedLayer:
+        """Load the checkpoint's own layer on all ranks; `spec` is of the checkpoint's model.
+
+        Raises:
+            CheckpointError: The layer cannot be read.
+        """
+        parts = self._gather(partial(TracedPort.load_checkpoint, config=dict(spec.raw)))
+        return LoadedLayer(
+            held=conclude(parts, LineTable(spec)),
+            port_tensors=self.port.loaded,
+            source=LayerTensors.open(self.port.reader, spec, self.port.layer, self.port.dtype),
+        )
+
+    def dismiss(self) -> None:
+        """Tell the other ranks that no order follows."""
+        self._messages.send(None)
+
+    def _gather(self, call: Callable[[TracedPort], Result]) -> list[Result]:
+        self._messages.send(Order(call=call, is_gathered=True))
+        return self._messages.gather(call(self.port))
+
+
+def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
+    """Carry out the lead's orders on another rank, until the lead dismisses it.
+
+    Raises:
+        Mm2Error: An order failed on this rank. That ends the inspection on all ranks.
+    """
+    with (
+        CheckpointReader(assignment.folder, layers=range(assignment.layer, assignment.layer + 1)) as reader,
+        ReadingPool(torch.get_num_threads()) as pool,
+    ):
+        port = TracedPort(
+            target=find_target(assignment.target),
+            spec=ModelSpec.from_config(assignment.config),
+            layer=assignment.layer,
+            dtype=assignment.dtype,
+            reader=reader,
+            ranks=runtime.ranks,
+            pool=pool,
+        )
+        order: Order | None
+        while (order := runtime.messages.receive()) is not None:
+            result = order.call(port)
+            if order.is_gathered:
+                runtime.messages.gather(result)

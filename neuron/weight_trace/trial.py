@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -139,19 +139,16 @@ class TrialInput:
 class TrialPort:
     """A port that is built and can be run."""
 
-    # Converts and loads tensors, and returns the port's output [B,S,H]; raises TargetError if the port fails.
-    run: Callable[[Tensors, TrialInput], torch.Tensor]
+    # Converts and loads tensors, and returns the port's output [B,S,H]; raises TargetError if the port fails. The last
+    # argument names port tensors to overwrite once the port is loaded, each with the tensor to write there.
+    run: Callable[[Tensors, TrialInput, Mapping[str, str]], torch.Tensor]
     computes_in_bf16: bool  # True if the port holds BF16 parameters, whatever dtype it was built in
-    # The same with some of the port's tensors, by name, overwritten with the tensors of these names once it is loaded;
-    # None if several ranks share the port.
-    run_refilled: Callable[[Tensors, TrialInput, Mapping[str, str]], torch.Tensor] | None = None
+    can_refill: bool = True  # whether `run` overwrites tensors
+    refills: Mapping[str, str] = field(default_factory=dict)
 
-    def refilled(self, refills: Mapping[str, str]) -> TrialPort | None:
-        """Return the port with some of its tensors overwritten; None without any, or if it cannot be done."""
-        if not refills or self.run_refilled is None:
-            return None
-        run_refilled = self.run_refilled
-        return replace(self, run=lambda tensors, trial_input: run_refilled(tensors, trial_input, refills))
+    def output(self, tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+        """Run the port on generated weights, with its `refills`."""
+        return self.run(tensors, trial_input, self.refills)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +221,7 @@ def run_trial(
     expected = _reference_output(spec, tensors, trial_input)
     limit = _BF16_LIMIT if port.computes_in_bf16 else _FLOAT32_LIMIT
     try:
-        error = _error_of(port.run(tensors, trial_input), expected, trial_input)
+        error = _error_of(port.output(tensors, trial_input), expected, trial_input)
     except PortEndError:
         raise
     except TargetError as failure:
@@ -232,13 +229,12 @@ def run_trial(
     outcome = TrialOutcome(error=error, limit=limit)
     if outcome.is_right:
         return outcome
-    refilled = port.refilled(refills)
-    if refilled is not None:
-        error = _error_or_infinity(refilled, tensors, expected, trial_input)
+    if refills and port.can_refill:
+        port = replace(port, refills=refills)
+        error = _error_or_infinity(port, tensors, expected, trial_input)
         outcome = replace(outcome, refilled_error=error)
         if outcome.is_right_if_refilled:
             return outcome
-        port = refilled
 
     def error_with(repairs: Sequence[Repair]) -> float:
         repaired = tensors
@@ -301,7 +297,7 @@ def _error_or_infinity(
 ) -> float:
     """Run the port on changed weights and return its error; infinite if the port refuses them."""
     try:
-        return _error_of(port.run(tensors, trial_input), expected, trial_input)
+        return _error_of(port.output(tensors, trial_input), expected, trial_input)
     except PortEndError:
         raise
     except TargetError:

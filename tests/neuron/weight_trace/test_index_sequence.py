@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuron.weight_trace.layout_segment import IndexSequence
+from neuron.weight_trace.tensor_layout import IndexSequence
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.weight_names import K_PROJ
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.weight_trace.repairs import Repair, candidate_repairs
-from neuron.weight_trace.source_tensors import SourceTensors
+from neuron.weight_trace.source_tensors import SourceTensors, TensorOrigin
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
-from neuron.weight_trace.tensor_origin import TensorOrigin
 
 # Four heads of 32: q_proj [128,128] and o_proj are square, and so are the experts' matrices.
 SPEC = SyntheticModel(

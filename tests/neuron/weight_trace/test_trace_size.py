@@ -15,8 +15,7 @@ from minimax_tools.model.weight_names import layer_bytes
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
-from neuron.weight_trace.smaller_model import MAX_ELEMENTS, num_elements, smaller_spec
-from neuron.weight_trace.trace_size import ExpertSample, TrialMemory
+from neuron.weight_trace.trace_size import MAX_ELEMENTS, ExpertSample, TrialMemory, num_elements, smaller_spec
 
 EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 

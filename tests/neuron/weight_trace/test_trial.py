@@ -44,7 +44,8 @@ def swapped_output(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
 
 
 def trial_of(run: Run, candidates: list[Repair]) -> TrialOutcome:
-    return run_trial(TrialPort(run=run, computes_in_bf16=False), SPEC, 0, candidates, keeps_tensors=True)
+    port = TrialPort(run=lambda tensors, given, refills: run(tensors, given), computes_in_bf16=False)
+    return run_trial(port, SPEC, 0, candidates, keeps_tensors=True)
 
 
 def failing_after(num_runs: int, error: Exception) -> Run:
