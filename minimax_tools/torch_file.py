@@ -10,7 +10,8 @@ Read are zip archives of pickle protocol 2, which torch writes since 1.6 unless 
 from __future__ import annotations
 
 import contextlib
-import io
+import functools
+import mmap
 import os
 import pickle
 import re
@@ -19,7 +20,7 @@ import threading
 import warnings
 import zipfile
 import zlib
-from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -76,11 +77,8 @@ class TorchFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._records = _read_directory(path)
-        self._starts = [record.header_offset for record in self._records]
         self.size_bytes = path.stat().st_size
-        # The address of the file's first byte, once it is known.
-        self._first_address: int | None = None
+        self._records = _read_directory(path)
         self._verified: set[int] = set()
         # The saved value: mapped CPU tensors, containers, numbers, numpy arrays and `InertRecord`s.
         self.value = _load(path)
@@ -92,17 +90,35 @@ class TorchFile:
             ValueError: The storage is no record of the file.
         """
         storage = tensor.untyped_storage()
-        if self._first_address is None:
-            self._first_address = _find_mapping(storage.data_ptr())
-        offset = -1 if self._first_address is None else storage.data_ptr() - self._first_address
-        if not 0 <= offset < self.size_bytes:
+        offset = storage.data_ptr() - self._address
+        record = self._records.get(offset)
+        if record is None:
             return None
-        record = self._records[bisect_right(self._starts, offset) - 1]
         if record.file_size != storage.nbytes():
             raise ValueError(
                 f"{record.filename} has {record.file_size} bytes, the pickle says {storage.nbytes()}"
             )
         return offset, record
+
+    @functools.cached_property
+    def _address(self) -> int:
+        """Find the address of the file's first byte, which torch does not tell; 0 if no tensor is mapped.
+
+        A mapping begins with a page of memory, and nearly all storages of a file are its records.
+        """
+        offsets = defaultdict(list)
+        for offset, record in self._records.items():
+            offsets[offset % mmap.PAGESIZE, record.file_size].append(offset)
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in _find_tensors(self.value)}
+        votes = Counter(
+            address - offset
+            for address, tensor in storages.items()
+            for offset in offsets[address % mmap.PAGESIZE, tensor.untyped_storage().nbytes()]
+        )
+        best = votes.most_common(2)
+        if len(best) > 1 and best[0][1] == best[1][1]:
+            raise ValueError("its tensors fit its records in more than one way")
+        return best[0][0] if best else 0
 
     def verify(self, tensor: torch.Tensor) -> None:
         """Check the storage of a tensor of `value` by the file's checksum, once; this reads the storage.
@@ -114,9 +130,7 @@ class TorchFile:
         if place is None or place[0] in self._verified:
             return
         offset, record = place
-        # torch writes zero when it leaves the checksum out.
-        if record.CRC and checksum(storage_of(tensor)) != record.CRC:
-            raise ValueError(f"{record.filename} does not match its checksum")
+        _check_content(record, storage_of(tensor).numpy().data)
         self._verified.add(offset)
 
 
@@ -198,26 +212,30 @@ def _reason(error: Exception) -> str:
     return paragraphs[-2 if len(paragraphs) > 2 else 0].strip().rstrip(".")
 
 
-def _find_mapping(address: int) -> int | None:
-    """Return the address of the first byte of the file that is mapped where `address` lies; None if none is.
+def _find_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors of a saved value, whose containers may hold each other."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, torch.Tensor):
+            if is_plain(item):
+                yield item
+        elif isinstance(item, InertRecord | dict | list | tuple | set | frozenset) and id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, InertRecord):
+                left += (item.args, item.state, item.pairs)
+            else:
+                left += item.values() if isinstance(item, dict) else item
 
-    torch does not tell where in the file a tensor lies, but Linux does.
-    """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, offset, _, inode, *_ = line.split()
-        start, stop = (int(end, 16) for end in span.split("-"))
-        if start <= address < stop:
-            return start - int(offset, 16) if int(inode) else None
-    return None
 
-
-def _read_directory(path: Path) -> list[zipfile.ZipInfo]:
-    """Read the records of an archive, in the order in which they lie; check what torch does not.
+def _read_directory(path: Path) -> dict[int, zipfile.ZipInfo]:
+    """Return the records of an archive by the offset of their content; check what torch does not.
 
     Raises:
         OSError, ValueError, zipfile.BadZipFile: The file is missing, damaged, or not as torch writes it today.
     """
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         magic = file.read(len(_POINTER_MAGIC))
         if magic == _POINTER_MAGIC:
             raise ValueError("it is a Git LFS pointer: the file itself was never fetched")
@@ -226,31 +244,31 @@ def _read_directory(path: Path) -> list[zipfile.ZipInfo]:
                 "it is no zip archive; if torch before 1.6 wrote it, load and save it with a newer one"
             )
         with zipfile.ZipFile(file) as archive:
-            records = sorted(archive.infolist(), key=lambda record: record.header_offset)
-        for record in records:
-            _check_record(file, record)
-    return records
+            records = archive.infolist()
+        return {_check_record(file.fileno(), record): record for record in records}
 
 
-def _check_record(file: io.BufferedReader, record: zipfile.ZipInfo) -> None:
+def _check_record(file: int, record: zipfile.ZipInfo) -> int:
+    """Check a record; return the offset of its content."""
     if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
         raise ValueError(f"{record.filename} is compressed, which torch.save never does")
+    lengths = os.pread(file, _LENGTHS.size, record.header_offset)
+    offset: int = record.header_offset + _LENGTHS.size + sum(_LENGTHS.unpack(lengths))
     name = record.filename.partition("/")[2]
-    if name == "byteorder" and _read_record(file, record) != b"little":
+    if name == "byteorder" and os.pread(file, record.file_size, offset) != b"little":
         raise ValueError("the storages are not little-endian")
     if name == "data.pkl":
-        content = _read_record(file, record)
-        if record.CRC and zlib.crc32(content) != record.CRC:
-            raise ValueError(f"{record.filename} does not match its checksum")
+        content = os.pread(file, record.file_size, offset)
+        _check_content(record, content)
         if not content.startswith(_PROTOCOL_2):
             raise ValueError("its pickle is not of protocol 2, which torch.save writes by default")
+    return offset
 
 
-def _read_record(file: io.BufferedReader, record: zipfile.ZipInfo) -> bytes:
-    file.seek(record.header_offset)
-    num_bytes_between = sum(_LENGTHS.unpack(file.read(_LENGTHS.size)))
-    file.seek(num_bytes_between, os.SEEK_CUR)
-    return file.read(record.file_size)
+def _check_content(record: zipfile.ZipInfo, content: bytes | memoryview) -> None:
+    # torch writes zero when it leaves the checksum out.
+    if record.CRC and zlib.crc32(content) != record.CRC:
+        raise ValueError(f"{record.filename} does not match its checksum")
 
 
 def _load(path: Path) -> Any:
