@@ -12,8 +12,6 @@ From the lowest floor up:
 - `prompt_runs`: runs of many prompts through a whole port, and the way from the worst to its layer
 - `weight_trace`: where every element of a port's weights comes from, and whether that is right
 - `check`: findings about a machine's devices, settings, memory and time
-- `report_text`: the report of a run as text
-- `port_stages`: the stages of judging a port, commands run one after the other, and a log to go on from
 - `options`: options that several commands share, ranks among them; the port that they name, as options again
 - `commands`: commands with a file of their own
 - `cli`: the other commands of `mm2-test`

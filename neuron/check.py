@@ -26,11 +26,10 @@ from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes,
 from minimax_tools.provenance import library_versions, numeric_environment
 from minimax_tools.text.input_request import InputRequest
 from minimax_tools.text.prompts import build_inputs
-from neuron.devices.backend import Backend
-from neuron.devices.backend_choice import NO_FALLBACK, choose_backend
+from neuron.devices.backend import NO_FALLBACK, Backend, choose_backend
 from neuron.devices.machine import Machine
 from neuron.ports.targets import find_target
-from neuron.runs.footprint import DeviceFootprint
+from neuron.runs.resident_layer import DeviceFootprint
 from neuron.runs.run_profile import RunProfile
 
 # Largest tensor that Neuron runtimes before SDK 2.28 allow.
@@ -110,9 +109,6 @@ def check_machine(
 
     For each of `seq_lens`, in tokens, the memory that mm2's own layer takes is checked. `backend` may be `auto`. From a
     `profile` of a run on this machine, the time of each length is estimated. `root` is the file system's root.
-
-    Raises:
-        CaptureError: The profile is of another model, dtype or backend, of several ranks, or of a run that decodes.
     """
     machine = Machine.current(root=root)
     findings = [*_check_devices(machine), *_check_versions()]
@@ -192,7 +188,6 @@ def _minor_version(version: str | None) -> str | None:
 
 
 def _check_backends(machine: Machine, backend: str) -> tuple[Backend | None, list[MachineFinding]]:
-    """Return the backend that a run would take, and findings about it."""
     try:
         chosen = choose_backend(backend)
     except (BackendError, MissingExtraError) as error:
@@ -237,7 +232,6 @@ def _check_environment(machine: Machine) -> Iterator[MachineFinding]:
 
 
 def _check_cache(root: Path) -> MachineFinding:
-    """Check that compiled graphs are kept after a run."""
     url = os.environ.get(_CACHE_VARIABLE, "")
     if url.startswith("s3://"):
         return MachineFinding(Level.OK, "compile cache", f"{url}: not looked into")
@@ -260,7 +254,6 @@ def _check_cache(root: Path) -> MachineFinding:
 
 
 def _check_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) -> Iterator[MachineFinding]:
-    """Check that a layer fits in a core's memory, and its largest tensor in a runtime's limit."""
     weight_bytes, head_bytes = layer_bytes(spec, dtype), vocabulary_bytes(spec, dtype)
     hbm_bytes = machine.hbm_bytes_per_core
     if hbm_bytes is not None:
@@ -286,7 +279,6 @@ def _check_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) 
 
 
 def _check_device_activations(machine: Machine, footprint: DeviceFootprint) -> Iterator[MachineFinding]:
-    """Check that a core holds a layer and its activations for one row."""
     hbm_bytes = machine.hbm_bytes_per_core
     if hbm_bytes is None:
         return

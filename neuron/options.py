@@ -1,9 +1,4 @@
-"""Options of the commands that run a port on a device.
-
-The options by which several ranks share a layer; `rank_sharing` runs a command on them.
-
-Port arguments: the options that name a port, its device, dtype and ranks, as words of a command line.
-"""
+"""Options of the commands that run a port on a device, ranks among them; the port that they name, as words again."""
 
 from __future__ import annotations
 
@@ -46,6 +41,8 @@ if TYPE_CHECKING:
 
     from compare.limits.criteria import Criteria
     from minimax_tools.capture.further import FurtherPlace
+    from minimax_tools.model.span import Span
+    from minimax_tools.results.probes import Extent
     from neuron.devices.ranks import Ranks
 
 
@@ -93,21 +90,29 @@ def rank_options(command: Command) -> Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceOptions:
-    """The options of a device run. Their help texts, here and in the options that are imported, explain them.
+class PortOptions:
+    """The options of all runs of a port. Their help texts, here and in the options that are imported, explain them.
 
     None leaves a choice to the machine, or stands for an option that was not given.
     """
 
     model: str
+    backend: str  # a `Backend` by name, or `auto`
+    ranks: Ranks
+    memory_budget: int | None  # in bytes
+    dtype: torch.dtype
+    store: CaptureStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions(PortOptions):
+    """The options of a run of layers."""
+
     golden: Path | None
     target: str
-    backend: str  # a `Backend` by name, or `auto`
     compile_with: str  # a `Compiler` by name, `auto` or `off`
-    ranks: Ranks
     random_input: bool
     prefetch: bool | None
-    memory_budget: int | None  # in bytes
     num_decoded: int  # tokens at the end of each prompt that are computed one at a time
     check_capture: bool
     profile: bool
@@ -118,37 +123,45 @@ class DeviceOptions:
     report_path: Path | None  # folder of a report; None for none
     inputs: InputRequest  # the prompts, as rows of token ids, that the options ask for
     sites_level: str  # a named choice of sites to record
-    dtype: torch.dtype
-    store: CaptureStore
     as_json: str | None  # the form of JSON; None for text
     further: tuple[FurtherPlace, ...] = ()  # further outputs of the port to store
     max_new_tokens: int = 0  # an option of `mm2-test full` only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """The options of a whole port's run. Their help texts explain them."""
+class BisectOptions(PortOptions):
+    """The options of `mm2-test bisect`."""
 
-    model: str
     golden: Path
     target: str
-    backend: str  # a `Backend` by name, or `auto`
-    ranks: Ranks
+    compile_with: str  # a `Compiler` by name, `auto` or `off`
+    span: Span | None
+    extent: Extent | None
+    chain_length: int | None
+    is_whole: bool
+    num_decoded: int | None
+    is_anew: bool
+    prefetch: bool | None
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(PortOptions):
+    """The options of a whole port's run."""
+
+    golden: Path
+    target: str
     num_decoded: int | None  # None for the usual number
     max_new_tokens: int
     runs_chunks: bool  # whether to run passes of several tokens behind a cache too
-    memory_budget: int | None  # in bytes
-    dtype: torch.dtype
-    store: CaptureStore
     report_path: Path | None  # folder of a report; None for none
     as_json: str | None  # the form of JSON; None for text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptOptions:
-    """The options of `mm2-test prompts`. Their help texts explain them."""
+class PromptOptions(PortOptions):
+    """The options of `mm2-test prompts`."""
 
-    model: str
     target: str | None
     prompts: tuple[str, ...]
     prompts_file: Path | None
@@ -165,11 +178,6 @@ class PromptOptions:
     pad_to: tuple[int, ...]
     golden_logits: Path | None
     follows: bool
-    backend: str
-    ranks: Ranks
-    memory_budget: int | None
-    dtype: torch.dtype
-    store: CaptureStore
     as_json: bool
 
 
@@ -241,11 +249,7 @@ class _FurtherPlaces(LateValue):
     texts: tuple[str, ...]
 
     def find(self, ctx: click.Context) -> tuple[FurtherPlace, ...]:
-        """Return the places.
-
-        Raises:
-            UsageError: A text is of another form, or a name is that of a site.
-        """
+        """Return the places."""
         from minimax_tools.capture.further import parse_further
 
         return parse_further(self.texts)

@@ -32,8 +32,8 @@ from minimax_tools.text.input_request import InputRequest
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
 from neuron.runs.bisection import run_chain
-from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import LayerExecutor
+from neuron.runs.port_setup import PortSetup
 
 SHAPES = {
     "toy": SyntheticModel(num_hidden_layers=24),

@@ -32,9 +32,9 @@ from minimax_tools.text.tokenizer import encode_texts
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
-from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.prompt_run import PortRecord, PromptRun
+from neuron.runs.port_setup import ModelSetup
 
 RIGHT = str(Path(__file__).parent / "examples" / "model_port.py") + ":Model"
 _LENGTHS = (12, 60)
@@ -57,7 +57,9 @@ def draw_rows(folder: Path, spec: ModelSpec, *, number: int, seed: int) -> list[
 def judge_port(name: str, run: PromptRun, folder: Path, reader: CheckpointReader) -> PromptRanking:
     """Run a port on the CPU, and judge its prompts."""
     target = find_model_target(name)
-    setup = ModelSetup(target=target, spec=run.spec, folder=folder, dtype=torch.bfloat16, sites=())
+    setup = ModelSetup(
+        target=target, spec=run.spec, model_source=str(folder), folder=folder, dtype=torch.bfloat16, sites=()
+    )
     model = fingerprint_model(reader, run.spec, range(0))
     provenance = Provenance(
         model=model, model_source="", backend="cpu", device="", dtypes={}, target=name, target_digest=""

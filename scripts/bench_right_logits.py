@@ -38,12 +38,12 @@ from minimax_tools.text.tokenizer import encode_texts
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
-from neuron.model_runs.model_request import ModelSetup
 from neuron.model_runs.passes import plan_passes
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.prompt_run import PromptRun
 from neuron.replacement.stream import GoldenStream, ReplacedJudge, RowLogits
 from neuron.replacement.whole_bisection import ReplacedPort
+from neuron.runs.port_setup import ModelSetup
 
 _TRAINED = Path(__file__).parents[1] / "tests" / "models" / "learned"
 _PORTS = Path(__file__).parent / "whole_ports" / "implementations.py"
@@ -196,7 +196,12 @@ def judge_model(
         ground = Ground(model=model, scratch=scratch, reader=reader, spec=spec)
         for turn, (index, (name, target)) in itertools.product(range(num_ports), enumerate(RIGHT.items())):
             setup = ModelSetup(
-                target=find_model_target(target), spec=spec, folder=model, dtype=torch.bfloat16, sites=()
+                target=find_model_target(target),
+                spec=spec,
+                model_source=str(model),
+                folder=model,
+                dtype=torch.bfloat16,
+                sites=(),
             )
             with ModelExecutor(setup, runtime=runtime, reader=reader) as executor:
                 port = RightPort(name=name, ground=ground, executor=executor)

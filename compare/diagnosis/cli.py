@@ -13,6 +13,7 @@ from compare.options import NamedSides, layers_options, report_option, sides_opt
 from minimax_tools.command_line.console import (
     Mm2Command,
     end_command,
+    leave_record,
     loading,
     print_json,
     print_text,
@@ -144,6 +145,8 @@ def main(
     report = None
     if report_path:
         report = partial(report_run, judged[0], report_path, next_commands=following, diagnosis=diagnosis)
+    text = "" if as_json else render_diagnosis(diagnosis, proves=proves)
+    leave_record(diagnosis_record(diagnosis), text, next_commands=following)
     if as_json:
         print_json(diagnosis_record(diagnosis), next_commands=following)
         if report:
@@ -151,7 +154,6 @@ def main(
     elif proves and not diagnosis.findings and kept:
         print_text(render_nothing_to_prove(diagnosis), next_commands=following)
     else:
-        text = render_diagnosis(diagnosis, proves=proves)
         print_then_report(text, report, next_commands=following)
     end_command(diagnosis.exit_code)
 

@@ -28,7 +28,7 @@ from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import tidy_capture
 from minimax_tools.checkpoint.index import find_absent_shards
-from minimax_tools.command_line.console import print_json, print_text
+from minimax_tools.command_line.console import leave_record, print_json, print_text
 from minimax_tools.errors import UsageError, list_faults
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
@@ -139,10 +139,8 @@ def _read_generation(directory: Path) -> Generation | None:
 
 
 def describe_golden(golden: Capture, *, as_json: bool) -> tuple[dict[str, Any], str]:
-    """Return a stored golden as JSON or as text, the other empty. Its statistics are left to `mm2-gpu show`."""
-    if as_json:
-        return capture_record(golden), ""
-    return {}, render_capture(golden, shows_statistics=False)
+    """Return a stored golden as JSON, and as text unless JSON is asked for. `mm2-gpu show` has its statistics."""
+    return capture_record(golden), "" if as_json else render_capture(golden, shows_statistics=False)
 
 
 def print_golden(
@@ -154,8 +152,9 @@ def print_golden(
     next_commands: tuple[str, ...],
 ) -> None:
     """Print a golden as JSON or as text, with the tokens that it generated and the commands to run next."""
+    record |= {"generation": encode(generation)} if generation else {}
+    leave_record(record, text, next_commands=next_commands)
     if as_json:
-        record |= {"generation": encode(generation)} if generation else {}
         print_json(record, next_commands=next_commands)
     else:
         text = "\n\n".join(filter(None, (text.strip("\n"), str(generation or "").strip("\n"))))

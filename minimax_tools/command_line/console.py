@@ -23,7 +23,7 @@ import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -33,6 +33,7 @@ from click.core import ParameterSource
 from minimax_tools.command_line.help_groups import write_options
 from minimax_tools.command_line.project_defaults import FILE_NAME, ProjectDefaults
 from minimax_tools.errors import CannotRunError, Mm2Error, TargetError, UsageError, did_you_mean
+from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.importing import importing
 from minimax_tools.machine.stops import forget_interrupt, given_words, keep_arguments, stopped_error
 from minimax_tools.machine.streams import OutputError, drop_output, write
@@ -132,7 +133,9 @@ def find_late_values(ctx: click.Context) -> None:
         ctx.params[name] = value.find(ctx) if isinstance(value, LateValue) else value
 
 
-# Key of click's `Context.meta`.
+# Variable with the file in which a command leaves its values to the command that started it.
+RECORD_VARIABLE = "MM2_STAGE_RECORD"
+# Keys of click's `Context.meta`.
 _AFTERWARDS = "minimax_tools.afterwards"
 
 Work = Callable[[], object]
@@ -330,6 +333,14 @@ def show_warnings_only() -> None:
         logging.getLogger(package).setLevel(logging.WARNING)
 
 
+def leave_record(record: Mapping[str, Any], text: str, *, next_commands: Sequence[str]) -> None:
+    """Leave a command's JSON, and the first line of its text, to the command that started it, if one asked for them."""
+    if path := os.environ.get(RECORD_VARIABLE):
+        left = {"headline": text.partition("\n")[0], "record": versioned(record, next_commands=next_commands)}
+        with whole_file(Path(path)) as file:
+            file.write(printable_json(left))
+
+
 def print_json(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> None:
     """Write one JSON object to stdout, with the commands to run next."""
     write(printable_json(versioned(record, next_commands=next_commands)))
@@ -338,9 +349,12 @@ def print_json(record: Mapping[str, Any], *, next_commands: Sequence[str]) -> No
 
 
 def print_text(text: str, *, next_commands: Sequence[str]) -> None:
-    """Write a command's text to stdout; below it the commands to run next, one a line, never broken."""
+    """Write a command's text to stdout; below it the commands to run next, one a line, never broken.
+
+    A command that left its values with `leave_record` shows no commands: who started it does.
+    """
     lines = [text] if text else []
-    if next_commands:
+    if next_commands and RECORD_VARIABLE not in os.environ:
         lines += ["", NEXT_TITLE, *(f"  {printable(command)}" for command in next_commands)]
     if lines:
         write("\n".join(lines))
@@ -357,8 +371,11 @@ def print_error(error: BaseException, *, as_json: bool, speaker: str | None = No
     `speaker` is the name of this process if several share a terminal.
     """
     message, exit_code = _describe(error)
+    record = {**_no_verdict(exit_code), "error": message, "exit_code": exit_code}
+    if speaker is None:
+        with suppress(OSError):
+            leave_record(record, "", next_commands=_after_error(error))
     if as_json:
-        record = {**_no_verdict(exit_code), "error": message, "exit_code": exit_code}
         try:
             print_json(record, next_commands=_after_error(error))
         except OutputError:

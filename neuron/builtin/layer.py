@@ -166,7 +166,6 @@ class DeviceAttention(nn.Module):
         return query_sum / query_width, key_sum / (self._layout.num_kv_heads * self.head_dim)
 
     def _split_heads(self, flat: torch.Tensor) -> torch.Tensor:
-        """Reshape [B,S,heads·D] to [B,heads,S,D]."""
         heads: torch.Tensor = flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads
 

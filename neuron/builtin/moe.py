@@ -160,11 +160,7 @@ def ranks_of(config: Any) -> Ranks:
 
 
 def experts_per_rank(config: Any) -> int:
-    """Return the number of experts that a rank holds, whole or in part.
-
-    Raises:
-        UsageError: The experts do not divide by the degree.
-    """
+    """Return the number of experts that a rank holds, whole or in part."""
     num_experts: int = config.num_local_experts
     degree = ranks_of(config).expert_degree
     if num_experts % degree:

@@ -1,10 +1,7 @@
-"""Rank cut: a rank's part of a tensor along one dim, read without the rest.
+"""Rank cut: a rank's part of a tensor along one dim, read without the rest; and the heads that each rank holds.
 
-The part is made of runs of indices. Indices that no run fills are padding, and zero.
-
-Head layout: the heads of queries, keys and values that each of several ranks holds.
-
-For N query heads, K kv heads and T ranks. A group is the N/K query heads that read one kv head.
+The part is made of runs of indices. Indices that no run fills are padding, and zero. For N query heads, K kv heads and
+T ranks, a group being the N/K query heads that read one kv head:
 
 | | kv heads | query heads |
 |---|---|---|
@@ -152,12 +149,7 @@ class RankCut:
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
     def read(self, tensors: LayerTensors, name: str, out: torch.Tensor) -> None:
-        """Fill `out` with the part. Of rows only their bytes are read; for columns the whole matrix, band by band.
-
-        Raises:
-            CheckpointError: The tensor cannot be read.
-            ValueError: `out` has another shape.
-        """
+        """Fill `out` with the part. Of rows only their bytes are read; for columns the whole matrix, band by band."""
         shape = tensors.given_shape(name)
         if self._is_whole(shape):
             tensors.read_into(name, out)

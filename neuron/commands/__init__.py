@@ -1,6 +1,7 @@
 """Commands of `mm2-test`, registered in `neuron.cli`: options, help and what each does.
 
 - `port`: a port judged in stages, from the golden to the proof of its mistake
+- `port_stages`: its stages, commands run one after the other, and a log to go on from
 - `run`: single-layer, multi-layer, sweep, full and component; `device_run`: the run, verdict and output of each
 - `undo`: a proof that a mistake is what is wrong in a layer, by undoing it
 - `model`: a whole port, run and judged; `model_run`: the run itself

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,8 +12,8 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.command_line.console import Mm2Command, end_command, loading, print_json, print_text
 from minimax_tools.command_line.options import (
-    CaptureStore,
     dtype_option,
+    grouped_as,
     memory_budget_option,
     model_option,
     output_options,
@@ -28,8 +27,9 @@ from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.model.run import bisect_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
-from neuron.devices.compiler import AUTO
+from minimax_tools.results.probes import Extent
 from neuron.options import (
+    BisectOptions,
     backend_option,
     compile_option,
     golden_option,
@@ -37,12 +37,9 @@ from neuron.options import (
     rank_options,
     target_option,
 )
-from neuron.runs.extent import Extent
 
 if TYPE_CHECKING:
-    import torch
-
-    from neuron.devices.ranks import Ranks
+    pass
 
 
 @click.command(
@@ -100,26 +97,8 @@ if TYPE_CHECKING:
 @dtype_option
 @search_store_options
 @output_options
-def bisect_command(
-    *,
-    model: str,
-    golden: Path,
-    target: str,
-    backend: str,
-    compile_with: str,
-    ranks: Ranks,
-    span: Span | None,
-    extent: Extent | None,
-    chain_length: int | None,
-    is_whole: bool,
-    num_decoded: int | None,
-    is_anew: bool,
-    prefetch: bool | None,
-    memory_budget: int | None,
-    dtype: torch.dtype,
-    store: CaptureStore,
-    as_json: bool,
-) -> None:
+@grouped_as("options", BisectOptions)
+def bisect_command(options: BisectOptions) -> None:
     """Find the first wrong layer by running halves of a range.
 
     If no chain drifts, 62 layers take seven runs at most: log2 of their number, rounded up, plus one. Each run goes
@@ -141,65 +120,43 @@ def bisect_command(
         from minimax_tools.capture.reader import Capture
         from minimax_tools.checkpoint.reader import CheckpointReader
         from minimax_tools.machine.memory import MemoryBudget
-        from neuron.commands.bisect_whole import WholeBisection, refuse_options_of_layers
-        from neuron.commands.device_run import print_warnings
+        from neuron.commands.bisect_whole import bisect_whole_port
+        from neuron.commands.device_run import print_warnings, render_report
         from neuron.devices.runtime import open_runtime
         from neuron.ports.targets import find_target
-        from neuron.report_text import render_report
         from neuron.runs.bisection import BisectRequest, bisect_layers
         from neuron.runs.run_profile import RunReport
         from reports.bisection import bisection_record, next_commands, render_bisection
 
-    if is_whole:
-        refuse_options_of_layers(
-            layers=span is not None,
-            all=extent is Extent.ALL,
-            chain_length=chain_length is not None,
-            prefetch=prefetch is not None,
-            # A whole port is run as it is.
-            compile=compile_with != AUTO,
-        )
-        WholeBisection(
-            model=model,
-            golden=golden,
-            target=target,
-            backend=backend,
-            ranks=ranks,
-            num_decoded=num_decoded,
-            is_exhaustive=extent is Extent.EXHAUSTIVE,
-            is_anew=is_anew,
-            memory_budget=memory_budget,
-            dtype=dtype,
-            store=store,
-            as_json=as_json,
-        ).run()
-    if num_decoded is not None:
+    if options.is_whole:
+        bisect_whole_port(options)
+    if options.num_decoded is not None:
         raise UsageError("--decode is an option of --whole", next_step="Add --whole, or leave out --decode.")
-    spec = ModelSpec.from_folder(resolve_config(model))
-    span = (span or Span(0, spec.num_hidden_layers)).within(spec.num_hidden_layers)
-    capture = Capture.open(golden).natural()
+    spec = ModelSpec.from_folder(resolve_config(options.model))
+    span = (options.span or Span(0, spec.num_hidden_layers)).within(spec.num_hidden_layers)
+    golden = Capture.open(options.golden).natural()
     request = BisectRequest(
         spec=spec,
-        golden=capture,
-        inputs=capture.read_inputs(),
-        target=find_target(target),
-        dtype=dtype,
-        prefetch=prefetch,
-        budget=MemoryBudget(memory_budget),
+        golden=golden,
+        inputs=golden.read_inputs(),
+        target=find_target(options.target),
+        dtype=options.dtype,
+        prefetch=options.prefetch,
+        budget=MemoryBudget(options.memory_budget),
         span=span,
-        extent=extent or Extent.FIRST,
-        chain_length=chain_length or default_chain_length(dtype),
+        extent=options.extent or Extent.FIRST,
+        chain_length=options.chain_length or default_chain_length(options.dtype),
         # These judge layers that ran alone; chains have limits of their own.
         criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
-        model_source=model,
+        model_source=options.model,
     )
-    directory = store.directory(DEVICE_SIDE, bisect_run(span).name)
+    directory = options.store.directory(DEVICE_SIDE, bisect_run(span).name)
     # None means all layers: then no shard may be missing.
     layers = None if len(span) == spec.num_hidden_layers else range(span.start, span.stop)
-    folder = resolve_model(model, layers=layers)
+    folder = resolve_model(options.model, layers=layers)
     with (
         output_set_aside(),
-        open_runtime(backend, compile_with=compile_with, ranks=ranks) as runtime,
+        open_runtime(options.backend, compile_with=options.compile_with, ranks=options.ranks) as runtime,
         CheckpointReader(folder, layers=layers) as reader,
     ):
         bisection, compiles = bisect_layers(
@@ -207,17 +164,17 @@ def bisect_command(
             runtime=runtime,
             reader=reader,
             directory=directory,
-            is_anew=is_anew,
+            is_anew=options.is_anew,
             open_progress=lambda part: LayerProgress(len(part), label=f"Probe of {part}"),
         )
-    if as_json:
+    if options.as_json:
         record = bisection_record(bisection)
         record |= {"graphs": asdict(compiles), "directory": address_of(directory)}
-        record["notes"] += capture.row_notes
+        record["notes"] += golden.row_notes
         print_json(record, next_commands=next_commands(bisection))
     else:
         report = RunReport(compiles=compiles)
-        parts = (render_bisection(bisection), *capture.row_notes, render_report(report))
+        parts = (render_bisection(bisection), *golden.row_notes, render_report(report))
         text = "\n\n".join(filter(None, parts))
         print_text(text, next_commands=next_commands(bisection))
         print_warnings(report)

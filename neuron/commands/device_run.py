@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -23,29 +24,113 @@ from minimax_tools.capture.run_commands import RunCommands, judge_port_of
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import end_command, print_json, say
+from minimax_tools.command_line.console import end_command, leave_record, print_json, say
 from minimax_tools.command_line.options import SUMMARY_JSON
-from minimax_tools.errors import CaptureError, TargetError, UsageError
+from minimax_tools.errors import CaptureError, TargetError, UsageError, format_count
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.progress import LayerProgress
+from minimax_tools.machine.size import format_size
 from minimax_tools.model.run import Mode, Run
+from minimax_tools.model.span import word_layers
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Comparison
 from neuron.devices.runtime import open_runtime
 from neuron.options import DeviceOptions, port_arguments
 from neuron.ports.targets import find_target
-from neuron.report_text import find_warnings, render_report
-from neuron.runs.device_request import DeviceRequest
-from neuron.runs.golden_inputs import read_inputs
-from neuron.runs.run_profile import PROFILE_NAME, RunProfile, RunReport
+from neuron.runs.device_request import DeviceRequest, read_inputs
+from neuron.runs.layer_run import LayerTimes
+from neuron.runs.run_profile import PROFILE_NAME, CaptureEffect, LayerProfile, RunProfile, RunReport
 from neuron.runs.runner import DeviceRun
+from reports.canvas import Canvas, Column, Row
 from reports.captures import capture_record, render_capture
 from reports.data import comparison_record, summary_record, to_json
 from reports.folder import WrittenReport
 from reports.terminal import render_comparison
+
+# Names of the phases, which every `LayerTimes` has: read, regroup, transfer, compile, run, copy back.
+_PHASES = tuple(LayerTimes().by_phase())
+_COLUMNS = [
+    Column(title=title)
+    for title in ("layer", *(f"{phase}\n(s)" for phase in (*_PHASES, "total")), "host\npeak", "device\npeak")
+]
+
+
+def render_report(report: RunReport, *, trace: Path | None = None) -> str:
+    """Return the report as text, for stdout; empty if there is nothing to report. `trace` is the profile's file."""
+    canvas = Canvas(width=None, is_terminal=None)
+    compiles = report.compiles
+    if compiles.first_layer or compiles.later_layers:
+        by = f" by torch.compile for {compiles.compiler}" if compiles.compiler else ""
+        canvas.line(
+            f"graphs compiled{by}: {compiles.first_layer} for the first layer, {compiles.later_layers} after it"
+        )
+    if report.effects is not None and not _list_changed(report):
+        num_checked = len(report.effects)
+        # A resumed run checks only the layers that it runs itself.
+        earlier = f"; the others of {report.num_layers} ran before" if num_checked < report.num_layers else ""
+        canvas.line(
+            f"recording the sites changes no bit of the output of {format_count(num_checked, 'layer')}{earlier}"
+        )
+    if report.profile:
+        canvas.gap()
+        canvas.table(_COLUMNS, _profile_rows(report.profile))
+        canvas.line(f"  trace: {trace}")
+    return canvas.text
+
+
+def find_warnings(report: RunReport) -> Iterator[str]:
+    """Yield warnings about a run, for stderr."""
+    compiles = report.compiles
+    if compiles.later_layers:
+        yield "a graph depends on the layer: a number, a shape or a slice differs between layers"
+    # A layer that breaks everywhere makes no graph either: its breaks tell that.
+    if compiles.compiler and not (compiles.first_layer or compiles.later_layers or compiles.graph_breaks):
+        yield "torch.compile made no graph, and layers ran as they are: is TORCHDYNAMO_DISABLE or such a variable set?"
+    if compiles.recompiles:
+        # All begin alike: a number that differs between layers, for instance.
+        yield f"the first graph that did not serve a later layer was made for {compiles.recompiles[0]}"
+    for graph_break in compiles.graph_breaks:
+        yield f"the graph breaks at {graph_break}: this line runs uncompiled; in a loop, its whole function does"
+    for operation in compiles.fallbacks:
+        yield f"{operation} ran on the CPU instead of the device"
+    if report.generation_error is not None:
+        yield f"no token was generated: {report.generation_error}"
+    if changed := _list_changed(report):
+        yield _word_effects(changed)
+
+
+def _list_changed(report: RunReport) -> list[CaptureEffect]:
+    return [effect for effect in report.effects or () if effect.num_changed]
+
+
+def _word_effects(changed: list[CaptureEffect]) -> str:
+    worst = max(changed, key=lambda effect: effect.num_changed)
+    return (
+        f"recording the sites changes the output of {word_layers([effect.layer for effect in changed])}: of layer "
+        f"{worst.layer} {worst.num_changed} of {worst.num_values} values, by at most {worst.max_abs_diff:.3g}"
+    )
+
+
+def _profile_rows(profiles: Sequence[LayerProfile]) -> list[Row]:
+    rows = [_profile_row(str(profile.layer), [profile]) for profile in profiles]
+    if len(profiles) > 1:
+        rows.append(_profile_row("all", profiles))
+    return rows
+
+
+def _profile_row(name: str, profiles: Sequence[LayerProfile]) -> Row:
+    """Return the row of one or more layers: the sum of their times, and the highest of their peaks."""
+    times = sum((profile.times for profile in profiles), LayerTimes())
+    seconds = [f"{value:.2f}" for value in (*times.by_phase().values(), times.total_s)]
+    host_peak = max(profile.peak_host_bytes for profile in profiles)
+    device_peaks = [
+        profile.peak_device_bytes for profile in profiles if profile.peak_device_bytes is not None
+    ]
+    device_peak = format_size(max(device_peaks)) if device_peaks else "-"
+    return Row(cells=(name, *seconds, format_size(host_peak), device_peak))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +202,8 @@ def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> 
         following=following,
     )
     if options.as_json:
-        _print_summary(outcome) if options.as_json == SUMMARY_JSON else _print_record(outcome)
+        record = _summary(outcome) if options.as_json == SUMMARY_JSON else _record(outcome)
+        print_json(record, next_commands=following)
         if write:
             write()
     else:
@@ -164,7 +250,6 @@ def print_warnings(report: RunReport) -> None:
 def _run_port(
     options: DeviceOptions, spec: ModelSpec, run: Run, golden: Capture | None
 ) -> tuple[RunReport, Path]:
-    """Run the port; return the report, and the directory of the capture."""
     layers = _read_layers(options, spec, run)
     folder = resolve_model(options.model, layers=layers)
     request = build_request(options, spec, run, golden, folder=folder)
@@ -202,57 +287,54 @@ def _read_layers(options: DeviceOptions, spec: ModelSpec, run: Run) -> range | N
 def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
     """Raise CaptureError if a saved run is another one: other layers, or other ranks, outputs or port where given."""
     found, provenance = saved.description.run, saved.description.provenance
-    if any(
-        getattr(found, name) != getattr(run, name) for name in ("span", "mode", "component", "num_decoded")
-    ):
-        raise CaptureError(
-            f"{saved.directory} holds another run than --skip-compile asks for",
-            expected=str(run),
-            found=str(found),
-            next_step="Name its directory with --output-dir, or leave out --skip-compile.",
-        )
-    degree, saved_degree = options.ranks.degree, provenance.options.get("tp_degree", 1)
-    if options.ranks.are_several and degree != saved_degree:
-        raise CaptureError(
-            f"{saved.directory} holds a run of another number of ranks",
-            expected=str(degree),
-            found=str(saved_degree),
-            next_step="Leave out --tp-degree to show it, or --skip-compile to run with it.",
-        )
-    if options.further and list(map(str, options.further)) != provenance.options.get(ALSO, []):
-        raise CaptureError(
-            f"{saved.directory} holds a run with other further outputs",
-            expected=", ".join(map(str, options.further)),
-            found=", ".join(provenance.options.get(ALSO, [])) or "none",
-            next_step="Leave out --also to show it, or --skip-compile to run with it.",
-        )
+    degree = provenance.options.get("tp_degree", 1)
+    also, saved_also = (
+        ", ".join(map(str, places)) for places in (options.further, provenance.options.get(ALSO, []))
+    )
     # A default of mm2 or of the project says nothing about the saved run.
     defaults = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
     is_given = click.get_current_context().get_parameter_source("target") not in defaults
-    if is_given and provenance.target != options.target:
-        raise CaptureError(
-            f"{saved.directory} holds a run of another port",
-            expected=options.target,
-            found=provenance.target,
-            next_step="Leave out --target to show it, or --skip-compile to run the port.",
-        )
+    names = ("span", "mode", "component", "num_decoded")
+    is_another_run = any(getattr(found, name) != getattr(run, name) for name in names)
+    has_other_ranks = options.ranks.are_several and options.ranks.degree != degree
+    has_other_outputs = bool(also) and also != saved_also
+    differences = (
+        (is_another_run, "another run than --skip-compile asks for", "", run, found),
+        (has_other_ranks, "a run of another number of ranks", "--tp-degree", options.ranks.degree, degree),
+        (has_other_outputs, "a run with other further outputs", "--also", also, saved_also or "none"),
+        (
+            is_given and provenance.target != options.target,
+            "a run of another port",
+            "--target",
+            options.target,
+            provenance.target,
+        ),
+    )
+    for differs, what, option, expected, there in differences:
+        if differs:
+            raise CaptureError(
+                f"{saved.directory} holds {what}",
+                expected=str(expected),
+                found=str(there),
+                next_step=f"Leave out {option} to show it, or --skip-compile to run it."
+                if option
+                else "Name its directory with --output-dir, or leave out --skip-compile.",
+            )
 
 
-def _print_summary(outcome: _Outcome) -> None:
+def _summary(outcome: _Outcome) -> dict[str, Any]:
     assert outcome.comparison is not None, "a summary was refused without a golden"
-    record = {"directory": address_of(outcome.capture.directory), **summary_record(outcome.comparison)}
-    print_json(record, next_commands=outcome.following)
+    return {"directory": address_of(outcome.capture.directory), **summary_record(outcome.comparison)}
 
 
-def _print_record(outcome: _Outcome) -> None:
+def _record(outcome: _Outcome) -> dict[str, Any]:
     record = capture_record(outcome.capture)
     record["graphs"] = asdict(outcome.report.compiles) if outcome.report else None
     if outcome.report is not None and outcome.report.effects is not None:
         record["capture_effects"] = to_json(outcome.report.effects)
     if outcome.generation is not None:
         record["generation"] = encode(outcome.generation)
-    record |= comparison_record(outcome.comparison) if outcome.comparison else {}
-    print_json(record, next_commands=outcome.following)
+    return record | (comparison_record(outcome.comparison) if outcome.comparison else {})
 
 
 def _print_text(outcome: _Outcome, options: DeviceOptions) -> None:
@@ -276,6 +358,7 @@ def _print_text(outcome: _Outcome, options: DeviceOptions) -> None:
         )
     else:
         text = "\n\n".join(filter(None, parts))
+    leave_record(_record(outcome), text, next_commands=outcome.following)
     print_then_report(text, outcome.write_report, next_commands=outcome.following)
     if report is not None:
         print_warnings(report)

@@ -1,9 +1,7 @@
-"""The launch of a run's ranks as child processes. All are stopped once rank 0 has ended, or any rank has failed.
+"""Ranks of a command: launched as child processes; rank 0 leads, and the others follow it.
 
 Unlike torchrun, `launch_ranks` returns the exit code of rank 0, or raises an error that names the rank that failed. A
 rank's exit code counts only if mm2 itself chose it: a port may end its process with any other.
-
-The sharing of a command among ranks: they are launched, rank 0 leads, and the others follow it.
 """
 
 from __future__ import annotations
@@ -37,20 +35,18 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.ranks.failure import RESUME, RankFailedError, RankFailure, attempt_store, record_end
 from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.ranks.watch import SILENT_S, read_state
-from neuron.devices.backend import Backend
-from neuron.devices.backend_choice import choose_backend
+from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.compiler import AUTO
 from neuron.devices.distributed import refuse_launched
 from neuron.devices.ranks import Ranks, read_ranks
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.model_runs.model_executor import ModelAssignment, ModelExecutor
-from neuron.model_runs.model_request import ModelSetup
 from neuron.ports.targets import find_model_target, find_target
 from neuron.process.record import StatusRecord
 from neuron.process.status import RECORD_VARIABLE, discard_output
 from neuron.process.supervisor import describe_end, describe_timeout
-from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import Assignment, LayerExecutor
+from neuron.runs.port_setup import ModelSetup, PortSetup
 from neuron.weight_trace.traced_port import TraceAssignment, follow_trace
 
 _HOST = "127.0.0.1"
@@ -102,9 +98,6 @@ def launch_ranks(
     """Run `python -m neuron ARGUMENTS` as several ranks, wait for them, and return the exit code of rank 0.
 
     The ranks get `environment`, and variables that tell each its rank.
-
-    Raises:
-        RankFailedError: A rank died, or a layer took it too long, and rank 0 could not report it.
     """
     # This process serves the store, at any free port (0). It outlives every rank, and no other process can take the
     # port before the ranks connect.
@@ -201,7 +194,6 @@ def _record_finished(ranks: Sequence[_RankProcess], finished: set[int], store: A
 
 
 def _find_failure(ranks: Sequence[_RankProcess]) -> RankFailure | None:
-    """Return the failure that caused all others; None if no rank has failed."""
     failures = {number: text for number, rank in enumerate(ranks) if (text := rank.describe_failure())}
     if not failures:
         return None
@@ -217,7 +209,6 @@ def _wait_for_exit(rank: _RankProcess) -> None:
 
 
 def _stop(ranks: Sequence[_RankProcess]) -> None:
-    """Stop the ranks that still run, and free the records of all."""
     running = [rank for rank in ranks if rank.process.poll() is None]
     for rank in running:
         rank.process.terminate()
@@ -286,7 +277,6 @@ def _follow_lead(backend: str, compile_with: str, ranks: Ranks) -> None:
 
 
 def _run_assignments(runtime: Runtime) -> None:
-    """Carry out the lead's assignments, one after the other, until it sends None."""
     while (assignment := runtime.messages.receive()) is not None:
         if isinstance(assignment, TraceAssignment):
             follow_trace(assignment, runtime)
@@ -304,7 +294,7 @@ def _run_assignments(runtime: Runtime) -> None:
             # The lead's reads fill the page cache that all ranks share.
             prefetch=False,
             budget=MemoryBudget(assignment.budget_bytes),
-            undone=assignment.undone,
+            edits=assignment.edits,
         )
         with (
             # `range(0)` requires no shard here: the lead has checked them, and asks only for layers that are present.
@@ -315,10 +305,10 @@ def _run_assignments(runtime: Runtime) -> None:
 
 
 def _follow_model(assignment: ModelAssignment, runtime: Runtime) -> None:
-    """Run this rank's part of a whole port, until the lead's run of it ends."""
     setup = ModelSetup(
         target=find_model_target(assignment.target),
         spec=ModelSpec.from_folder(assignment.folder),
+        model_source=str(assignment.folder),
         folder=assignment.folder,
         dtype=assignment.dtype,
         sites=assignment.sites,

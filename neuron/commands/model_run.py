@@ -34,10 +34,9 @@ from minimax_tools.model.run import model_run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
 from neuron.devices.runtime import open_runtime
-from neuron.model_runs.black_box import judge_black_box, judge_in_float32
+from neuron.model_runs.judgement import NamedRun, judge_black_box, judge_in_float32, name_first
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.model_runner import ModelRun
-from neuron.model_runs.naming import NamedRun, name_first
 from neuron.options import ModelOptions
 from neuron.ports.targets import find_model_target
 from reports.captures import capture_record
@@ -116,7 +115,6 @@ def run_model(options: ModelOptions) -> None:
 def _judge_black_box(
     judged: JudgedRun, *, reader: CheckpointReader, spec: ModelSpec, folder: Path
 ) -> JudgedRun:
-    """Judge a run by its logits, whose comparison could not judge them."""
     if computes_in_float32(judged.sides.reference):
         return replace(judged, comparison=judge_in_float32(judged))
     comparison = judge_black_box(
@@ -131,7 +129,6 @@ def _judge_black_box(
 
 
 def _judge_all(judged: JudgedRun, judge: Callable[[JudgedRun], JudgedRun]) -> JudgedRun:
-    """Judge a run and its chunks."""
     run = judge(judged)
     if judged.chunks is None:
         return run

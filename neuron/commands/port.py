@@ -40,6 +40,9 @@ from neuron.options import backend_option, golden_option, target_option
     show_default=True,
     help="Folder of the golden, the runs and the log of finished stages.",
 )
+@click.option(
+    "--overwrite", is_flag=True, help="Replace a golden of another checkpoint in the output folder."
+)
 @output_options
 def port_command(**options: Any) -> None:
     """Judge a port in stages: golden, weights, sweep, then its mistake named and proved, or all layers in a chain.
@@ -50,6 +53,6 @@ def port_command(**options: Any) -> None:
     Exits with 1 if the port differs.
     """
     with loading():
-        from neuron.port_stages import judge_in_stages
+        from neuron.commands.port_stages import judge_in_stages
 
     judge_in_stages(**options)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from compare.untested import untested_by_prompts
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -37,11 +36,11 @@ from minimax_tools.text.prompts import read_prompts
 from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
-from neuron.model_runs.model_request import ModelSetup
-from neuron.options import PromptOptions
+from neuron.options import PromptOptions, name_port
 from neuron.ports.targets import find_model_target
 from neuron.prompt_runs.following import Follower
 from neuron.prompt_runs.prompt_run import PortRecord, PromptRun, trust_golden
+from neuron.runs.port_setup import ModelSetup
 from reports.prompts import prompts_record, render_followed, render_prompts
 
 # Tokens of an answer that are decoded, and of a golden's rows, if --decode does not say.
@@ -111,6 +110,7 @@ def _run_port(
     setup = ModelSetup(
         target=target,
         spec=run.spec,
+        model_source=options.model,
         folder=folder,
         dtype=options.dtype,
         sites=(),
@@ -170,7 +170,6 @@ def _refuse_contradictions(options: PromptOptions) -> None:
 def _read_prompts(
     options: PromptOptions, golden: Capture | None, folder: Path, spec: ModelSpec
 ) -> list[AnsweredPrompt]:
-    """Read the prompts that the options name, cut to their limits."""
     if golden is not None:
         inputs = golden.read_inputs()
         num_decoded = min(_GOLDEN_DECODED, *(length - 1 for length in inputs.lengths))
@@ -212,7 +211,6 @@ def _logits_folder(options: PromptOptions) -> Path:
 
 
 def _words(folder: Path, ranking: PromptRanking) -> dict[int, str]:
-    """Return the text of each token that the report names."""
     if not has_tokenizer(folder):
         return {}
     choices = [phase.first_choice for result in ranking.results for phase in result.phases]
@@ -247,7 +245,12 @@ def _print_and_follow(
         follower = Follower(
             directory=directory / run.prompts[worst].name.replace(" ", "_").replace(",", ""),
             model=options.model,
-            port_options=_port_options(options),
+            port_options=name_port(
+                target=options.target,
+                backend=options.backend,
+                dtype=options.dtype,
+                ranks=options.ranks,
+            ),
             padding_side=run.padding_side,
             buckets=options.pad_to,
             golden=options.golden,
@@ -270,25 +273,3 @@ def _after_ranking(ranking: PromptRanking, followed: Followed | None) -> tuple[s
     if followed.record is None:
         return followed.commands
     return tuple(followed.record.get("next", ()))
-
-
-def _port_options(options: PromptOptions) -> tuple[str, ...]:
-    """Return the options of `mm2-test model` that name the port and its device."""
-    assert options.target is not None, "the worst prompt is one of a port's"
-    arguments = [
-        "--target",
-        options.target,
-        "--backend",
-        options.backend,
-        "--dtype",
-        dtype_name(options.dtype),
-    ]
-    if options.ranks.are_several:
-        arguments += [
-            "--tp-degree",
-            str(options.ranks.degree),
-            "--ep-degree",
-            str(options.ranks.expert_degree),
-        ]
-        arguments += ["--reduce-dtype", dtype_name(options.ranks.reduce_dtype)]
-    return tuple(arguments)

@@ -122,7 +122,6 @@ def component_command(layer: int, component: str, options: DeviceOptions) -> Non
 
 
 def _run(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> None:
-    """Run the port as a command carries it out; `make_run` returns the command's run for a model."""
     with loading():
         from neuron.commands.device_run import run_device
 

@@ -88,12 +88,12 @@ def trace_command(
         from minimax_tools.capture.reader import Capture
         from minimax_tools.capture.run_commands import judge_port, judge_port_of
         from minimax_tools.checkpoint.reader import CheckpointReader
-        from neuron.devices.backend_choice import choose_backend
+        from neuron.devices.backend import choose_backend
         from neuron.devices.runtime import open_runtime
         from neuron.ports.targets import find_target
         from neuron.ports.traced import PREFIX
         from neuron.ports.tracing import TraceRequest, trace_layer
-        from neuron.runs.golden_inputs import read_inputs
+        from neuron.runs.device_request import read_inputs
 
     spec = ModelSpec.from_folder(resolve_config(model))
     Span.single(layer).within(spec.num_hidden_layers)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
-from minimax_tools.command_line.console import Mm2Command, end_command, loading, print_json, print_text
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    leave_record,
+    loading,
+    print_json,
+    print_text,
+)
 from minimax_tools.command_line.options import (
     dtype_option,
     memory_budget_option,
@@ -154,14 +161,13 @@ def weights_command(
         groups = group_inspections(inspect_layers())
     verdict = groups[0].first.verdict
     following = _after_inspection(verdict, model=model, target=target, ranks=ranks, dtype=dtype)
+    record = inspections_record(groups) if all_layers else inspection_record(groups[0].first)
+    text = render_inspections(groups) if all_layers else render_inspection(groups[0].first)
+    leave_record(record, text, next_commands=following)
     if as_json:
-        record = inspections_record(groups) if all_layers else inspection_record(groups[0].first)
         print_json(record, next_commands=following)
     else:
-        print_text(
-            render_inspections(groups) if all_layers else render_inspection(groups[0].first),
-            next_commands=following,
-        )
+        print_text(text, next_commands=following)
     end_command(verdict.exit_code)
 
 

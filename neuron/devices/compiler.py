@@ -1,9 +1,4 @@
-"""Compiler: a backend of torch.compile that makes graphs of a layer, and what it has compiled so far.
-
-A lazy backend (XLA) makes graphs itself, and needs none.
-
-CompileCounts: graphs that a process compiled, where they broke, and operations that ran on the CPU instead.
-"""
+"""Compiler: a backend of torch.compile that makes graphs of a layer, and counts of what it has compiled so far."""
 
 from __future__ import annotations
 
@@ -203,7 +198,6 @@ def _read_condition(text: str) -> str:
 
 
 def _read_failure(error: Exception) -> str:
-    """Return the class and the reason of an error of torch.compile, in one line."""
     # A backend's own error: torch's text begins with the backend's name alone.
     error = getattr(error, "inner_exception", error)
     text = str(error)

@@ -33,10 +33,6 @@ def open_store(ranks: Ranks) -> Any:
     """Connect to the key-value store that all ranks reach, and wait there for the lead.
 
     Keys have a prefix for each attempt: torchrun keeps its store when it starts the ranks anew.
-
-    Raises:
-        RankLostError: The store cannot be reached.
-        UsageError: The launcher's variables are missing.
     """
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
@@ -64,9 +60,6 @@ def process_group(
     """Open the process group of these ranks for the block.
 
     Several ranks need the store that all of them reach; `patience` is the longest wait for them in a collective call.
-
-    Raises:
-        BackendError: A group is open already, cannot be opened, or has another size.
     """
     if torch.distributed.is_initialized():
         raise BackendError("torch.distributed is initialised already", next_step=_OWN_PROCESS)
@@ -89,9 +82,6 @@ def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
 
     Yields:
         The tensor-parallel group, for `probe_group`; None without the package.
-
-    Raises:
-        BackendError: The groups are open already, have another size, or cannot be opened.
     """
     try:
         from neuronx_distributed.parallel_layers import parallel_state
@@ -122,11 +112,7 @@ def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
 
 
 def probe_group(device: torch.device, *, group: Any = None) -> None:
-    """Check a group, or the whole process group, by a known sum: some backends return wrong sums silently.
-
-    Raises:
-        BackendError: The sum is wrong.
-    """
+    """Check a group, or the whole process group, by a known sum: some backends return wrong sums silently."""
     world_size = torch.distributed.get_world_size(group)
     # Rank r adds r + 1, so the sum is 1 + 2 + … + world_size.
     value = torch.full((4,), float(torch.distributed.get_rank(group) + 1), device=device)
@@ -143,11 +129,7 @@ def probe_group(device: torch.device, *, group: Any = None) -> None:
 
 
 def refuse_launched(backend: Backend) -> None:
-    """Refuse several ranks that torchrun launched, on a backend whose collectives are wrong.
-
-    Raises:
-        BackendError: Several ranks were launched, and the backend is XLA on the CPU.
-    """
+    """Refuse several ranks that torchrun launched, on a backend whose collectives are wrong."""
     num_ranks = RankPlace.from_environment().num_ranks
     if num_ranks > 1 and backend is Backend.XLA_CPU:
         raise BackendError(

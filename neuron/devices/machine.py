@@ -1,15 +1,6 @@
-"""Machine: the NeuronCores of this machine and their memory.
+"""Machine: the NeuronCores of this machine and their memory; and a device out of memory, with what to lower.
 
-A device out of memory: recognised by what runtimes and compilers raise, and answered by what to lower.
-
-The runtimes raise a plain RuntimeError, in the forward or only at a synchronisation. It is known by their own codes:
-
-| code | raised by |
-|---|---|
-| `nrt_tensor_allocate status=4`, `NRT_RESOURCE` | the Neuron runtime: a tensor, or a graph's own memory, does not fit |
-| `Failed to alloc DEVICE memory` | the Neuron driver, in the log that comes with it |
-| `NCC_EOOM` | the Neuron compiler: a graph's tensors need more than the device has |
-| `RESOURCE_EXHAUSTED` | XLA |
+The runtimes raise a plain RuntimeError, in the forward or only at a synchronisation. It is known by their own codes.
 """
 
 from __future__ import annotations
@@ -26,11 +17,11 @@ import torch
 from minimax_tools.errors import BackendError
 
 _CODES = (
-    "nrt_tensor_allocate status=4",
-    "NRT_RESOURCE",
-    "Failed to alloc DEVICE memory",
-    "NCC_EOOM",
-    "RESOURCE_EXHAUSTED",
+    "nrt_tensor_allocate status=4",  # the Neuron runtime: a tensor does not fit
+    "NRT_RESOURCE",  # the Neuron runtime: a graph's own memory does not fit
+    "Failed to alloc DEVICE memory",  # the Neuron driver, in the log that comes with it
+    "NCC_EOOM",  # the Neuron compiler: a graph's tensors need more than the device has
+    "RESOURCE_EXHAUSTED",  # XLA
 )
 _LONGEST_FOUND = 300
 
@@ -52,11 +43,7 @@ def is_out_of_device_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def device_memory_errors(when: str) -> Iterator[None]:
-    """Translate a device's lack of memory in the block; `when` says at what it showed.
-
-    Raises:
-        BackendError: The device is out of memory.
-    """
+    """Translate a device's lack of memory in the block; `when` says at what it showed."""
     try:
         yield
     except (RuntimeError, ValueError) as error:  # torch_xla raises either

@@ -19,9 +19,6 @@ class Ranks:
 
     The whole process group is one tensor-parallel group. If experts are divided too, a group of consecutive ranks holds
     the same experts, and each rank a part of every one.
-
-    Raises:
-        UsageError: `expert_degree` does not divide `degree`.
     """
 
     rank: int = 0  # this rank, from 0

@@ -15,8 +15,7 @@ import torch
 from minimax_tools.capture.recorder import Calls
 from minimax_tools.ranks.failure import failing_together
 from minimax_tools.ranks.links import RankMessages
-from neuron.devices.backend import Backend
-from neuron.devices.backend_choice import choose_backend, open_device
+from neuron.devices.backend import Backend, choose_backend, open_device
 from neuron.devices.compiler import AUTO, CompileCounts, Compiler, choose_compiler, count_torch_compiles
 from neuron.devices.distributed import (
     PATIENCE,
@@ -50,11 +49,7 @@ class Runtime:
         return self.ranks.as_json() if self.spmd is None else self.spmd.as_json()
 
     def synchronise(self) -> None:
-        """Wait until the device has computed all that was recorded.
-
-        Raises:
-            BackendError: The device is out of memory, which may show only here.
-        """
+        """Wait until the device has computed all that was recorded."""
         with device_memory_errors("when it computed what was recorded"):
             if self.backend.is_lazy:
                 import torch_xla
@@ -111,13 +106,6 @@ def open_runtime(
         ranks: The ranks that share a layer; None for a single rank. They are processes, which all run already. On
             xla-cpu, devices of this process stand for them, and `Runtime.spmd` has them instead.
         patience: Longest wait for the other ranks in a collective call.
-
-    Raises:
-        BackendError: The backend is not available here, or its process group computes wrong sums.
-        MissingExtraError: torch_xla is not installed.
-        UsageError: The backend has no such compiler.
-        RankFailedError: Another rank failed.
-        RankTimeoutError: The other ranks do not make the same calls.
     """
     backend = choose_backend(name)
     refuse_launched(backend)
@@ -181,7 +169,6 @@ def calls_to_host(sites: Mapping[Key, Calls]) -> dict[Key, Calls]:
 
 
 def _native_fallbacks() -> Counter[str]:
-    """Count the operations that the native backend ran on the CPU in this process so far, by name."""
     import torch_neuronx
 
     # A list with a name for each time.

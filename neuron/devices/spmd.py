@@ -43,9 +43,6 @@ class Spmd:
         """Mark each weight that the module's `shardings` names as divided over these axes of the mesh.
 
         Without the attribute, the module stays whole on every device, and a warning names it by `what`.
-
-        Raises:
-            TargetError: `shardings` names a weight that the module does not have.
         """
         shardings: Mapping[str, Axes] | None = getattr(module, "shardings", None)
         if shardings is None:
@@ -76,12 +73,7 @@ class Spmd:
 
 
 def open_spmd(sharing: Ranks) -> Spmd:
-    """Make XLA on the CPU show one device for each rank of `sharing`. Call it before torch_xla is used.
-
-    Raises:
-        BackendError: XLA shows another number of devices.
-        UsageError: A `reduce_dtype` was asked for, which has no effect here.
-    """
+    """Make XLA on the CPU show one device for each rank of `sharing`. Call it before torch_xla is used."""
     # Not the default, so the user asked for it.
     if sharing.reduce_dtype != torch.float32:
         raise UsageError(

@@ -86,9 +86,6 @@ class WeightLoader:
         """Fill `module` as `load` does, from weights that come in parts, such as layer by layer.
 
         A part is made when the parts before it are loaded and freed. It holds its name in words, and its weights.
-
-        Raises:
-            TargetError: As for `load`; or two parts give the same weight.
         """
         unfilled = dict(module.state_dict(keep_vars=True))
         filled_by: dict[str, str] = {}
@@ -260,7 +257,6 @@ def _replace(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> 
 
 @contextmanager
 def _naming_weight(name: str, *, what: str) -> Iterator[None]:
-    """Name the weight in errors of the block."""
     try:
         yield
     except Mm2Error:
@@ -301,7 +297,6 @@ def _refuse_misfits(
 
 
 def _find_misfits(parameters: Mapping[str, torch.Tensor], weights: Mapping[str, Weight]) -> list[str]:
-    """Compare names and shapes; return all faults in words."""
     shapes = {name: _shape_of(weight) for name, weight in weights.items()}
     names_by_fault = {
         "missing": [name for name in parameters if name not in shapes],

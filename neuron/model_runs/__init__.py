@@ -8,6 +8,5 @@
 - `assembly`: values of all passes in the golden's layout; the outcome of one pass; logits of the passes: their
   columns, and the tokens chosen
 - `model_runner`: the run, from the first pass to the capture; the prompts in passes of several tokens behind a cache
-- `naming`: the name of what is wrong first
-- `black_box`: a port that shows no layer, judged by its next tokens
+- `judgement`: a port that shows no layer, judged by its next tokens; the name of what is wrong first
 """

@@ -1,14 +1,6 @@
-"""Assembly: values of all passes, put where their tokens lie in the golden's batch.
+"""Results of a whole port's passes, put where their tokens lie in the golden's batch, and the tokens chosen by them.
 
 B prompts, S columns of the golden's batch, s columns of a pass, N heads.
-
-PassResult: the outcome of one pass of a whole port, whole or row by row.
-
-B prompts, s columns of the pass.
-
-Logits of a run's passes: which columns they are of, and the tokens chosen by them.
-
-B prompts, s columns of a pass.
 """
 
 from __future__ import annotations
@@ -151,11 +143,7 @@ def logits_form(prefill: Pass, result: PassResult) -> LogitsForm:
 def find_misplaced(
     prefill: Pass, result: PassResult, *, spec: ModelSpec, reader: CheckpointReader
 ) -> tuple[MisplacedLogits, ...]:
-    """Find rows whose only logits are those of another column than the last real token's.
-
-    Raises:
-        CheckpointError: The head's weight cannot be read.
-    """
+    """Find rows whose only logits are those of another column than the last real token's."""
     normed = result.model.get(ModelSite.FINAL_NORM)
     if logits_form(prefill, result) is not LogitsForm.LAST or normed is None or normed.shape[1] == 1:
         return ()

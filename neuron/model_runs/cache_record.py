@@ -133,7 +133,6 @@ class CacheRecord:
         return tuple(found)
 
     def _past_columns(self, number: int) -> int:
-        """Return the number of columns of the passes before one."""
         return sum(earlier.columns.shape[1] for earlier in self._passes[:number])
 
     def _num_written(self, number: int, form: CacheForm) -> int:

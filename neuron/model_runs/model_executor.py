@@ -23,14 +23,15 @@ from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
 from neuron.model_runs.assembly import PassResult, join_rows
-from neuron.model_runs.model_request import ModelSetup, RankJoin
+from neuron.model_runs.model_request import RankJoin
 from neuron.model_runs.passes import Pass
 from neuron.ports.exposure import ModelExposure, find_model_exposure, router_dtypes
-from neuron.ports.model_returned import (
+from neuron.ports.nxdi_model import CLASSES, ModelClasses, for_the_device, is_cpu_mode
+from neuron.ports.returned import (
     CUT_TOKENS,
     JOIN_TOKENS,
     KEEPS_CACHE,
-    PAST,
+    MODEL_PAST,
     PREFILLS_BY_ROW,
     REPLACE_STREAM,
     TAKES_CHUNKS,
@@ -39,10 +40,9 @@ from neuron.ports.model_returned import (
     past_argument,
     require_decoding,
 )
-from neuron.ports.model_target import ModelBatch, eager_module
-from neuron.ports.nxdi_model import CLASSES, ModelClasses, for_the_device, is_cpu_mode
-from neuron.ports.target import PortEndError, port_errors
+from neuron.ports.target import ModelBatch, PortEndError, eager_module, port_errors
 from neuron.process.status import doing
+from neuron.runs.port_setup import ModelSetup, RankExecutor
 
 _RUN_STEP = (
     "It is called as module(input_ids, attention_mask, position_ids, …); see --debug for the traceback."
@@ -79,7 +79,7 @@ class PassRefusedError(TargetError):
     """A port's refusal of a pass that it need not take."""
 
 
-class ModelExecutor:
+class ModelExecutor(RankExecutor):
     """A whole port in memory. A context manager, whose threads and hooks end with the block."""
 
     def __init__(
@@ -99,24 +99,17 @@ class ModelExecutor:
         self._calls: list[int] = []
         self._past: object = None
 
-    def __enter__(self) -> ModelExecutor:
-        self._send(
-            ModelAssignment(
-                folder=self.setup.folder,
-                target=self.setup.target.name,
-                dtype=self.setup.dtype,
-                sites=self.setup.sites,
-                batch=self._batch,
-                budget_bytes=self.setup.budget.limit_bytes,
-            )
+    def _assignment(self) -> ModelAssignment:
+        return ModelAssignment(
+            folder=self.setup.folder,
+            target=self.setup.target.name,
+            dtype=self.setup.dtype,
+            sites=self.setup.sites,
+            batch=self._batch,
+            budget_bytes=self.setup.budget.limit_bytes,
         )
-        self._open()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # After an error the others may be in the middle of a pass, and receive nothing.
-        if kind is None:
-            self._send(None)
+    def _close(self) -> None:
         self._stack.close()
 
     def _open(self) -> None:
@@ -223,7 +216,7 @@ class ModelExecutor:
             PassRefusedError: The port raised in a pass that it may refuse.
             TargetError: The port raised, returned no logits, or cannot decode.
         """
-        self._send(request)
+        self.send(request)
         result = self._run_part(request)
         assert result is not None, "the lead assembles the parts of all ranks"
         return result
@@ -238,10 +231,6 @@ class ModelExecutor:
         finally:
             self._stack.close()
 
-    def _send(self, message: object) -> None:
-        if self.runtime.ranks.is_lead:
-            self.runtime.messages.send(message)
-
     def _run_part(self, request: PassRequest) -> PassResult | None:
         with doing(f"at work on port {self.setup.target.name}", is_in_port=False):
             is_prefill = request.model_pass.number == 0
@@ -250,7 +239,6 @@ class ModelExecutor:
             return self._forward_and_join(request)
 
     def _prefill_rows(self, request: PassRequest) -> PassResult | None:
-        """Run a prefill row by row."""
         results = []
         for row in range(request.model_pass.batch_shape[0]):
             fed = request.fed and (request.fed[0], request.fed[1][row : row + 1])
@@ -292,7 +280,6 @@ class ModelExecutor:
 
     @contextmanager
     def _feeding(self, request: PassRequest) -> Iterator[None]:
-        """Replace what a layer, or the final norm, is given while a pass runs."""
         if request.fed is None:
             yield
             return
@@ -342,7 +329,7 @@ class ModelExecutor:
         messages = self.runtime.messages
         # Only the lead gets the others' refusals.
         refusals = [found for found in messages.gather(refusal) if found is not None]
-        self._send(refusals)
+        self.send(refusals)
         refusals = refusals if self.runtime.ranks.is_lead else messages.receive()
         if refusals or result is None:
             raise PassRefusedError(f"{self._what} does not take the pass", found=refusals[0])
@@ -365,8 +352,8 @@ class ModelExecutor:
             inputs[past_name] = self._past
         elif not getattr(eager, KEEPS_CACHE, False):
             raise TargetError(
-                f"{self._what} cannot decode: it returned no {PAST}",
-                expected=f"(logits, {PAST}), or keeps_cache = True on a port that keeps its cache",
+                f"{self._what} cannot decode: it returned no {MODEL_PAST}",
+                expected=f"(logits, {MODEL_PAST}), or keeps_cache = True on a port that keeps its cache",
                 found="none",
                 next_step="Return them from the prefill on, or give --decode 0.",
             )

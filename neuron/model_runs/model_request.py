@@ -1,6 +1,4 @@
-"""ModelRequest: a run of a whole port before it starts.
-
-RankJoin: what all ranks recorded of a whole port's pass, joined on the lead.
+"""ModelRequest: a run of a whole port before it starts; RankJoin: what all ranks recorded of a pass, joined.
 
 B prompts, s columns of a pass, P entries of the cache, K kv heads, D head_dim.
 """
@@ -8,15 +6,12 @@ B prompts, s columns of a pass, P entries of the cache, K kv heads, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.recorder import (
@@ -27,31 +22,16 @@ from minimax_tools.capture.recorder import (
     with_signed,
 )
 from minimax_tools.errors import TargetError
-from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Run
 from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site, parse_site
-from minimax_tools.model.spec import ModelSpec
-from minimax_tools.provenance import ModelFingerprint, Provenance, plain_values
 from neuron.devices.runtime import Runtime, calls_to_host
 from neuron.model_runs.passes import Pass, plan_passes
 from neuron.ports.exposure import ModelExposure
-from neuron.ports.model_returned import ModelResult, read_cache
-from neuron.ports.model_target import ModelTarget
+from neuron.ports.returned import ModelResult, read_cache
 from neuron.runs.executor import RankAssembly
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSetup:
-    """A whole port on a model: all that its passes need to run."""
-
-    target: ModelTarget
-    spec: ModelSpec
-    folder: Path  # the checkpoint
-    dtype: torch.dtype
-    sites: tuple[Site, ...]  # sites of every layer to record
-    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)  # limit of anonymous memory
+from neuron.runs.port_setup import ModelSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +39,6 @@ class ModelRequest(ModelSetup):
     """A run of a whole port before it starts."""
 
     run: Run
-    model_source: str  # the model as the user named it
     inputs: Inputs  # the token rows: prompts and their continuation
     golden: Capture | None = None  # None for a run that is not judged
     max_new_tokens: int = 1  # most tokens to generate freely after each row
@@ -68,23 +47,6 @@ class ModelRequest(ModelSetup):
     def plan_passes(self, num_decoded: int) -> list[Pass]:
         """Plan the prefill and `num_decoded` steps, each row padded as the port takes it (see `passes.plan_passes`)."""
         return plan_passes(self.inputs, num_decoded, pads_right=self.target.pads_right)
-
-    def provenance(
-        self, runtime: Runtime, *, model: ModelFingerprint, options: Mapping[str, Any]
-    ) -> Provenance:
-        """Describe what decides the numbers of the run: port, device, model and `options`."""
-        return Provenance(
-            model=model,
-            model_source=self.model_source,
-            backend=str(runtime.backend),
-            device=runtime.backend.description,
-            dtypes={"weights": dtype_name(self.dtype)},
-            target=self.target.name,
-            target_digest=self.target.source_digest,
-            model_config=plain_values(self.spec.raw),
-            port_config=plain_values(self.target.port_config),
-            options={**options, **self.target.sharing(runtime)},
-        )
 
 
 class RankJoin:
@@ -165,7 +127,6 @@ class RankJoin:
         return layers, model
 
     def _note_forms(self, tensors: Mapping[Site, torch.Tensor], batch_shape: tuple[int, int]) -> None:
-        """Note which sites with heads show tokens first."""
         self.tokens_first |= {
             site
             for site, tensor in tensors.items()
@@ -232,7 +193,6 @@ def _first_columns(tensor: torch.Tensor, num_columns: int, site: Site | ModelSit
 
 
 def _unflattened(tensor: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Return [B·s,H] as [B,s,H]; other shapes as they are."""
     is_flat = tensor.ndim == 2 and tensor.shape[0] % batch_size == 0
     return tensor.unflatten(0, (batch_size, -1)) if is_flat else tensor
 

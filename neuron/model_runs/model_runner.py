@@ -2,10 +2,8 @@
 
 The passes are a prefill and decoding steps that are fed the golden's own tokens. Then the same prompts run once more in
 other rows of the batch, as prefill and free generation: a cache that keeps something of earlier prompts shows there.
-Last, the prompts run in chunks, which the port may refuse.
+Last, the prompts run in chunks, passes of several tokens behind a cache, which the port may refuse.
 B prompts, S columns of the golden's batch.
-
-Chunked run: a port's prompts in passes of several tokens behind a cache, which it may refuse.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import IncomparableError
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.run import chunked_run, single_layer_run
@@ -55,7 +52,8 @@ from neuron.model_runs.model_executor import ModelExecutor, PassRefusedError, Pa
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.passes import Pass, next_pass, plan_chunks
 from neuron.model_runs.repetition import compare_logits, other_rows, repeat_run
-from neuron.ports.model_target import ModelBatch
+from neuron.ports.target import ModelBatch
+from neuron.runs.device_request import refuse_other_model
 
 # The chunk, counted from 0, by which a port that forgets is told from others.
 _PROBED = 2
@@ -104,12 +102,10 @@ def _forgets(executor: ModelExecutor, chunks: Sequence[Pass], results: Sequence[
 
 
 def _as_new_prompts(chunk: Pass) -> Pass:
-    """Return a chunk as the first pass: its own tokens alone, at their positions."""
     return replace(chunk, number=0, attention_mask=_own_mask(chunk))
 
 
 def _behind(before: Pass, chunk: Pass) -> Pass:
-    """Return a chunk as the pass behind `before` alone."""
     mask = torch.cat((before.attention_mask, _own_mask(chunk)), dim=1)
     return replace(chunk, number=before.number + 1, attention_mask=mask)
 
@@ -123,12 +119,7 @@ _HUGE = 1e30
 
 
 class ModelRun:
-    """A run of a whole port; a context manager, in which the port is in memory. `progress` shows every pass.
-
-    Raises:
-        UsageError: A prompt is too short to decode so many of its tokens.
-        IncomparableError: The golden is of another model.
-    """
+    """A run of a whole port; a context manager, in which the port is in memory. `progress` shows every pass."""
 
     def __init__(
         self,
@@ -144,7 +135,8 @@ class ModelRun:
         self._progress = progress or NoProgress()
         self._passes = request.plan_passes(request.run.num_decoded)
         self._model = fingerprint_model(reader, request.spec, request.run.span)
-        self._refuse_other_golden()
+        if request.golden is not None:
+            refuse_other_model(request.golden, self._model)
         batch = ModelBatch.of(
             request.inputs, num_decoded=request.run.num_decoded, max_new_tokens=request.max_new_tokens
         )
@@ -158,12 +150,7 @@ class ModelRun:
         self._executor.__exit__(kind, *error)
 
     def capture(self, directory: Path) -> None:
-        """Run all passes and write the capture.
-
-        Raises:
-            CaptureError: The directory is in use, holds something else, or the disk is full.
-            TargetError: The port could not be run.
-        """
+        """Run all passes and write the capture."""
         chunks_folder = directory / CHUNKS_FOLDER
         if chunks_folder.is_dir():
             clear_capture(chunks_folder)
@@ -203,10 +190,6 @@ class ModelRun:
         """Run the prefill with the golden's input of one layer in place of the port's, and write that layer alone.
 
         So the layer runs isolated, inside the port as it is. All tokens are prefilled.
-
-        Raises:
-            CaptureError: The golden lacks the input, or the capture cannot be written.
-            TargetError: The port does not show this layer, or it never ran.
         """
         request = self._request
         assert request.golden is not None, "a layer runs isolated on a golden's input"
@@ -227,19 +210,6 @@ class ModelRun:
             if layer not in writer.complete_layers:
                 self._write_layer(writer, layer, [(prefill, sites)])
             writer.finish()
-
-    def _refuse_other_golden(self) -> None:
-        golden = self._request.golden
-        if golden is None:
-            return
-        golden.refuse_void_certificate()
-        differences = golden.description.provenance.model.differences(self._model)
-        if differences:
-            raise IncomparableError(
-                f"the golden {golden.directory} is of another model than this run",
-                found="; ".join(differences),
-                next_step="Give --model the checkpoint that the golden was captured from, or a copy of it.",
-            )
 
     def _run_again(self, results: list[PassResult]) -> tuple[tuple[Repetition, ...], list[list[int]] | None]:
         """Run the prompts again in other rows; return how their logits differ, and the tokens generated.
@@ -431,7 +401,6 @@ class ModelRun:
 
 
 def _count_tokens(model_pass: Pass) -> tuple[int, ...]:
-    """Count the real tokens of each prompt in a pass."""
     return tuple((model_pass.columns >= 0).sum(dim=1).tolist())
 
 

@@ -31,11 +31,7 @@ def other_rows(num_prompts: int) -> torch.Tensor:
 def repeat_run(
     executor: ModelExecutor, passes: Sequence[Pass], results: Sequence[PassResult], *, vocab_size: int
 ) -> tuple[Repetition, ...]:
-    """Run the passes once more, as often as it takes to tell what their logits depend on; `results` are the first time.
-
-    Raises:
-        TargetError: The port could not be run.
-    """
+    """Run the passes again, as often as it takes to tell what their logits depend on; `results` are the first."""
     num_prompts = passes[0].batch_shape[0]
     rows = other_rows(num_prompts)
 
@@ -139,7 +135,6 @@ def _widened(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def _beside_others(passes: Sequence[Pass], kept: torch.Tensor, vocab_size: int) -> list[Pass]:
-    """Replace the tokens of all rows but `kept` by others."""
     changed = []
     for model_pass in passes:
         ids = (model_pass.input_ids + vocab_size // 3) % vocab_size

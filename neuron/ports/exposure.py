@@ -1,11 +1,8 @@
 """The sites that a port shows: declared by its `sites` attribute, or found by usual names of submodules.
 
 On several ranks, the pieces of a declared site are assembled by its layout. A site found by name counts only if all
-ranks have the same tensor there. The argument `what` names target, layer or site in errors.
-
-The sites that a whole port shows: its layers, each with an `Exposure`, and the embedding and final norm.
-
-A port names them in its attribute `sites`, or mm2 finds them by usual names. Sites of a layer are relative to it.
+ranks have the same tensor there. A whole port shows its layers, each with an `Exposure`, embedding and final norm.
+The argument `what` names target, layer or site in errors.
 """
 
 from __future__ import annotations
@@ -69,11 +66,7 @@ class Exposure:
         head_dim: int,
         what: str,
     ) -> torch.Tensor | None:
-        """Assemble a site from the ranks' pieces, in rank order and on the CPU; None if their layout is unknown.
-
-        Raises:
-            TargetError: The pieces contradict the declared layout.
-        """
+        """Assemble a site from the ranks' pieces, in rank order and on the CPU; None if their layout is unknown."""
         if len(pieces) > 1 and site in self.declared:
             tensor = self.layouts.get(site, Replicated()).assemble(pieces, what=what)
         elif all(are_equal_bits(pieces[0], piece) for piece in pieces[1:]):
@@ -87,10 +80,6 @@ class Exposure:
         """Cut a rank's piece from a site's whole tensor, such as a golden's value that replaces the port's own.
 
         With heads, the tensor and the piece are [B,heads,S,D]; the layout's dim is that of the port's own tensor.
-
-        Raises:
-            TargetError: The site has heads, and the port does not say which a rank holds. Other undeclared sites are
-                given whole.
         """
         if not ranks.are_several:
             return tensor
@@ -122,10 +111,7 @@ def find_exposure(module: nn.Module, *, what: str, declared: Mapping[str, str] |
     Raises:
         TargetError: `sites` names an unknown site or a submodule that does not exist.
     """
-    with port_errors(
-        f"{what}: sites cannot be read", activity=f"reading sites of {what}", next_step=_SITES_STEP
-    ):
-        own = getattr(module, "sites", None)
+    own = _read_declared(module, what=what)
     # An empty mapping says that the module shows its output alone.
     declared = declared if own is None else own
     if declared is None:
@@ -134,11 +120,7 @@ def find_exposure(module: nn.Module, *, what: str, declared: Mapping[str, str] |
 
 
 def read_exposure(module: nn.Module, declared: Mapping[str, str], *, what: str) -> Exposure:
-    """Return the sites that `declared` names, and the layer's own input and output.
-
-    Raises:
-        TargetError: `declared` names an unknown site or a submodule that does not exist.
-    """
+    """Return the sites that `declared` names, and the layer's own input and output."""
     taps, layouts = _parse_sites(declared, what=what)
     verify_taps(module, taps)
     for site in _ALWAYS:
@@ -184,8 +166,12 @@ def router_dtypes(module: nn.Module) -> dict[str, str]:
     return dtypes
 
 
-def _parse_sites(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Site, SiteLayout]]:
-    """Read a port's `sites`, such as {"q_proj": "self_attn.q_proj@shard(-1)"}: taps, and layouts if given."""
+def _read_declared(module: nn.Module, *, what: str) -> dict[str, str] | None:
+    failed = f"{what}: sites cannot be read"
+    with port_errors(failed, activity=f"reading sites of {what}", next_step=_SITES_STEP):
+        declared = getattr(module, "sites", None)
+    if declared is None:
+        return None
     if not isinstance(declared, Mapping) or not all(
         isinstance(name, str) and isinstance(text, str) for name, text in declared.items()
     ):
@@ -195,6 +181,11 @@ def _parse_sites(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[
             found=repr(declared)[:80],
             next_step=_SITES_STEP,
         )
+    return dict(declared)
+
+
+def _parse_sites(declared: Mapping[str, str], *, what: str) -> tuple[dict[Site, Tap], dict[Site, SiteLayout]]:
+    """Read a port's `sites`, such as {"q_proj": "self_attn.q_proj@shard(-1)"}: taps, and layouts if given."""
     taps, layouts = {}, {}
     for name, text in declared.items():
         try:
@@ -249,7 +240,6 @@ _USUAL: Mapping[ModelSite, tuple[str, ...]] = {
     ModelSite.EMBEDDING: ("embed_tokens", "embedding", "embeddings", "tok_embeddings", "wte"),
     ModelSite.FINAL_NORM: ("norm", "final_norm", "final_layernorm", "ln_f"),
 }
-_SITES_STEP = "Correct the port's `sites`, or leave it out: then submodules with the usual names are found."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,16 +253,15 @@ class ModelExposure:
 
 
 def find_model_exposure(module: nn.Module, *, num_layers: int, what: str) -> ModelExposure:
-    """Find the sites that a whole port shows; `what` names it in errors.
-
-    Raises:
-        TargetError: `sites` names an unknown site or a submodule that does not exist, or the wrong number of layers.
-    """
-    with port_errors(
-        f"{what}: sites cannot be read", activity=f"reading sites of {what}", next_step=_SITES_STEP
-    ):
-        declared = getattr(module, "sites", None)
-    declared = _read_declared(declared, what=what)
+    """Find the sites that a whole port shows; `what` names it in errors."""
+    declared = _read_declared(module, what=what) or {}
+    known = {LAYERS, CACHE, *map(str, Site), *map(str, ModelSite)}
+    if unknown := [name for name in declared if name not in known]:
+        raise TargetError(
+            f"{what}: sites names what mm2 does not know: {', '.join(unknown)}",
+            expected=", ".join(sorted(known)),
+            next_step=_SITES_STEP,
+        )
     layers = _find_layers(module, declared.get(LAYERS), num_layers=num_layers, what=what)
     of_layers = {name: text for name, text in declared.items() if name in frozenset(Site)}
     taps = {site: Tap.parse(declared[str(site)]) for site in ModelSite if str(site) in declared}
@@ -292,29 +281,6 @@ def find_model_exposure(module: nn.Module, *, num_layers: int, what: str) -> Mod
         taps=taps,
         cache_layout=parse_layout(layout.lstrip("@")) if layout else None,
     )
-
-
-def _read_declared(declared: object, *, what: str) -> dict[str, str]:
-    known = {LAYERS, CACHE, *map(str, Site), *map(str, ModelSite)}
-    if declared is None:
-        return {}
-    if not isinstance(declared, Mapping) or not all(
-        isinstance(name, str) and isinstance(text, str) for name, text in declared.items()
-    ):
-        raise TargetError(
-            f"{what}: sites is no mapping of names",
-            expected="site names to paths like 'self_attn.q_proj'",
-            found=repr(declared)[:80],
-            next_step=_SITES_STEP,
-        )
-    unknown = [name for name in declared if name not in known]
-    if unknown:
-        raise TargetError(
-            f"{what}: sites names what mm2 does not know: {', '.join(unknown)}",
-            expected=", ".join(sorted(known)),
-            next_step=_SITES_STEP,
-        )
-    return dict(declared)
 
 
 def _find_layers(

@@ -1,8 +1,11 @@
 """Ports built on neuronx-distributed-inference: `--target nxdi:package.module:DecoderLayerClass`.
 
 NxDI stands for that package, NxD for neuronx-distributed, on which it is built. A layer there takes NxDI's config and a
-boolean mask, and holds weights in NxDI's layout. `NxdiTarget` builds it as NxDI builds a model, and `NxdiLayer`
-translates between the layer and the target protocol. Written against NxDI 0.9 and 0.10.
+boolean mask [B,1,S,S], and holds weights in NxDI's layout. `NxdiTarget` builds it as NxDI builds a model; `NxdiLayer`
+translates between the layer and the target protocol. A site that NxD shows in another form is shown by a module of
+mm2's: a hook calls it with the value in mm2's form. Written against NxDI 0.9 and 0.10.
+B batch, S tokens of this pass, P tokens of the past, H hidden, T tokens of all rows, N heads, D head_dim, E experts,
+k experts per token.
 """
 
 from __future__ import annotations
@@ -19,22 +22,267 @@ import torch
 import torch.distributed
 from torch import nn
 
-from minimax_tools.errors import TargetError, UsageError
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.errors import TargetError, list_faults
 from minimax_tools.machine.native_output import native_output_dropped
+from minimax_tools.model.site_layouts import Sharded
+from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.nxdi_application import PortApplication, find_application
+from neuron.devices.weights import Weight
+from neuron.ports.nxdi_application import CHOICE, PortApplication, find_application
 from neuron.ports.nxdi_config import make_nxdi_config, read_options
-from neuron.ports.nxdi_layer import (
-    ApplicationConversion,
-    Conversion,
-    LayerConversion,
-    NxdiLayer,
-    TableConversion,
-    find_origin,
-)
 from neuron.ports.nxdi_layout import NxdiLayout
-from neuron.ports.sources import import_callable
+from neuron.ports.sources import import_behind
 from neuron.ports.target import ConversionOrigin, Target
+
+logger = logging.getLogger(__name__)
+
+
+# Path of the port's layer in an `NxdiLayer`.
+LAYER = "layer"
+_ATTENTION = f"{LAYER}.self_attn"
+_QKV = f"{_ATTENTION}.qkv_proj"
+_INPUT_NORM, _POST_NORM = f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm"
+_MOE_NAMES = ("block_sparse_moe", "mlp", "moe", "feed_forward")
+_HEAD_NORMS = {Site.Q_NORM: "q_layernorm", Site.K_NORM: "k_layernorm"}
+
+
+class ChosenWeights(nn.Module):
+    """The weights [T,k] of the chosen experts: their affinities, divided by their sum if the port normalises them.
+
+    NxD's experts get the affinities [T,E] of all experts, and divide those of the chosen ones [T,k] themselves.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        routed = getattr(experts, "routed_experts_mlp_config", None)
+        self._normalises = bool(getattr(routed, "normalize_top_k_affinities", True))
+        experts.register_forward_pre_hook(self._show, with_kwargs=True)
+
+    def forward(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weights."""
+        return weights
+
+    def _show(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        affinities, chosen = kwargs.get("expert_affinities"), kwargs.get("expert_index")
+        if not (isinstance(affinities, torch.Tensor) and isinstance(chosen, torch.Tensor)):
+            return None
+        chosen = chosen.to(torch.int64)
+        weights = affinities.gather(-1, chosen).to(torch.float32)
+        if self._normalises:
+            # They are no finer than the affinities.
+            weights = (weights / weights.sum(dim=-1, keepdim=True)).to(affinities.dtype).to(torch.float32)
+        shown = self(weights)
+        if shown is weights:
+            return None
+        replaced = affinities.scatter(-1, chosen, shown.to(affinities.dtype))
+        return args, {**kwargs, "expert_affinities": replaced}
+
+
+class ShownHeads(nn.Module):
+    """The output [B,S,N·D] of a norm that is called with heads, [B,S,N,D] or [B,N,S,D]."""
+
+    def __init__(self, norm: nn.Module, *, is_transposed: bool) -> None:
+        super().__init__()
+        self._is_transposed = is_transposed  # whether heads come before tokens
+        norm.register_forward_hook(self._show)
+
+    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the norm's output."""
+        return normed
+
+    def _show(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return None
+        if output.ndim != 4:
+            self(output)
+            return None
+        by_token = output.transpose(1, 2) if self._is_transposed else output
+        flat = by_token.flatten(2)
+        shown = self(flat)
+        if shown is flat:
+            return None
+        heads = shown.unflatten(2, by_token.shape[2:])
+        return heads.transpose(1, 2) if self._is_transposed else heads
+
+
+def find_sites(module: nn.Module, layout: NxdiLayout) -> dict[str, str]:
+    """Return the paths of the sites: the `sites` of the port's class, else submodules that layers on NxDI have.
+
+    `module` holds the port's layer as `layer`, and gets the modules that show what NxD holds in another form. Rotated
+    queries and keys are not shown.
+    """
+    layer = module.get_submodule(LAYER)
+    declared = getattr(layer, "sites", None)
+    if declared is not None:
+        return {site: f"{LAYER}.{path}" for site, path in declared.items()}
+    present = dict(module.named_modules())
+    # Without a mixture of experts of a known name, any name will do: sites below it are dropped at the end.
+    moe = next((name for name in _MOE_NAMES if f"{LAYER}.{name}" in present), _MOE_NAMES[0])
+    queries = Sharded(dim=-1, blocks=layout.heads.all_query_heads())
+    keys = Sharded(dim=-1, blocks=layout.heads.all_kv_heads())
+    # A submodule's path, then perhaps `:` and a point, then perhaps a layout, which begins with `@`.
+    candidates = {
+        Site.INPUT_NORM: _INPUT_NORM,
+        Site.Q_PROJ: f"{_QKV}.q_proj{queries}",
+        **{site: f"{_QKV}.{site}{keys}" for site in (Site.K_PROJ, Site.V_PROJ)},
+        Site.Q_NORM: f"{_ATTENTION}.q_norm{queries}",
+        Site.K_NORM: f"{_ATTENTION}.k_norm{keys}",
+        Site.ATTN_CONTEXT: f"{_ATTENTION}.o_proj:input{queries}",
+        Site.ATTN_DELTA: f"{_ATTENTION}.o_proj",
+        Site.ATTN_RESIDUAL: f"{_POST_NORM}:input",
+        Site.POST_NORM: _POST_NORM,
+        # NxD's router returns logits, affinities and the chosen experts.
+        Site.ROUTER_LOGITS: f"{LAYER}.{moe}.router:output[0]",
+        Site.ROUTER_EXPERTS: f"{LAYER}.{moe}.router:output[2]",
+        Site.MOE_DELTA: f"{LAYER}.{moe}",
+    }
+    paths = {site: text.partition("@")[0].partition(":")[0] for site, text in candidates.items()}
+    found = {site: text for site, text in candidates.items() if paths[site] in present}
+    for site, name in _HEAD_NORMS.items():
+        norm = present.get(f"{_ATTENTION}.{name}")
+        if norm is not None and site not in found:
+            is_transposed = bool(getattr(present[_ATTENTION], "post_transpose_layernorm", False))
+            module.add_module(f"shown_{site}", ShownHeads(norm, is_transposed=is_transposed))
+            found[site] = f"shown_{site}{queries if site is Site.Q_NORM else keys}"
+    experts = present.get(f"{LAYER}.{moe}.expert_mlps")
+    if experts is not None:
+        module.add_module(f"shown_{Site.ROUTER_WEIGHTS}", ChosenWeights(experts))
+        found[Site.ROUTER_WEIGHTS] = f"shown_{Site.ROUTER_WEIGHTS}"
+    return {str(site): text for site, text in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Conversion:
+    """A way to make the weights of an `NxdiLayer`."""
+
+    # Returns the weights by the names of the port's layer, from tensors, config and the layer's number.
+    make: Callable[[LayerTensors, Any, int], Mapping[str, Weight]]
+    reads_in_place: bool = False  # whether weights are read into their storage; see `read_in_place`
+
+    def __call__(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
+        """Return the weights by the names of an `NxdiLayer`; `config` has the keys of config.json as attributes."""
+        return {f"{LAYER}.{name}": weight for name, weight in self.make(tensors, config, layer_idx).items()}
+
+
+def convert_by_application(
+    application: PortApplication, layer: nn.Module, nxdi_config: Any, layout: NxdiLayout
+) -> Conversion:
+    """Return the conversion of the port's application, as a deployment converts: with its cast and its sharding.
+
+    A weight that none of them gives stays as it was built.
+    """
+
+    def make(tensors: LayerTensors, config: Any, layer_idx: int) -> Mapping[str, Weight]:
+        places = layer.state_dict(keep_vars=True)
+        layout.warn_of_unused(places, tensors)
+        rank, degree = layout.rank, layout.tp_degree
+        found = application.convert(tensors, layer, nxdi_config, rank=rank, tp_degree=degree)
+        missing = [name for name in places if name not in found]
+        if missing:
+            logger.warning(
+                "The port's conversion gives nothing for %s: it stays as the layer's constructor made it.",
+                list_faults(missing),
+            )
+        # NxD drops names that the layer lacks, and NxDI's loader asks for none.
+        return {name: found[name] if name in found else _as_built(place) for name, place in places.items()}
+
+    return Conversion(make=make)
+
+
+def convert_by_table(layer: nn.Module, layout: NxdiLayout) -> Conversion:
+    """Return the conversion by mm2's table; weights are read when they are loaded."""
+
+    def make(tensors: LayerTensors, config: Any, layer_idx: int) -> Mapping[str, Weight]:
+        places = layer.state_dict(keep_vars=True)
+        layout.warn_of_unused(places, tensors)
+        return layout.weights(places, tensors)
+
+    return Conversion(make=make, reads_in_place=True)
+
+
+def find_origin(
+    layer_class: Callable[..., Any], module: ModuleType, application: PortApplication | None
+) -> ConversionOrigin:
+    """Return whose conversion fills a layer of `layer_class`, which `module` defines."""
+    if hasattr(layer_class, "convert_state_dict"):
+        return ConversionOrigin(words=f"{layer_class.__name__}.convert_state_dict", is_of_port=True)
+    if application is not None:
+        return ConversionOrigin(words=str(application), is_of_port=True)
+    is_chosen = hasattr(layer_class, CHOICE) or hasattr(module, CHOICE)
+    reason = (
+        f"{CHOICE} = None" if is_chosen else "the port has no subclass of NeuronBaseForCausalLM that converts"
+    )
+    return ConversionOrigin(words=f"mm2's table of NxDI's names, not the port: {reason}", is_of_port=False)
+
+
+def _as_built(place: torch.Tensor) -> torch.Tensor:
+    """Return a weight as the constructor made it; zeros for one that NxD divides, whose memory was left unset."""
+    return torch.zeros_like(place) if getattr(place, "tensor_model_parallel", False) else place.detach()
+
+
+# Variable that tells NxD to compute on the CPU.
+CPU_MODE_VARIABLE = "NXD_CPU_MODE"
+
+
+class NxdiLayer(nn.Module):
+    """A decoder layer on NxDI behind the target protocol; `convert_state_dict` fills it.
+
+    The layer reads its stage in `neuron_config`, NxDI's config of the device. `is_cpu_mode` says whether NxD was set to
+    compute on the CPU.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        *,
+        conversion: Conversion,
+        layout: NxdiLayout,
+        neuron_config: Any,
+        is_cpu_mode: bool,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.convert_state_dict = conversion
+        self._neuron_config = neuron_config
+        self._is_cpu_mode = is_cpu_mode
+        self.sites = find_sites(self, layout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_value: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[Any, ...]:
+        """Run the layer on [B,S,H], mask [B,P+S] of 0/1 and positions [B,S]; return its output [B,S,H] first."""
+        self._refuse_other_device(hidden_states.device)
+        num_tokens = hidden_states.shape[1]
+        causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=attention_mask.device).tril()
+        is_real = attention_mask.bool()[:, None, None, :]
+        active_mask = causal & is_real[..., -num_tokens:]
+        self._neuron_config.is_prefill_stage = past_key_value is None
+        keywords: dict[str, Any] = {"attention_mask": active_mask}
+        if past_key_value is not None:
+            # NxDI has two masks: one for the past, one for the tokens of this pass.
+            past_mask = is_real[..., :-num_tokens].expand(-1, -1, num_tokens, -1)
+            keywords = {
+                "attention_mask": past_mask,
+                "active_mask": active_mask,
+                "past_key_value": past_key_value,
+            }
+        result = self.layer(hidden_states, position_ids=position_ids, **keywords)
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    def _refuse_other_device(self, device: torch.device) -> None:
+        if (device.type == "cpu") != self._is_cpu_mode:
+            raise TargetError(
+                f"the port computes on {device}, which NxD was not told",
+                expected=f"{CPU_MODE_VARIABLE}={int(device.type == 'cpu')}",
+                found=f"{CPU_MODE_VARIABLE}={int(self._is_cpu_mode)}",
+                next_step=f"Set {CPU_MODE_VARIABLE}=1 for --backend cpu, and only there.",
+            )
+
 
 PREFIX = "nxdi:"
 _LOG_LEVEL_VARIABLE = "NXD_LOG_LEVEL"
@@ -63,19 +311,11 @@ class NxdiTarget(Target):
 
     @classmethod
     def find(cls, name: str) -> NxdiTarget | None:
-        """Import the class behind `nxdi:`.
-
-        Raises:
-            UsageError: What follows the prefix has neither of the two `forms`.
-            TargetError: NxDI is not installed, the port cannot be imported, or has several applications.
-        """
+        """Import the class behind `nxdi:`, if NxDI is installed."""
         if not name.startswith(PREFIX):
             return None
         require_nxdi()
-        found = import_callable(name.removeprefix(PREFIX))
-        if found is None:
-            raise UsageError(f"--target {name!r} is unknown", expected=cls.forms)
-        source, layer_class = found
+        source, layer_class = import_behind(PREFIX, name, forms=cls.forms)
         return cls(
             name=name,
             layer_class=layer_class,
@@ -109,11 +349,7 @@ class NxdiTarget(Target):
         return hasattr(self.layer_class, "convert_state_dict")
 
     def make(self, config: Any, layer_idx: int) -> NxdiLayer:
-        """Build the layer with NxDI's config.
-
-        Raises:
-            TargetError: NxDI is not installed, the module has several configs of NxDI, or NxDI cannot cast the layer.
-        """
+        """Build the layer with NxDI's config."""
         require_nxdi()
         log_to_stderr()
         degree, rank = _open_parallel_state()
@@ -138,13 +374,11 @@ class NxdiTarget(Target):
         """Return the way to fill the layer; for the application's, cast the layer first as NxDI does."""
         if self._converts_itself:
             own = getattr(layer, "convert_state_dict", None) or self.layer_class.convert_state_dict  # type: ignore[attr-defined]
-            return LayerConversion(convert=own)
+            return Conversion(make=own)
         if self.application is None:
-            return TableConversion(layer=layer, layout=layout)
+            return convert_by_table(layer, layout)
         self.application.cast_module(layer, nxdi_config)
-        return ApplicationConversion(
-            application=self.application, layer=layer, nxdi_config=nxdi_config, layout=layout
-        )
+        return convert_by_application(self.application, layer, nxdi_config, layout)
 
 
 def require_nxdi() -> None:

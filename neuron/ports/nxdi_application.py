@@ -43,11 +43,7 @@ class PortApplication:
         return f"{self._class.__name__}.{CONVERT}, then NxDI's cast and NxD's sharding"
 
     def cast_module(self, layer: nn.Module, nxdi_config: Any) -> None:
-        """Cast the layer's parameters and buffers as NxDI casts the model that it compiles.
-
-        Raises:
-            TargetError: NxDI could not.
-        """
+        """Cast the layer's parameters and buffers as NxDI casts the model that it compiles."""
         from neuronx_distributed_inference.models.model_wrapper import DecoderModelInstance
 
         with self._naming(f"NxDI's cast of {type(layer).__name__}"):
@@ -60,10 +56,6 @@ class PortApplication:
         """Return this rank's weights of the layer by the layer's names, as far as the conversion gives them.
 
         All tensors of the layer are in memory while it works.
-
-        Raises:
-            CheckpointError: A tensor cannot be read.
-            TargetError: The conversion, the cast or the sharding failed.
         """
         from neuronx_distributed.trace.trace import get_sharded_checkpoint
 
@@ -125,9 +117,6 @@ def find_application(layer_class: Callable[..., Any], module: ModuleType) -> Por
     """Find the application that the layer's class or module names, or the one in the layer's module.
 
     Of several, it is the one whose model is built of `layer_class`. None if there is none that converts.
-
-    Raises:
-        TargetError: There are several, or the named one is no application.
     """
     for owner in (layer_class, module):
         if hasattr(owner, CHOICE):

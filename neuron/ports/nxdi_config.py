@@ -28,11 +28,7 @@ ABSENT_KEYS: Mapping[str, object] = {
 
 
 def read_options(port_class: Any, module: ModuleType | None) -> dict[str, Any]:
-    """Return a port's options for NxDI's config of the device: its module's, then its class's.
-
-    Raises:
-        TargetError: They are no mapping.
-    """
+    """Return a port's options for NxDI's config of the device: its module's, then its class's."""
     options: dict[str, Any] = {}
     for owner in (module, port_class):
         declared = getattr(owner, OPTIONS, {})
@@ -62,9 +58,6 @@ def make_nxdi_config(
         config: The keys of config.json as attributes.
         dtype: The run's dtype.
         tp_degree: Number of ranks that share the layer.
-
-    Raises:
-        TargetError: The module has several configs of NxDI.
     """
     config_class = _find_config_class(layer_class, module)
     options = {

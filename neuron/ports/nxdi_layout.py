@@ -222,7 +222,6 @@ _RULES = (
 
 
 def _find_rule(name: str) -> tuple[_Rule, re.Match[str]] | None:
-    """Return the rule for a parameter, and the match of its pattern; None if there is no rule."""
     for rule in _RULES:
         if match := re.fullmatch(rule.pattern, name):
             return rule, match

@@ -4,10 +4,6 @@ NxDI pads prompts on the right, gives padding the position 1, and takes the last
 A decoding step's mask holds the cached positions, not its own. On the CPU an application is one module (`to_cpu`); on
 Neuron it is compiled, and shows tensors by NxDI's tensor capture alone. Read in NxDI 0.9; never run on a device.
 B prompts, S columns of the pass, C columns of the bucket, K kv heads, P positions of the cache, D head_dim.
-
-NxDI's tensor capture of a pass: the modules to capture, and the files read as sites.
-
-A pass is padded on the right, to its bucket.
 """
 
 from __future__ import annotations
@@ -34,9 +30,8 @@ from minimax_tools.dumps.site_finder import find_sites
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import ModelSite, Site
-from neuron.ports.nxdi import is_cpu_mode, log_to_stderr
+from neuron.ports.nxdi import CPU_MODE_VARIABLE, is_cpu_mode, log_to_stderr
 from neuron.ports.nxdi_config import OPTIONS
-from neuron.ports.nxdi_layer import CPU_MODE_VARIABLE
 from neuron.ports.nxdi_settings import NxdiSettings, replacement_arguments
 
 logger = logging.getLogger(__name__)
@@ -72,9 +67,6 @@ def read_captured(
     """Read the tensors of one pass as sites: [B,S,…] of `batch_shape`, by `layer_3.output` or `final_norm`.
 
     NxDI writes those of rank 0: sites that the ranks divide are left out.
-
-    Raises:
-        CaptureError: A file is damaged.
     """
     found = find_sites(read_dump(directory), NameMap(num_ranks=num_ranks))
     sites = {}
@@ -87,7 +79,6 @@ def read_captured(
 
 
 def _read(directory: Path, place: FoundSite, *, batch_shape: tuple[int, int]) -> torch.Tensor:
-    """Read a site's tensor, and cut the bucket's padding off."""
     batch_size, num_columns = batch_shape
     (term,) = place.terms
     (piece,) = term.pieces.values()
@@ -153,11 +144,7 @@ class LoadedApplication:
 
     @classmethod
     def open(cls, settings: NxdiSettings, folder: Path) -> LoadedApplication:
-        """Build the application and load the checkpoint in `folder`, by the port's own conversion.
-
-        Raises:
-            TargetError: NxD was set to compute on another device, or the settings do not fit.
-        """
+        """Build the application and load the checkpoint in `folder`, by the port's own conversion."""
         log_to_stderr()
         _refuse_other_device(settings)
         return cls._on_cpu(settings, folder) if settings.is_on_cpu else cls._on_neuron(settings, folder)

@@ -1,13 +1,9 @@
 """Whole ports on neuronx-distributed-inference: `--target nxdi:package.module:CLASS` of `mm2-test model`.
 
-CLASS is a subclass of NxDI's NeuronBaseForCausalLM. `NxdiModel` is such an application behind the protocol of a whole
-port. On the CPU its sites are recorded by hooks, with NXD_CPU_MODE=1. On Neuron, and where the port's options set a
-`tensor_capture_config`, they are read from NxDI's own tensor capture.
+CLASS is a subclass of NxDI's NeuronBaseForCausalLM. On the CPU its sites are recorded by hooks, with NXD_CPU_MODE=1. On
+Neuron, and where the port's options set a `tensor_capture_config`, they are read from NxDI's own tensor capture.
+Ports choose modules by the device that they are built for: `ModelClasses` tells what a run on the CPU says nothing of.
 B prompts, S columns of the pass.
-
-ModelClasses: the class of each submodule of a whole port, and where another device gets another class.
-
-Ports choose modules by the device that they are built for. Then a run on the CPU says nothing of the device's class.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from torch import nn
 
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import TargetError, UsageError
+from minimax_tools.errors import TargetError
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.site_layouts import Sharded
 from minimax_tools.model.sites import ModelSite
@@ -35,16 +31,14 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import CACHE, LAYERS
-from neuron.ports.model_returned import REPLACE_STREAM, ModelResult
-from neuron.ports.model_target import ModelBatch, ModelTarget
-from neuron.ports.nxdi import PREFIX, require_nxdi
+from neuron.ports.nxdi import LAYER, PREFIX, find_sites, require_nxdi
 from neuron.ports.nxdi_config import read_options
-from neuron.ports.nxdi_layer import LAYER, find_sites
 from neuron.ports.nxdi_layout import NxdiLayout
 from neuron.ports.nxdi_loaded import LoadedApplication, ReplacedStream, read_captured
 from neuron.ports.nxdi_settings import NxdiSettings
-from neuron.ports.sources import import_callable
-from neuron.ports.target import port_errors
+from neuron.ports.returned import REPLACE_STREAM, ModelResult
+from neuron.ports.sources import import_behind
+from neuron.ports.target import ModelBatch, ModelTarget, port_errors
 
 # Attribute of a port that holds its `ModelClasses`.
 CLASSES = "classes"
@@ -208,19 +202,11 @@ class NxdiModelTarget(ModelTarget):
 
     @classmethod
     def find(cls, name: str) -> NxdiModelTarget | None:
-        """Import the class behind `nxdi:`.
-
-        Raises:
-            UsageError: What follows the prefix has neither of the two `forms`.
-            TargetError: NxDI is not installed, the class cannot be imported, or it is no application.
-        """
+        """Import the class behind `nxdi:`, if NxDI is installed."""
         if not name.startswith(PREFIX):
             return None
         require_nxdi()
-        found = import_callable(name.removeprefix(PREFIX))
-        if found is None:
-            raise UsageError(f"--target {name!r} is unknown", expected=cls.forms)
-        source, application_class = found
+        source, application_class = import_behind(PREFIX, name, forms=cls.forms)
         _refuse_other_class(name, application_class)
         return cls(
             name=name,
@@ -235,11 +221,7 @@ class NxdiModelTarget(ModelTarget):
         return read_options(self.application_class, self.module)
 
     def make(self, config: Any) -> NxdiModel:
-        """Prepare the application, which is built when it is loaded: only then its folder is known.
-
-        Raises:
-            TargetError: NxDI cannot run prompts such as these.
-        """
+        """Prepare the application, which is built when it is loaded: only then its folder is known."""
         if config.batch is None:
             raise TargetError(
                 f"port {self.name} runs batches of one size alone, for which NxDI builds it",

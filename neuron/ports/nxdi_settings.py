@@ -1,21 +1,12 @@
-"""NxdiSettings: the settings that decide how an application of NxDI is built, its config, and the application.
+"""NxdiSettings: how an application of NxDI is built, and the points at which NxDI's tensor replacement can act.
 
-The port's own options override mm2's.
-
-Points of a model on NxDI at which NxDI's tensor replacement can replace its stream.
-
-NxDI replaces what a module returns, if that is one tensor. A decoder layer returns a tuple, so its output cannot be
-replaced. A point is a module of its own, which returns what it is given: `layers.3.stream` for the input of layer 3,
-`norm.stream` for the input of the final norm. It has no weights, and adds nothing to the graph.
-
-NxDI's tensor replacement: the files that its config reads, and the arguments of a pass.
-
-`TensorReplacementConfig(ref_dir=, neuron_dir=, tf_map=, neuron_config=)` reads one file for each module and step from
-both folders. `neuron_dir` gives the shape that the compiled graph has, `ref_dir` the values and their dtype. Step 1 is
-the prefill, each later one a decoding step. A compiled graph takes the tensors of all modules that `tf_map` names in
-any step, and a mask for each: so it is compiled once for all points, if a step that never comes names them all.
-Read in NxDI 0.9 and NxD 0.18.
-B prompts, S columns of the pass, C columns of the bucket, H hidden.
+NxDI replaces what a module returns, if that is one tensor. A decoder layer returns a tuple, so a point is a module of
+its own, which returns what it is given: `layers.3.stream` for the input of layer 3, `norm.stream` for that of the final
+norm. `TensorReplacementConfig(ref_dir=, neuron_dir=, tf_map=, neuron_config=)` reads one file for each module and step
+from both folders: `neuron_dir` gives the compiled graph's shape, `ref_dir` the values. Step 1 is the prefill, each
+later one a decoding step. A compiled graph takes the tensors of all modules that `tf_map` names in any step, and a
+mask for each: so it is compiled once for all points, if a step that never comes names them all.
+Read in NxDI 0.9 and NxD 0.18. B prompts, S columns of the pass, C columns of the bucket, H hidden.
 """
 
 from __future__ import annotations
@@ -33,8 +24,8 @@ from torch import nn
 
 from minimax_tools.errors import TargetError
 from neuron.devices.ranks import Ranks
-from neuron.ports.model_target import ModelBatch
 from neuron.ports.nxdi_config import ABSENT_KEYS, OPTIONS, read_options
+from neuron.ports.target import ModelBatch
 
 _POINT = "stream"
 # Usual name of the argument that holds the stream; another name is that of the first tensor.
@@ -54,11 +45,7 @@ def list_point_modules(num_layers: int) -> list[str]:
 
 
 def add_stream_points(model: nn.Module) -> None:
-    """Add a point before each of `model.layers`, and before `model.norm`; call it at the end of `init_model`.
-
-    Raises:
-        TargetError: The model has no `layers` or no `norm`.
-    """
+    """Add a point before each of `model.layers`, and before `model.norm`; call it at the end of `init_model`."""
     layers, norm = getattr(model, "layers", None), getattr(model, "norm", None)
     if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):
         raise TargetError(
@@ -220,11 +207,7 @@ class NxdiSettings:
         return ranks
 
     def build_config(self, folder: Path, **overriding: object) -> Any:
-        """Build NxDI's config of the model, with that of the device; the port's options override mm2's.
-
-        Raises:
-            TargetError: The options contradict the run.
-        """
+        """Build NxDI's config of the model, with that of the device; the port's options override mm2's."""
         config_class = self.application_class.get_config_cls()
         neuron_config = config_class.get_neuron_config_cls()(**self._options())
         self._check(neuron_config)
@@ -233,11 +216,7 @@ class NxdiSettings:
         return config_class(neuron_config, **values)
 
     def build_application(self, folder: Path, config: Any) -> Any:
-        """Build the application; if the run replaces the stream, with NxDI's tensor replacement at all points.
-
-        Raises:
-            TargetError: The ranks divide the stream.
-        """
+        """Build the application; if the run replaces the stream, with NxDI's tensor replacement at all points."""
         if not self.batch.replaces_stream:
             return self.application_class(str(folder), config)
         neuron_config = config.neuron_config

@@ -1,18 +1,11 @@
-"""PackedRequest: the tokens of a pass as the runner of vLLM Neuron packs them, in one dimension without a batch.
+"""The tokens of a pass as vLLM Neuron's runner packs them, its paged key-value cache, and the ranks' parts of them.
 
-A prefill takes one prompt, padded to a bucket. A decoding step takes one token of each request.
-B requests, S columns of a prompt, T tokens of a pass, W blocks of a table.
-
-BlockCache: the paged key-value cache of a model on vLLM Neuron, which vLLM's runner owns and the model fills.
-
-The cache is a pool of blocks. A request's block table names its blocks in the order of its tokens; a token's slot is
-its block times the block size, and its place in there. Padding is written to the null block, which belongs to nobody.
-B requests, n blocks, b tokens of a block, W blocks of a table, K kv heads, P = W·b entries, D head_dim.
-
-DividedTokens: the tokens of a prefill on vLLM Neuron, which its models divide among the ranks between attentions.
-
-Each rank has the next T/ranks tokens of the bucket. In a decoding step each rank has all of them.
-T tokens of the bucket, S columns of a prompt, H hidden.
+Tokens lie in one dimension without a batch. A prefill takes one prompt, padded to a bucket; a decoding step takes one
+token of each request. The cache is a pool of blocks: a request's block table names its blocks in the order of its
+tokens, and a token's slot is its block times the block size, and its place in there. Padding is written to the null
+block, which belongs to nobody. Models divide the tokens of a prefill among the ranks between attentions.
+B requests, S columns of a prompt, T tokens of a pass, n blocks, b tokens of a block, W blocks of a table, K kv heads,
+P = W·b entries, D head_dim, H hidden.
 """
 
 from __future__ import annotations

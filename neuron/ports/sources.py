@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from minimax_tools.errors import TargetError, did_you_mean
+from minimax_tools.errors import TargetError, UsageError, did_you_mean
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.provenance import digest_sources
 from neuron.process.status import doing
@@ -87,6 +87,19 @@ def import_callable(name: str) -> tuple[TargetSource, Callable[..., Any]] | None
         _refuse_pickle(Path(place))
     source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     return source, source.find(attribute)
+
+
+def import_behind(prefix: str, name: str, *, forms: str) -> tuple[TargetSource, Callable[..., Any]]:
+    """Import what follows a prefix in `name`; `forms` are the two that it may have.
+
+    Raises:
+        UsageError: It has neither of the forms.
+        TargetError: It cannot be imported.
+    """
+    found = import_callable(name.removeprefix(prefix))
+    if found is None:
+        raise UsageError(f"--target {name!r} is unknown", expected=forms)
+    return found
 
 
 def _refuse_pickle(path: Path) -> None:
@@ -188,6 +201,5 @@ def _loaded_files_beneath(folder: Path) -> set[Path]:
 
 
 def _source_file(module_name: str) -> Path | None:
-    """Return the .py file that a loaded module names; None if it names none."""
     file = getattr(sys.modules.get(module_name), "__file__", None)
     return Path(file) if isinstance(file, str) and file.endswith(".py") else None

@@ -1,17 +1,17 @@
-"""Target: a decoder layer under test, which is built, then loaded with a layer's weights.
+"""The port under test, which --target names: `Target` is a decoder layer, `ModelTarget` a whole model.
 
-The value of `--target` names it. Each kind of target is a subclass of `Target`; `targets` lists them.
-
-Translation of errors raised by a port's code.
+Each kind of port is a subclass of one of them; `targets` lists the kinds. A port is built, then loaded with weights.
+`port_errors` translates what its code raises.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,11 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.filling import unchanged
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.layer_tensors import CheckpointTensors, LayerTensors, ModelTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.model.family import FIXED_VALUES
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend
 from neuron.devices.machine import LOWER, is_out_of_device_memory, shorten
@@ -58,7 +60,6 @@ def port_errors(failed: str, *, activity: str, next_step: str) -> Iterator[None]
         next_step: The next step for the user.
 
     Raises:
-        TargetError: The code raised.
         PortEndError: The code tried to exit, or ran out of memory.
     """
     try:
@@ -89,8 +90,7 @@ def _place(error: BaseException) -> str:
     return ""
 
 
-_BUILD_STEP = "It is called as NAME(config, layer_idx); see --debug for the traceback."
-_CONVERT_STEP = "It gets the hub's names relative to the layer; see --debug for the traceback."
+_CONVERT_STEP = "It gets the hub's names; see --debug for the traceback."
 _LOAD_STEP = "Its state_dict() is filled, then to(device) called; see --debug for the traceback."
 
 
@@ -107,20 +107,92 @@ class ConversionOrigin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target(ABC):
-    """An implementation of a decoder layer."""
+class Port(ABC):
+    """An implementation of a decoder layer or of a whole model."""
 
     # Forms of a --target of this kind.
     forms: ClassVar[str]
-    # False if the weights come with the target instead of from the checkpoint.
-    reads_weights: ClassVar[bool] = True
     # Whether it takes rows that are padded on the right alone.
     pads_right: ClassVar[bool] = False
-    # Whether each of several ranks is known to hold only its part of a layer.
-    divides_weights: ClassVar[bool] = False
 
     name: str  # the value of --target
     source_digest: str  # sha256 of its source
+
+    @property
+    def build_dtype(self) -> torch.dtype | None:
+        """Default dtype while the port is built; None for the run's dtype."""
+        return None
+
+    @property
+    def port_config(self) -> Mapping[str, Any]:
+        """The port's `mm2_neuron_config`; {} if it has none."""
+        return {}
+
+    @property
+    def adds_over_ranks(self) -> bool:
+        """True if the port adds up its ranks' partial sums in the run's `reduce_dtype`; most choose their own."""
+        return False
+
+    def sharing(self, runtime: Runtime) -> dict[str, int | str]:
+        """Return the options by which ranks share the port, by name."""
+        sharing = dict(runtime.sharing)
+        if not self.adds_over_ranks:
+            sharing.pop("reduce_dtype", None)
+        return sharing
+
+    def _conversion(self, module: nn.Module) -> Any:
+        return getattr(module, "convert_state_dict", None)
+
+    def _build(self, make: Callable[[], object], *, dtype: torch.dtype, part: str, call: str) -> nn.Module:
+        """Build a module by `make`, under the port's default dtype; `part` and `call` name it in errors."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.build_dtype or dtype)
+        step = f"It is called as {call}; see --debug for the traceback."
+        failed, activity = f"port {self.name} cannot be built{part}", f"building port {self.name}{part}"
+        try:
+            with port_errors(failed, activity=activity, next_step=step):
+                module = make()
+                if isinstance(module, nn.Module):
+                    module.eval()
+        finally:
+            torch.set_default_dtype(default)
+        if not isinstance(module, nn.Module):
+            raise TargetError(
+                f"port {self.name} returned no module{part}",
+                expected="torch.nn.Module",
+                found=type(module).__name__,
+                next_step=f"{call} must return it.",
+            )
+        return module
+
+    def _convert(self, convert: Callable[[], object], *, part: str) -> dict[str, Weight]:
+        """Return what the port's conversion makes of a part's tensors, in a dict that `WeightLoader.load` empties."""
+        what = f"port {self.name}, {part}: convert_state_dict"
+        activity = f"converting the weights of port {self.name}, {part}"
+        # Tensors are read when the port asks for them: errors of the checkpoint pass as they are.
+        with port_errors(f"{what} failed", activity=activity, next_step=_CONVERT_STEP):
+            converted = convert()
+        if not isinstance(converted, Mapping):
+            raise TargetError(
+                f"{what} returned no state dict",
+                expected="a mapping of names to tensors",
+                found=type(converted).__name__,
+                next_step="Return what load_state_dict would take.",
+            )
+        if isinstance(converted, CheckpointTensors):
+            # The port returned the tensors that it was given, perhaps some replaced: the others are read on loading.
+            return {name: unchanged(converted, name) for name in converted}
+        return dict(converted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target(Port):
+    """An implementation of a decoder layer."""
+
+    # False if the weights come with the target instead of from the checkpoint.
+    reads_weights: ClassVar[bool] = True
+    # Whether each of several ranks is known to hold only its part of a layer.
+    divides_weights: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -139,16 +211,6 @@ class Target(ABC):
     @property
     def is_reused(self) -> bool:
         """True if one module serves all layers, its weights swapped."""
-        return False
-
-    @property
-    def build_dtype(self) -> torch.dtype | None:
-        """Default dtype during `make`; None for the run's dtype."""
-        return None
-
-    @property
-    def adds_over_ranks(self) -> bool:
-        """True if the layer adds up its ranks' partial sums in the run's `reduce_dtype`; a port chooses its own."""
         return False
 
     @property
@@ -172,25 +234,13 @@ class Target(ABC):
         """Return the number of experts that run together, on a lazy device (XLA) in one graph; None if unknown."""
         return None
 
-    def require_traceable(self, backend: Backend) -> None:  # noqa: B027 - most targets are one program
+    def require_traceable(self, backend: Backend) -> None:
         """Check that a layer can be compiled into one file for a backend.
 
         Raises:
             UsageError: The target is compiled already.
             TargetError: The target is more than one program.
         """
-
-    @property
-    def port_config(self) -> Mapping[str, Any]:
-        """The port's `mm2_neuron_config`; {} if it has none."""
-        return {}
-
-    def sharing(self, runtime: Runtime) -> dict[str, int | str]:
-        """Return the options by which ranks share a layer, by name."""
-        sharing = dict(runtime.sharing)
-        if not self.adds_over_ranks:
-            sharing.pop("reduce_dtype", None)
-        return sharing
 
     def converts(self, module: nn.Module) -> bool:
         """Decide whether the port converts tensors itself, with a second layer in memory."""
@@ -205,25 +255,12 @@ class Target(ABC):
         Raises:
             TargetError: The port raised, or returned no module.
         """
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(self.build_dtype or dtype)
-        try:
-            failed = f"port {self.name} cannot be built for layer {layer}"
-            activity = f"building layer {layer} of port {self.name}"
-            with port_errors(failed, activity=activity, next_step=_BUILD_STEP):
-                module = self.make(target_config(spec, ranks=ranks), layer)
-                if isinstance(module, nn.Module):
-                    module.eval()
-        finally:
-            torch.set_default_dtype(default)
-        if not isinstance(module, nn.Module):
-            raise TargetError(
-                f"port {self.name} returned no module for layer {layer}",
-                expected="torch.nn.Module",
-                found=type(module).__name__,
-                next_step="NAME(config, layer_idx) must return the layer.",
-            )
-        return module
+        return self._build(
+            lambda: self.make(target_config(spec, ranks=ranks), layer),
+            dtype=dtype,
+            part=f" for layer {layer}",
+            call="NAME(config, layer_idx)",
+        )
 
     def load(
         self,
@@ -240,7 +277,6 @@ class Target(ABC):
         `prepared` is what `prepare` returned for this layer; None if it was not called.
 
         Raises:
-            CheckpointError: A tensor cannot be read.
             TargetError: The port's conversion raised, or its names or shapes do not fit.
         """
         weights = self._name_weights(module, tensors, spec, ranks) if prepared is None else prepared
@@ -258,43 +294,128 @@ class Target(ABC):
         loader: WeightLoader,
         ranks: Ranks | None = None,
     ) -> dict[str, Weight]:
-        """Return a layer's weights for `load`, and begin to read them while `module` computes with another's.
-
-        Raises:
-            CheckpointError: A tensor cannot be read.
-            TargetError: The port's conversion raised.
-        """
+        """Return a layer's weights for `load`, and begin to read them while `module` computes with another's."""
         weights = self._name_weights(module, tensors, spec, ranks)
         loader.begin(module, weights)
         return weights
 
-    def _conversion(self, module: nn.Module) -> Any:
-        """Return the port's convert_state_dict; None if it has none."""
-        return getattr(module, "convert_state_dict", None)
-
     def _name_weights(
         self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, ranks: Ranks | None
     ) -> dict[str, Weight]:
-        """Return a layer's weights, read or not, by the module's names, in a dict that `WeightLoader.load` empties."""
         convert = self._conversion(module)
         if convert is None:
             return {name: unchanged(tensors, name) for name in tensors}
-        what = f"port {self.name}, layer {tensors.layer}: convert_state_dict"
-        activity = f"converting the weights of layer {tensors.layer} of port {self.name}"
-        # Tensors are read when the port asks for them: errors of the checkpoint pass as they are.
-        with port_errors(f"{what} failed", activity=activity, next_step=_CONVERT_STEP):
-            converted: object = convert(tensors, target_config(spec, ranks=ranks), tensors.layer)
-        if not isinstance(converted, Mapping):
-            raise TargetError(
-                f"{what} returned no state dict",
-                expected="a mapping of names to tensors",
-                found=type(converted).__name__,
-                next_step="Return what load_state_dict would take.",
-            )
-        if isinstance(converted, LayerTensors):
-            # The port returned the tensors that it was given, perhaps some replaced: the others are read on loading.
-            return {name: unchanged(converted, name) for name in converted}
-        return dict(converted)
+        return self._convert(
+            lambda: convert(tensors, target_config(spec, ranks=ranks), tensors.layer),
+            part=f"layer {tensors.layer}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBatch:
+    """The sizes of a whole port's batch, known before it is built: caches and compiled graphs may have fixed sizes."""
+
+    num_prompts: int
+    num_tokens: int  # most columns of the port's cache, decoded and generated tokens included
+    num_prefilled: int  # tokens of the shortest prompt in the prefill
+    first_position: int  # smallest position of a real token
+    replaces_stream: bool = False  # whether passes will replace the stream (see `REPLACE_STREAM`)
+
+    @classmethod
+    def of(cls, inputs: Inputs, *, num_decoded: int, max_new_tokens: int) -> ModelBatch:
+        """Describe the batch of a run that decodes the last tokens of each prompt, and then generates."""
+        # A repetition in another shape has a column more than there are passes.
+        return cls(
+            num_prompts=inputs.batch_size,
+            num_tokens=inputs.sequence_length + max(max_new_tokens, 1 + num_decoded),
+            num_prefilled=min(inputs.lengths) - num_decoded,
+            first_position=int(inputs.position_ids[inputs.attention_mask.bool()].min()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTarget(Port):
+    """An implementation of the whole model, from token ids to logits; the --target of `mm2-test model`."""
+
+    @classmethod
+    @abstractmethod
+    def find(cls, name: str) -> ModelTarget | None:
+        """Find the target of a name; None if it names another kind. Raise as `Target.find` does."""
+
+    @abstractmethod
+    def make(self, config: Any) -> object:
+        """Build the model's module; `build` calls it under the build dtype."""
+
+    def build(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        batch: ModelBatch | None = None,
+        ranks: Ranks | None = None,
+    ) -> nn.Module:
+        """Build the model without loading weights; `ranks` share it, None stands for one rank alone.
+
+        The port finds `batch` in its config, as `config.batch`; None if batches of several sizes will come.
+
+        Raises:
+            TargetError: The port raised, or returned no module.
+        """
+        config = target_config(spec, ranks=ranks)
+        config.batch = batch
+        return self._build(lambda: self.make(config), dtype=dtype, part="", call="NAME(config)")
+
+    def load(
+        self,
+        module: nn.Module,
+        reader: CheckpointReader,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        loader: WeightLoader,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Load the weights, on several ranks this rank's part, and move `module` to the loader's device.
+
+        Raises:
+            TargetError: The port's conversion raised, or its names or shapes do not fit.
+        """
+        what, eager = f"port {self.name}", eager_module(module)
+        parts = self._parts(eager, reader, spec, dtype=dtype, ranks=ranks)
+        activity = f"loading port {self.name}"
+        with port_errors(f"{what} cannot be loaded", activity=activity, next_step=_LOAD_STEP):
+            loader.load_in_parts(eager, parts, what=what)
+
+    def _parts(
+        self,
+        module: nn.Module,
+        reader: CheckpointReader,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        ranks: Ranks | None,
+    ) -> Iterator[tuple[str, dict[str, Weight]]]:
+        """Yield the weights by the module's names: all at once, or layer by layer where the port converts so."""
+        convert, everything = self._conversion(module), "all weights"
+        config = target_config(spec, ranks=ranks)
+        # A conversion by layer takes `layer_idx` as its third argument.
+        if convert is None or len(inspect.signature(convert).parameters) < 3:
+            tensors = ModelTensors.open(reader, spec, dtype)
+            make = (lambda: tensors) if convert is None else (lambda: convert(tensors, config))
+            yield everything, self._convert(make, part=everything)
+            return
+        outer, part = ModelTensors.open(reader, spec, dtype, with_layers=False), "weights outside the layers"
+        yield part, self._convert(lambda: convert(outer, config, None), part=part)
+        for layer in range(spec.num_hidden_layers):
+            layer_tensors, part = LayerTensors.open(reader, spec, layer, dtype), f"layer {layer}"
+            # The lambda is called at once, within this turn of the loop.
+            yield part, self._convert(lambda: convert(layer_tensors, config, layer), part=part)  # noqa: B023
+
+
+def eager_module(module: nn.Module) -> nn.Module:
+    """Return the module behind `torch.compile`; any other module as it is."""
+    eager = getattr(module, "_orig_mod", module)
+    return eager if isinstance(eager, nn.Module) else module
 
 
 def target_config(spec: ModelSpec, *, ranks: Ranks | None = None) -> SimpleNamespace:

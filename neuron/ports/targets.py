@@ -1,8 +1,7 @@
-"""The kinds of targets, of layers and of whole ports, and the search for the target of a --target.
+"""The kinds of ports, and the search for the one of a --target.
 
-A port's own class or function as a target: `PATH.py:NAME` or `package.module:NAME`.
-
-Layers of mm2 as targets, the values of --target: `builtin` for a device, `reference` in plain PyTorch.
+`PATH.py:NAME` and `package.module:NAME` are a port's own class or function; `builtin` is mm2's layer for a device,
+`reference` its layer in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import reads_in_place
-from neuron.ports.model_target import ModelTarget, PortModelTarget
 from neuron.ports.nxdi import NxdiTarget
 from neuron.ports.nxdi_config import read_options
 from neuron.ports.nxdi_model import NxdiModelTarget
 from neuron.ports.sources import TargetSource, import_callable
-from neuron.ports.target import Target, target_config
+from neuron.ports.target import ModelTarget, Target, target_config
 from neuron.ports.traced import TracedTarget
 from neuron.ports.vllm_neuron_model import VllmNeuronModelTarget
 
@@ -54,10 +52,7 @@ class PortTarget(Target):
     def find(cls, name: str) -> PortTarget | None:
         """Import the port's file or module; None if the name has another form."""
         found = import_callable(name)
-        if found is None:
-            return None
-        source, factory = found
-        return cls(name=name, factory=factory, source_digest=source.digest())
+        return found and cls(name=name, factory=found[1], source_digest=found[0].digest())
 
     def make(self, config: Any, layer_idx: int) -> object:
         """Call the port's factory."""
@@ -71,8 +66,7 @@ class PortTarget(Target):
     @property
     def build_dtype(self) -> torch.dtype | None:
         """The default dtype under which the port wants its module built; None for the run's."""
-        dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
-        return dtype
+        return _build_dtype(self.factory)
 
     @property
     def port_config(self) -> Mapping[str, Any]:
@@ -100,8 +94,44 @@ class PortTarget(Target):
         return not isinstance(self.factory, type) or hasattr(self.factory, "convert_state_dict")
 
     def _conversion(self, module: nn.Module) -> Any:
-        # A function may build a class that its author cannot change: then the function has the conversion as attribute.
-        return super()._conversion(module) or getattr(self.factory, "convert_state_dict", None)
+        return super()._conversion(module) or _conversion_of(self.factory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortModelTarget(ModelTarget):
+    """A class or function that is called as `factory(config)` and returns a module."""
+
+    forms = "PATH.py:NAME or package.module:NAME"
+
+    factory: Callable[[Any], object]
+
+    @classmethod
+    def find(cls, name: str) -> PortModelTarget | None:
+        """Import the port's file or module; None if the name has another form."""
+        found = import_callable(name)
+        return found and cls(name=name, factory=found[1], source_digest=found[0].digest())
+
+    def make(self, config: Any) -> object:
+        """Call the port's factory."""
+        return self.factory(config)
+
+    @property
+    def build_dtype(self) -> torch.dtype | None:
+        """The default dtype under which the port wants its module built; None for the run's."""
+        return _build_dtype(self.factory)
+
+    def _conversion(self, module: nn.Module) -> Any:
+        return super()._conversion(module) or _conversion_of(self.factory)
+
+
+def _build_dtype(factory: Callable[..., object]) -> torch.dtype | None:
+    dtype: torch.dtype | None = getattr(factory, "build_dtype", None)
+    return dtype
+
+
+def _conversion_of(factory: Callable[..., object]) -> Any:
+    """Return a function's convert_state_dict: it may build a class that its author cannot change."""
+    return getattr(factory, "convert_state_dict", None)
 
 
 class ResidentReference(ReferenceLayer):
@@ -181,33 +211,22 @@ def find_target(name: str) -> Target:
 
     Raises:
         UsageError: The name has none of the known forms.
-        TargetError: The file, the module or the name in it does not exist or cannot be imported.
     """
-    for kind in _KINDS:
-        target = kind.find(name)
-        if target is not None:
-            return target
-    raise UsageError(
-        f"--target {name!r} is unknown",
-        expected=", ".join(kind.forms for kind in _KINDS),
-        next_step=did_you_mean(name, _NAMES)
-        or "Name what to call after a colon, as in port.py:DecoderLayer.",
-    )
+    target = next(filter(None, (kind.find(name) for kind in _KINDS)), None)
+    if target is None:
+        step = did_you_mean(name, _NAMES) or "Name what to call after a colon, as in port.py:DecoderLayer."
+        forms = ", ".join(kind.forms for kind in _KINDS)
+        raise UsageError(f"--target {name!r} is unknown", expected=forms, next_step=step)
+    return target
 
 
 def find_model_target(name: str) -> ModelTarget:
-    """Find the whole port of a --target of `mm2-test model`.
-
-    Raises:
-        UsageError: The name has none of the known forms.
-        TargetError: The file, the module or the name in it does not exist or cannot be imported.
-    """
-    for kind in _MODEL_KINDS:
-        target = kind.find(name)
-        if target is not None:
-            return target
-    raise UsageError(
-        f"--target {name!r} is no whole port",
-        expected=", ".join(kind.forms for kind in _MODEL_KINDS),
-        next_step="Name what to call after a colon, as in port.py:Model.",
-    )
+    """Find the whole port of a --target of `mm2-test model`; raise as `find_target` does."""
+    target = next(filter(None, (kind.find(name) for kind in _MODEL_KINDS)), None)
+    if target is None:
+        raise UsageError(
+            f"--target {name!r} is no whole port",
+            expected=", ".join(kind.forms for kind in _MODEL_KINDS),
+            next_step="Name what to call after a colon, as in port.py:Model.",
+        )
+    return target

@@ -63,11 +63,7 @@ class TracedProgram:
 
     @classmethod
     def read(cls, path: Path) -> TracedProgram:
-        """Read the description in a file, and nothing else.
-
-        Raises:
-            TargetError: The file does not exist, or mm2-test trace did not write it.
-        """
+        """Read the description in a file, and nothing else."""
         if not path.is_file():
             raise TargetError(
                 f"traced file {path} does not exist",
@@ -92,11 +88,7 @@ class TracedProgram:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> TracedProgram:
-        """Return the program that a file describes.
-
-        Raises:
-            ValueError: The file is of another format.
-        """
+        """Return the program that a file describes."""
         if record["format"] != _FORMAT:
             raise ValueError(f"format {record['format']}")
         return decode_fields(cls, record)
@@ -126,11 +118,7 @@ class TracedLayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the output [B,S,H] from states [B,S,H], mask [B,S] of 0/1 and positions [B,S].
-
-        Raises:
-            TargetError: The states differ from the traced ones in shape or device, or a site is replaced.
-        """
+        """Compute the output [B,S,H] from states [B,S,H], mask [B,S] of 0/1 and positions [B,S]."""
         self._refuse_other_states(hidden_states)
         # A program of torch_neuronx takes its inputs on the host.
         inputs = (hidden_states.cpu(), attention_mask.cpu(), position_ids.cpu())
@@ -155,7 +143,6 @@ class TracedLayer(nn.Module):
             )
 
     def _refuse_other_states(self, hidden_states: torch.Tensor) -> None:
-        """Refuse states of another shape or device than those traced."""
         traced = self.traced
         if tuple(hidden_states.shape) != traced.shape:
             raise TargetError(
@@ -185,11 +172,7 @@ class TracedTarget(Target):
 
     @classmethod
     def find(cls, name: str) -> TracedTarget | None:
-        """Find the files behind `traced:`.
-
-        Raises:
-            TargetError: A file does not exist, or `mm2-test trace` did not write it.
-        """
+        """Find the files behind `traced:`."""
         if not name.startswith(PREFIX):
             return None
         pattern = name.removeprefix(PREFIX)
@@ -202,12 +185,7 @@ class TracedTarget(Target):
         )
 
     def make(self, config: Any, layer_idx: int) -> TracedLayer:
-        """Load a layer's file.
-
-        Raises:
-            TargetError: The file does not exist, is of another layer or dtype, or cannot be loaded; or there are
-                several ranks.
-        """
+        """Load a layer's file."""
         path = Path(self.pattern.replace(_LAYER, str(layer_idx)))
         if config.ranks.are_several:
             raise TargetError(
@@ -253,11 +231,7 @@ class TracedTarget(Target):
 
 
 def load_program(path: Path, traced: TracedProgram) -> Program:
-    """Load the program in a file: from the layer's three arguments on the host to its output and sites.
-
-    Raises:
-        TargetError: The file is damaged, or cannot be loaded here.
-    """
+    """Load the program in a file: from the layer's three arguments on the host to its output and sites."""
     # Both loaders execute what is in the file: a target is code that the user chose to run.
     try:
         _verify_check_sums(path)

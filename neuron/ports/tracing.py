@@ -61,11 +61,7 @@ class SitesAsOutputs(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the layer's output [B,S,H], then each site in the port's own shape, its calls joined.
-
-        Raises:
-            TargetError: A site shows no tensor, or the layer returns no output of that shape.
-        """
+        """Return the layer's output [B,S,H], then each site in the port's own shape, its calls joined."""
         # Copies, because a port may work in place.
         states = hidden_states.clone()
         with Recorder(self.layer, self._taps, keep=copy_on_device) as recorder:
@@ -125,7 +121,6 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
     """Compile the layer with its weights into `output`, which is written whole or not at all.
 
     Raises:
-        CheckpointError: The layer's weights cannot be read.
         TargetError: The port cannot be built, loaded, run or compiled.
     """
     what = f"port {request.target.name}, layer {request.layer}"

@@ -9,16 +9,9 @@ mm2 takes the place of the plugin's model runner, and calls a model as that does
 | `get_kv_spec()`, `bind_kv_cache({layer: [keys, values]})` | before the first pass, and when the cache has grown |
 | `forward(input_ids, positions, attn_metadata=…, sampling_positions=…, …)` | in every pass |
 
-Tokens are packed in one dimension. A prefill takes one prompt, padded to a bucket; a decoding step takes one token of
-each request. B requests, S columns of a prompt, T tokens of a pass, V vocabulary.
-
-Layers in vLLM's own style, which pass the residual stream on as two summands, shown as layers that pass it on whole.
-
-Such a layer is called as `layer(positions, hidden_states, residual, …)` and returns (hidden_states, residual). The next
-norm adds the two. Hooks put their sum in the first place and zeros in the second, which changes no sum.
-H hidden.
-
-Checkpoint folders without FP8, for ports that read the files themselves.
+Layers in vLLM's own style pass the residual stream on as two summands, which the next norm adds: hooks put their sum in
+the first place and zeros in the second. A port that reads the files itself gets a folder without FP8.
+B requests, S columns of a prompt, T tokens of a pass, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,7 +37,7 @@ from torch import nn
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.checkpoint.layer_tensors import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CheckpointError, TargetError, UsageError, list_names
+from minimax_tools.errors import CheckpointError, TargetError, list_names
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -53,8 +46,6 @@ from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import CACHE, find_exposure, find_model_exposure
-from neuron.ports.model_returned import PAST
-from neuron.ports.model_target import ModelTarget
 from neuron.ports.packed_request import (
     BlockCache,
     CachedLayer,
@@ -65,8 +56,9 @@ from neuron.ports.packed_request import (
     pack_step,
     refuse_uneven,
 )
-from neuron.ports.sources import import_callable
-from neuron.ports.target import port_errors
+from neuron.ports.returned import MODEL_PAST
+from neuron.ports.sources import import_behind
+from neuron.ports.target import ModelTarget, port_errors
 
 _STATES, _RESIDUAL = "hidden_states", "residual"
 
@@ -122,9 +114,6 @@ def plain_checkpoint(reader: CheckpointReader, spec: ModelSpec, *, dtype: torch.
 
     The copy holds the hub's names, values in `dtype`, router gates and correction biases in float32. Its config.json
     names no quantisation.
-
-    Raises:
-        CheckpointError: A tensor cannot be read, or the disk is too small for the copy.
     """
     if not any(reader.index[name].dtype == FLOAT8_E4M3FN for name in reader.index.names):
         yield reader.folder
@@ -204,11 +193,7 @@ class VllmNeuronModel(nn.Module):
         self._bound: Mapping[str, list[torch.Tensor]] | None = None
 
     def load_folder(self, folder: Path, device: torch.device) -> None:
-        """Let the model load its weights from a checkpoint folder, and prepare it to run on the device.
-
-        Raises:
-            TargetError: The plugin was set to compute on another device, or weights were not loaded.
-        """
+        """Let the model load its weights from a checkpoint folder, and prepare it to run on the device."""
         from vllm.config import set_current_vllm_config
 
         self._refuse_other_device(device)
@@ -238,9 +223,6 @@ class VllmNeuronModel(nn.Module):
         """Prefill one prompt [1,S], or decode one token of each request [B,1]; return logits, tokens and the cache.
 
         The mask is [1,S] or [B,P+1]. Without a past, a new batch begins.
-
-        Raises:
-            TargetError: The prompt is padded on the left.
         """
         cache = self._begin(input_ids.device) if past_key_values is None else past_key_values
         if attention_mask.shape[1] == input_ids.shape[1]:
@@ -252,7 +234,7 @@ class VllmNeuronModel(nn.Module):
         logits, tokens = _parse_returned(returned, what=type(self._models[0]).__name__)
         if tokens is not None:
             tokens = tokens.long()[request.last_tokens.to(tokens.device)]
-        return {"logits": logits.unflatten(0, tuple(input_ids.shape)), PAST: cache, "tokens": tokens}
+        return {"logits": logits.unflatten(0, tuple(input_ids.shape)), MODEL_PAST: cache, "tokens": tokens}
 
     def join_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a site's tensor of all tokens of the pass, if each rank has some of them; any other as it is."""
@@ -294,7 +276,6 @@ class VllmNeuronModel(nn.Module):
         return self._cache
 
     def _call(self, cache: BlockCache, request: PackedRequest, *, device: torch.device) -> object:
-        """Call the model as the plugin's runner does."""
         from vllm.config import set_current_vllm_config
 
         if self._bound is not cache.tensors:
@@ -334,19 +315,11 @@ class VllmNeuronModelTarget(ModelTarget):
 
     @classmethod
     def find(cls, name: str) -> VllmNeuronModelTarget | None:
-        """Import the class behind `vllm-neuron:`.
-
-        Raises:
-            UsageError: What follows the prefix has neither of the two `forms`.
-            TargetError: The plugin is not installed, or the port cannot be imported.
-        """
+        """Import the class behind `vllm-neuron:`, if the plugin is installed."""
         if not name.startswith(PREFIX):
             return None
         require_plugin()
-        found = import_callable(name.removeprefix(PREFIX))
-        if found is None:
-            raise UsageError(f"--target {name!r} is unknown", expected=cls.forms)
-        source, factory = found
+        source, factory = import_behind(PREFIX, name, forms=cls.forms)
         return cls(name=name, factory=factory, source_digest=source.digest())
 
     @property
@@ -356,11 +329,7 @@ class VllmNeuronModelTarget(ModelTarget):
         return options
 
     def make(self, config: Any) -> VllmNeuronModel:
-        """Build the model as the plugin's runner does: from two configs, without memory for its weights.
-
-        Raises:
-            TargetError: The ranks do not divide a prefill, or the class lacks a method that the runner calls.
-        """
+        """Build the model as the plugin's runner does: from two configs, without memory for its weights."""
         refuse_uneven(config.ranks)
         build = getattr(self.factory, _FACTORY, None)
         if build is None:

@@ -46,11 +46,7 @@ class Follower:
     golden: Path | None = None  # a golden that was given; None to make one of the prompts
 
     def follow(self, prompts: Sequence[AnsweredPrompt]) -> Followed:
-        """Make the golden of some prompts, the first of which differs, and judge the port's passes and layers with it.
-
-        Raises:
-            CaptureError: The folder cannot be written.
-        """
+        """Make the golden of some prompts, the first of which differs, and judge the port with it."""
         commands = []
         if self.golden is None:
             commands.append(self._golden_command(prompts))

@@ -1,17 +1,9 @@
 """PromptRun: runs a port over prompts with their answers, in batches, and judges each prompt.
 
-B prompts of a batch, s columns of a pass, t judged tokens of a prompt.
-
-The passes of a batch of prompts: one prefill of the prompts, then a step for each token of the longest answer.
-
-The tokens that a step feeds are those of the answer, whatever the port would choose (teacher forcing). A prompt whose
-answer has ended goes on with its last token; nothing of that is judged.
-B prompts, s columns of a pass, P columns of the port's cache.
-
-PortRecord: a port's logits of the prompts of a list, kept in a folder while the list runs.
-
-A killed run continues after its last whole batch. Another port, model, device, library, batch or golden begins anew.
-t tokens, K candidates.
+A batch has one prefill of its prompts, then a step for each token of the longest answer. The tokens that a step feeds
+are those of the answer, whatever the port would choose (teacher forcing). A prompt whose answer has ended goes on with
+its last token; nothing of that is judged. A killed run continues after its last whole batch.
+B prompts of a batch, s columns of a pass, P columns of the cache, t judged tokens of a prompt, K candidates.
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ from safetensors.torch import save_file
 
 from compare.prompts.prompt_judge import NoiseLevel, PortLogits, PromptJudge
 from minimax_tools.capture.reader import Capture
-from minimax_tools.errors import CaptureError, IncomparableError, TargetError, list_faults
+from minimax_tools.errors import CaptureError, IncomparableError, TargetError
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, join_tokens
 from minimax_tools.golden_logits.golden_rows import GoldenRows
 from minimax_tools.json_codec import encode
@@ -45,6 +37,7 @@ from minimax_tools.text.answered_prompts import AnsweredPrompt
 from minimax_tools.text.prompts import pad_token_id
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.passes import Pass
+from neuron.runs.device_request import refuse_other_model
 
 
 def plan_prompt_passes(
@@ -58,9 +51,6 @@ def plan_prompt_passes(
     """Plan the passes; the prefill is padded to the longest prompt, or to the smallest of `buckets` that holds it.
 
     The `columns` of a pass are the indices of its tokens in each prompt's row, -1 for others.
-
-    Raises:
-        UsageError: A prompt is longer than every bucket.
     """
     prefill = _plan_prefill(prompts, padding_side=padding_side, buckets=buckets, pad_token_id=pad_token_id)
     passes = [prefill]
@@ -114,11 +104,7 @@ class PortRecord:
 
     @classmethod
     def open(cls, directory: Path, provenance: Provenance) -> PortRecord:
-        """Open the record of a run; `provenance` names port, model, device, libraries and options.
-
-        Raises:
-            CaptureError: The folder cannot be made.
-        """
+        """Open the record of a run; `provenance` names port, model, device, libraries and options."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -145,11 +131,7 @@ class PortRecord:
             return None
 
     def write(self, batch: list[AnsweredPrompt], logits: list[PortLogits]) -> None:
-        """Keep the logits of a batch.
-
-        Raises:
-            CaptureError: They cannot be written.
-        """
+        """Keep the logits of a batch."""
         tensors: dict[str, torch.Tensor] = {}
         for place, port in enumerate(logits):
             tensors[f"{place}.tokens"] = port.tokens.contiguous()
@@ -194,12 +176,7 @@ class PromptRun:
         )
 
     def run(self, executor: ModelExecutor, record: PortRecord, progress: Progress) -> None:
-        """Run the port on all batches that are not on record, and put them there.
-
-        Raises:
-            TargetError: The port could not be run.
-            CaptureError: Golden logits are missing, or the record cannot be written.
-        """
+        """Run the port on all batches that are not on record, and put them there."""
         for index, numbers in enumerate(self.batches()):
             batch = [self.prompts[number] for number in numbers]
             if record.read(batch) is not None:
@@ -235,12 +212,7 @@ class PromptRun:
         ]
 
     def rank(self, record: PortRecord, *, num_known: int) -> PromptRanking:
-        """Judge all prompts from the record, and rank them.
-
-        Raises:
-            CheckpointError: A weight cannot be read.
-            CaptureError: Golden logits are missing or damaged, or cannot be written.
-        """
+        """Judge all prompts from the record, and rank them."""
         ports: dict[int, PortLogits] = {}
         for numbers in self.batches():
             logits = record.read([self.prompts[number] for number in numbers])
@@ -249,12 +221,7 @@ class PromptRun:
         return self.judge(ports, num_known=num_known)
 
     def judge(self, ports: Mapping[int, PortLogits], *, num_known: int) -> PromptRanking:
-        """Judge all prompts by a port's logits of each, and rank them.
-
-        Raises:
-            CheckpointError: A weight cannot be read.
-            CaptureError: Golden logits are missing or damaged, or cannot be written.
-        """
+        """Judge all prompts by a port's logits of each, and rank them."""
         in_order = [ports[number] for number in range(len(self.prompts))]
         results = self._judge.judge_all(self.prompts, in_order, self.goldens)
         return rank_prompts(
@@ -271,7 +238,6 @@ class PromptRun:
         return result
 
     def _vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the vocabulary's tokens; a port may pad them."""
         if logits.shape[-1] < self.spec.vocab_size:
             raise TargetError(
                 "the port's logits do not cover the vocabulary",
@@ -295,17 +261,8 @@ def trust_golden(golden: Capture, run: PromptRun, *, model: str) -> PromptRun:
 
     Raises:
         IncomparableError: The golden must not be used with these golden logits.
-        CheckpointError: A weight cannot be read.
-        CaptureError: The golden cannot be read.
     """
-    golden.refuse_void_certificate()
-    differences = golden.description.provenance.model.differences(run.goldens.store.model)
-    if differences:
-        raise IncomparableError(
-            f"the golden {golden.directory} is of another model",
-            found=list_faults(differences),
-            next_step="Give the checkpoint that the golden was made of.",
-        )
+    refuse_other_model(golden, run.goldens.store.model)
     differing = [result for result in _judge_golden(run) if result.is_beyond]
     is_certified = golden.certificate is not None and golden.certificate.has_passed
     are_few = all(result.may_be_flips for result in differing)

@@ -7,7 +7,5 @@ point of replacement is right.
   replaced stream
 - `whole_bisection`: the search for a whole port's last wrong part; a whole port in memory, run with a replaced stream
 - `run_folder`: the folder of runs that are made by hand: their plan, and their logits
-- `nxdi_files`: the stream in the files of NxDI's tensor replacement; `nxdi_run`: a run there
-- `vllm_neuron_files`: the same for vLLM Neuron; `vllm_neuron_run`: a run there
-- `instructions`: the lines that a porter pastes for one run
+- `nxdi_run`: a run by hand on NxDI, and its files; `vllm_neuron_run`: the same on vLLM Neuron
 """

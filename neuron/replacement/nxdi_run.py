@@ -1,8 +1,9 @@
-"""A run by hand on NxDI: a compiled application, called with the stream replaced at one point.
+"""A run by hand on NxDI with the stream replaced at one point: its files, and the call of a compiled application.
 
-A porter's own script calls `run_replaced` behind `compile` and `load`. The values and masks are those that NxDI's
-register reads from the folder.
-B prompts, s columns of a pass, V vocabulary.
+NxDI's tensor replacement reads, for all points and steps, `reference/` with the values: [B·s,H], all prompts' rows one
+after another, each padded to the longest; and `shapes/` with zeros of the compiled graph's shapes: [B,C,H] for the
+prefill, [B,1,H] for each decoding step. A porter's own script calls `run_replaced` behind `compile` and `load`.
+B prompts, s columns of a pass, C columns of the bucket, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,21 +13,61 @@ from typing import Any
 
 import torch
 
-from minimax_tools.errors import TargetError
+from minimax_tools.errors import TargetError, UsageError
+from minimax_tools.model.inputs import Inputs
 from neuron.model_runs.assembly import last_logits
+from neuron.model_runs.passes import Pass
 from neuron.ports.nxdi_loaded import prefill_arguments, step_arguments
-from neuron.ports.nxdi_settings import map_steps
-from neuron.replacement.nxdi_files import REFERENCE, SHAPES
-from neuron.replacement.run_folder import RunFolder
+from neuron.ports.nxdi_settings import file_name, map_steps, point_module
+from neuron.replacement.run_folder import RunFolder, save_tensors
+from neuron.replacement.stream import GoldenStream
+
+REFERENCE, SHAPES = "reference", "shapes"
+
+
+def write_nxdi_files(folder: RunFolder, stream: GoldenStream) -> None:
+    """Write the stream at all points into a folder."""
+    plan, passes = folder.plan, folder.passes()
+    for name in (REFERENCE, SHAPES):
+        (folder.directory / name).mkdir(exist_ok=True)
+    for point in range(plan.num_layers + 1):
+        states = stream.read(point)
+        module = point_module(point, num_layers=plan.num_layers)
+        for model_pass in passes:
+            _write_step(folder, module, model_pass, model_pass.cut(states))
+
+
+def refuse_prompts(inputs: Inputs, *, bucket: int) -> None:
+    """Refuse prompts that NxDI computes wrongly whatever the port, or that do not fit the bucket."""
+    faults = []
+    if int(inputs.position_ids[inputs.attention_mask.bool()].min()):
+        faults.append("positions that do not begin at 0")
+    if inputs.sequence_length > bucket:
+        faults.append(f"{inputs.sequence_length} columns for a bucket of {bucket}")
+    if faults:
+        raise UsageError(
+            "NxDI cannot run the golden's prompts",
+            expected="prompts from position 0 on, that fit --bucket",
+            found="; ".join(faults),
+            next_step="Give a larger --bucket, or capture a golden of other prompts.",
+        )
+
+
+def _write_step(folder: RunFolder, module: str, model_pass: Pass, states: torch.Tensor) -> None:
+    step = model_pass.number + 1
+    batch_size, num_columns, hidden_size = states.shape
+    shape = (batch_size, folder.plan.bucket if step == 1 else num_columns, hidden_size)
+    name = file_name(module, step=step)
+    for place, tensor in (
+        (REFERENCE, states.flatten(0, 1).contiguous()),
+        # NxDI writes the reference into this tensor: each element needs memory of its own.
+        (SHAPES, torch.zeros(shape, dtype=states.dtype)),
+    ):
+        save_tensors(tensor, folder.directory / place / name)
 
 
 def replacement_config(neuron_config: Any, folder: str | Path, *, point: int | None) -> Any:
-    """Return the TensorReplacementConfig that replaces the stream at a point; None replaces nothing.
-
-    Raises:
-        TargetError: The config has another batch size or bucket than the folder.
-        CaptureError: The folder was not written by mm2-test replacement.
-    """
+    """Return the TensorReplacementConfig that replaces the stream at a point; None replaces nothing."""
     from neuronx_distributed_inference.models.config import TensorReplacementConfig
     from neuronx_distributed_inference.utils.tensor_replacement.registry import TensorReplacementRegister
 
@@ -49,7 +90,6 @@ def run_replaced(application: Any, folder: str | Path, *, point: int | None) -> 
 
     Raises:
         TargetError: The application returned no logits, or was built for other sizes.
-        CaptureError: The folder was not written by mm2-test replacement, or cannot be written.
     """
     from neuronx_distributed_inference.utils.tensor_replacement.registry import TensorReplacementRegister
 

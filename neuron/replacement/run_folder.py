@@ -42,6 +42,12 @@ _SCHEMA_VERSION = 1
 _MOST = 1 << 40
 
 
+def save_tensors(value: object, path: Path) -> None:
+    """Write tensors in a torch file, as the tools read them."""
+    with whole_capture_file(path) as temporary:
+        torch.save(value, temporary)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """The golden, the model and the sizes of the runs of one folder."""
@@ -79,11 +85,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, directory: Path) -> RunFolder:
-        """Open a folder that `create` wrote.
-
-        Raises:
-            CaptureError: The folder holds none, or a damaged one.
-        """
+        """Open a folder that `create` wrote."""
         path = directory / PLAN_NAME
         try:
             plan = decode(RunPlan, read_own_json(path))
@@ -97,12 +99,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, directory: Path, plan: RunPlan, inputs: Inputs) -> tuple[RunFolder, bool]:
-        """Open the folder of a plan, and make it if there is none; return it, and whether it is new.
-
-        Raises:
-            UsageError: The folder holds another plan, or something else.
-            CaptureError: The folder cannot be written.
-        """
+        """Open the folder of a plan, and make it if there is none; return it, and whether it is new."""
         folder = cls(directory=directory, plan=plan)
         unfinished = directory / _UNFINISHED
         if (directory / PLAN_NAME).exists():
@@ -124,21 +121,13 @@ class RunFolder:
         return folder, True
 
     def finish(self) -> None:
-        """Write the plan, behind all other files: a folder without it was not written whole.
-
-        Raises:
-            CaptureError: It cannot be written.
-        """
+        """Write the plan, behind all other files: a folder without it was not written whole."""
         with whole_capture_file(self.directory / PLAN_NAME) as path:
             path.write_text(json.dumps(encode(self.plan), indent=2) + "\n", encoding="utf-8")
         (self.directory / _UNFINISHED).rmdir()
 
     def read_inputs(self) -> Inputs:
-        """Read the rows of the runs.
-
-        Raises:
-            CaptureError: The file is missing or damaged.
-        """
+        """Read the rows of the runs."""
         path = self.directory / INPUTS_NAME
         try:
             stored = load_file(path)
@@ -170,11 +159,7 @@ class RunFolder:
         return "final_norm" if point == self.plan.num_layers else f"layer_{point}"
 
     def write_logits(self, point: Point, logits: torch.Tensor) -> Path:
-        """Write the logits [B,t,V] of a run.
-
-        Raises:
-            CaptureError: They have another shape, or cannot be written.
-        """
+        """Write the logits [B,t,V] of a run."""
         path = self.logits_path(point)
         self._check_shape(path, tuple(logits.shape))
         with whole_capture_file(path) as temporary:
@@ -182,11 +167,7 @@ class RunFolder:
         return path
 
     def read_logits(self, point: Point) -> list[RowLogits] | None:
-        """Read the logits of a run, row by row; None if the run has not been made.
-
-        Raises:
-            CaptureError: The file is damaged, or holds no logits of these rows.
-        """
+        """Read the logits of a run, row by row; None if the run has not been made."""
         path = self.logits_path(point)
         path = next(
             (path.with_suffix(suffix) for suffix in _SUFFIXES if path.with_suffix(suffix).exists()), path
@@ -218,12 +199,7 @@ class RunFolder:
                 path.unlink()
 
     def refuse_unmoved(self, points: Sequence[Point]) -> None:
-        """Refuse runs whose logits are the same at two points: the port did not replace its stream.
-
-        Raises:
-            TargetError: The logits of two runs are the same in every bit.
-            CaptureError: A file is damaged.
-        """
+        """Refuse runs whose logits are the same at two points: the port did not replace its stream."""
         for one, other in itertools.combinations(points, 2):
             pair = [self.read_logits(point) for point in (one, other)]
             rows = [torch.cat([row.logits for row in run]) for run in pair if run is not None]

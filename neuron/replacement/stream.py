@@ -1,12 +1,8 @@
-"""The golden's stream at a point of the model, for the passes of a port and for golden logits.
-
-B prompts, S columns of the golden's batch, s columns of a pass, T tokens of a row, H hidden.
-
-ReplacedJudge: judges a port's logits in a run with a replaced stream.
+"""The golden's stream at a point of the model, and the judge of a port's logits in a run with that stream.
 
 Right models that round are computed from the golden's stream at the same point: so the layers before it add no noise.
 The golden's own logits follow from its stream at every point.
-t tokens of a row, V vocabulary.
+B prompts, S columns of the golden's batch, s columns of a pass, T tokens of a row, t of them, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,16 +30,12 @@ from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.probes import Point, ReplacedRun
 from minimax_tools.text.answered_prompts import split_rows
-from neuron.runs.golden_inputs import GoldenInputs, digest_sites
+from neuron.runs.device_request import GoldenInputs, digest_sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenStream:
-    """The stream of a golden of the whole model; a point is a layer's number, or the number of layers.
-
-    Raises:
-        IncomparableError: The golden lacks the stream at some points.
-    """
+    """The stream of a golden of the whole model; a point is a layer's number, or the number of layers."""
 
     golden: Capture
     inputs: Inputs
@@ -67,12 +59,7 @@ class GoldenStream:
     def open(
         cls, golden: Capture, *, reader: CheckpointReader, spec: ModelSpec, dtype: torch.dtype
     ) -> GoldenStream:
-        """Return the stream of a golden that fits a run on the model that `reader` reads.
-
-        Raises:
-            UsageError: The run is not in BF16.
-            IncomparableError: The golden is of another model or dtype, or lacks the stream at some points.
-        """
+        """Return the stream of a golden that fits a run on the model that `reader` reads."""
         if dtype is not torch.bfloat16:
             raise UsageError(
                 "logits are judged by the noise of BF16",
@@ -92,19 +79,11 @@ class GoldenStream:
         return digest_sites(self.golden, sites, header=header)
 
     def read(self, point: int) -> torch.Tensor:
-        """Read the stream at a point: [B,S,H] in the golden's dtype.
-
-        Raises:
-            CaptureError: The golden cannot be read.
-        """
+        """Read the stream at a point: [B,S,H] in the golden's dtype."""
         return self.golden.read(0, Site.INPUT) if point == 0 else self.golden.read(point - 1, Site.OUTPUT)
 
     def start(self, point: int) -> StreamStart:
-        """Return the stream at a point as golden logits begin with it.
-
-        Raises:
-            CaptureError: The golden cannot be read.
-        """
+        """Return the stream at a point as golden logits begin with it."""
         stream = self.read(point)
         rows = zip(self.inputs.real_rows(), stream, self.inputs.attention_mask, strict=True)
         return StreamStart(
@@ -144,12 +123,7 @@ class ReplacedJudge:
     folder: Path  # keeps golden logits from run to run
 
     def judge(self, point: Point, rows: Sequence[RowLogits]) -> ReplacedRun:
-        """Judge a run with the stream replaced at a point.
-
-        Raises:
-            CheckpointError: A weight cannot be read.
-            CaptureError: The golden cannot be read, or golden logits cannot be written.
-        """
+        """Judge a run with the stream replaced at a point."""
         prompts = split_rows(self.stream.inputs.real_rows(), num_decoded=self.num_decoded)
         start = None if point is None else self.stream.start(point)
         store = LogitsStore.open(self.folder, reader=self.reader, spec=self.stream.spec, start=start)

@@ -1,16 +1,12 @@
 """Bisection of a whole port: its last wrong part, found by replacing its stream at one point in each run.
 
-The port stays as it is compiled. Judged runs are kept in a journal, from which an interrupted bisection resumes.
-
-ReplacedPort: a whole port in memory, run with the golden's stream in place of its own at one point.
-
-The passes are those of `mm2-test model`: a prefill, and steps that are fed the golden's own tokens.
+The port stays as it is compiled. The passes are those of `mm2-test model`: a prefill, and steps that are fed the
+golden's own tokens. Judged runs are kept in a journal, from which an interrupted bisection resumes.
 B prompts, S columns of the golden's batch, s columns of a pass, V vocabulary.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,12 +37,10 @@ from neuron.model_runs.assembly import PassResult
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
 from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.passes import Pass
-from neuron.ports.model_returned import REPLACE_STREAM
-from neuron.ports.model_target import ModelBatch
+from neuron.ports.returned import REPLACE_STREAM
+from neuron.ports.target import ModelBatch
 from neuron.replacement.stream import GoldenStream, ReplacedJudge, RowLogits, ignores_stream
 from neuron.runs.bisection import Journal, open_journal
-
-logger = logging.getLogger(__name__)
 
 
 class ReplacedPort:
@@ -70,7 +64,6 @@ class ReplacedPort:
 
         Raises:
             TargetError: The port could not be run, or does not let its stream be replaced.
-            CaptureError: The golden cannot be read.
         """
         stream = None if point is None else self._stream.read(point)
         results = []
@@ -137,12 +130,6 @@ def bisect_whole(
 
     With `is_anew`, the runs that are recorded there are dropped; else they do not run again. With `is_exhaustive`, the
     stream is replaced at every point from the last on, up to the first that shows a mistake.
-
-    Raises:
-        UsageError: The run is not in BF16, or a prompt is too short to decode so many of its tokens.
-        IncomparableError: The golden is of another model or dtype, or lacks the stream of a layer.
-        TargetError: The port could not be built, loaded or run, or does not let its stream be replaced.
-        CaptureError: The directory is in use or holds something else, or the golden cannot be read.
     """
     assert request.golden is not None, "the stream is a golden's"
     stream = GoldenStream.open(request.golden, reader=reader, spec=request.spec, dtype=request.dtype)
@@ -184,18 +171,20 @@ class _JournalledRuns:
             where = f"the stream is replaced at {name_point(point, num_layers=num_layers)}"
         # A run is stored under the parts that it judges, counted from the model's end.
         parts = Span(0, count_parts_behind(point, num_layers=num_layers))
-        probe = self.journal.find(parts)
-        if probe is not None:
-            logger.info("A run where %s: done before.", where)
-            (chain,) = probe.chains
-            return ReplacedRun(point=point, is_right=chain.is_right, excess=chain.excess, reason=chain.reason)
-        logger.info("A run where %s.", where)
-        run = self.judge.judge(point, self.port.run(point))
-        chain = Chain(
-            span=parts, is_right=run.is_right, excess=run.excess, visible=math.inf, reason=run.reason
-        )
-        self.journal.add(Probe(span=parts, chains=(chain,)))
-        return run
+
+        def run() -> Probe:
+            judged = self.judge.judge(point, self.port.run(point))
+            chain = Chain(
+                span=parts,
+                is_right=judged.is_right,
+                excess=judged.excess,
+                visible=math.inf,
+                reason=judged.reason,
+            )
+            return Probe(span=parts, chains=(chain,))
+
+        (chain,) = self.journal.probe(parts, run, what=f"A run where {where}").chains
+        return ReplacedRun(point=point, is_right=chain.is_right, excess=chain.excess, reason=chain.reason)
 
 
 def _describe(

@@ -1,9 +1,7 @@
-"""Bisection on a device: the search of a port's layers for the wrong ones.
+"""Bisection on a device: the search of a port's layers for the wrong ones, and its finished probes in a file.
 
 Each probe of the search runs a span of layers, cut into chains. A chain runs its layers one after the other from the
-golden's input, and only its last output is judged.
-
-Journal: the finished probes of a bisection in a file, from which an interrupted bisection resumes.
+golden's input, and only its last output is judged. An interrupted bisection resumes from its journal.
 """
 
 from __future__ import annotations
@@ -43,14 +41,13 @@ from minimax_tools.model.run import bisect_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import ModelFingerprint
-from minimax_tools.results.probes import Bisection, Chain, Probe
+from minimax_tools.results.probes import Bisection, Chain, Extent, Probe
 from neuron.devices.compiler import AUTO, OFF, choose_compiler
 from neuron.devices.runtime import Runtime
-from neuron.runs.device_request import PortSetup
+from neuron.runs.device_request import GoldenInputs, digest_sites
 from neuron.runs.executor import LayerExecutor
-from neuron.runs.extent import Extent
-from neuron.runs.golden_inputs import GoldenInputs, digest_sites
 from neuron.runs.layer_run import LayerInput, LayerRequest
+from neuron.runs.port_setup import PortSetup
 from neuron.runs.run_profile import CompileReport
 
 logger = logging.getLogger(__name__)
@@ -83,19 +80,19 @@ class Journal:
         self._directory = directory
         self._description = description
         self._probes = {probe.span: probe for probe in probes}
+        self.num_found = 0  # probes that did not run again
 
-    def find(self, span: Span) -> Probe | None:
-        """Return the probe of these layers; None if it has not run."""
-        return self._probes.get(span)
-
-    def add(self, probe: Probe) -> None:
-        """Add a finished probe, and write the file.
-
-        Raises:
-            CaptureError: The disk is full, or cannot be written to.
-        """
-        self._probes[probe.span] = probe
+    def probe(self, span: Span, run: Callable[[], Probe], *, what: str) -> Probe:
+        """Return the probe of these layers: as an earlier run found it, else by `run`, and then it is on record."""
+        probe = self._probes.get(span)
+        if probe is not None:
+            self.num_found += 1
+            logger.info("%s: done before.", what)
+            return probe
+        logger.info("%s.", what)
+        self._probes[span] = probe = run()
         self._write()
+        return probe
 
     def _write(self) -> None:
         record = encode(_Record(description=self._description, probes=tuple(self._probes.values())))
@@ -197,12 +194,6 @@ def run_chain(
     """Yield each layer of a chain with its output [B,S,H] on the CPU. The first layer gets the golden's input.
 
     `next_layer`, which runs after the chain, is read ahead.
-
-    Raises:
-        CaptureError: The golden's input cannot be read.
-        CheckpointError: A layer's tensors cannot be read.
-        TargetError: The port could not be built, loaded or run.
-        MemoryBudgetError: A layer would exceed the budget.
     """
     states = golden.read(span.start, Site.INPUT)
     for layer in span:
@@ -229,11 +220,6 @@ def bisect_layers(
     """Search the port's layers for the wrong ones, and record every probe in a journal in `directory`.
 
     With `is_anew`, the probes that earlier runs recorded there are dropped; else they do not run again.
-
-    Raises:
-        IncomparableError: The golden is of another model or dtype, or lacks an input or output of the layers.
-        CaptureError: The directory is in use or holds something else, or the golden cannot be read.
-        TargetError: The port could not be built, loaded or run.
     """
     golden, span = request.golden, request.span
     model = fingerprint_model(reader, request.spec, span)
@@ -255,7 +241,7 @@ def bisect_layers(
         arguments=_arguments(request, runtime),
         probes=tuple(prober.probes),
         findings=findings,
-        num_resumed=prober.num_resumed,
+        num_resumed=journal.num_found,
         # The smallest error in the MoE's delta that a sweep would see: the report compares the bisection's with it.
         sweep_visible=judge.sweep_visible(span),
     )
@@ -272,7 +258,6 @@ class _Prober:
     journal: Journal
     open_progress: OpenProgress
     probes: list[Probe] = field(default_factory=list)
-    num_resumed: int = 0
 
     def __post_init__(self) -> None:
         # Counts of compiled graphs: before the first layer that ran, and after each.
@@ -280,16 +265,9 @@ class _Prober:
 
     def probe(self, span: Span) -> Probe:
         """Return the probe of `span`: its chains, up to the first that is wrong."""
-        probe = self.journal.find(span)
-        if probe is not None:
-            self.num_resumed += 1
-            logger.info("Probe %d: %s: done before.", len(self.probes) + 1, span)
-        else:
-            logger.info("Probe %d: %s.", len(self.probes) + 1, span)
-            probe = self._run_probe(span)
-            self.journal.add(probe)
-        self.probes.append(probe)
-        return probe
+        what = f"Probe {len(self.probes) + 1}: {span}"
+        self.probes.append(self.journal.probe(span, lambda: self._run_probe(span), what=what))
+        return self.probes[-1]
 
     def _run_probe(self, span: Span) -> Probe:
         chains: list[Chain] = []

@@ -1,26 +1,19 @@
-"""LayerExecutor: runs single layers of a port on a device, and records their sites.
+"""LayerExecutor: runs single layers of a port on a device, and records their sites and times.
 
 Each of several ranks has an executor. The lead's sends its requests to the others, which `follow`.
-
-RecordedLayer: a port's layer that returns its sites and further outputs, so that a compiler keeps them.
-
-LayerStopwatch: measures the time of one run of a layer, by phase.
-
-RankAssembly: cuts tensors for the ranks that share a layer, and joins their pieces on the lead.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from compare.diagnosis.proof.undo import Undo
 from minimax_tools.capture.further import (
     FurtherPlace,
     FurtherRecorder,
@@ -43,10 +36,9 @@ from neuron.ports.exposure import Exposure, find_exposure, router_dtypes
 from neuron.ports.returned import PAST, find_key_values, find_output, require_past
 from neuron.ports.target import port_errors
 from neuron.process.status import doing
-from neuron.runs.device_request import PortSetup
-from neuron.runs.footprint import device_footprint
 from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun, LayerTimes
-from neuron.runs.next_layer import ResidentLayer
+from neuron.runs.port_setup import PortSetup, RankExecutor, TensorEdit
+from neuron.runs.resident_layer import ResidentLayer, device_footprint
 from neuron.weight_trace.held_check import HeldPart, conclude
 from neuron.weight_trace.source_lines import LineTable
 
@@ -154,11 +146,7 @@ class RankAssembly:
     what: str  # target and layer, for errors
 
     def cut_past(self, layer_input: LayerInput) -> LayerInput:
-        """Cut the past down to the heads that this rank holds.
-
-        Raises:
-            TargetError: The port does not say which heads a rank holds.
-        """
+        """Cut the past down to the heads that this rank holds."""
         if layer_input.past is None:
             return layer_input
         # Values are divided among the ranks as keys are; keys have the layout of the site `k_rope`.
@@ -166,11 +154,7 @@ class RankAssembly:
         return replace(layer_input, past=(keys, values))
 
     def cut(self, site: Site, tensor: torch.Tensor) -> torch.Tensor:
-        """Cut this rank's piece out of a site's whole tensor.
-
-        Raises:
-            TargetError: The port does not say how the site is divided.
-        """
+        """Cut this rank's piece out of a site's whole tensor."""
         return self.exposure.cut(site, tensor, ranks=self.runtime.ranks, what=f"{self.what}, {site}")
 
     def join(self, site: Site, piece: torch.Tensor | None, *, name: str = "") -> torch.Tensor | None:
@@ -183,9 +167,6 @@ class RankAssembly:
 
         Returns:
             The whole tensor on the lead. None on other ranks, if no rank shows the site, and if its layout is unknown.
-
-        Raises:
-            TargetError: The pieces do not make up a tensor.
         """
         # Only the lead gets pieces; on other ranks the list is empty.
         pieces = self.runtime.messages.gather(piece)
@@ -205,11 +186,7 @@ class RankAssembly:
     def join_further(
         self, places: Sequence[FurtherPlace], tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Join the ranks' further outputs, by name and on the CPU; {} on ranks other than the lead.
-
-        Raises:
-            TargetError: Pieces contradict the layout that their place names.
-        """
+        """Join the ranks' further outputs, by name and on the CPU; {} on ranks other than the lead."""
         if not places:
             return {}
         pieces = self.runtime.messages.gather({name: tensor.to("cpu") for name, tensor in tensors.items()})
@@ -223,11 +200,7 @@ class RankAssembly:
         return joined
 
     def join_past(self, key_values: KeyValues) -> KeyValues | None:
-        """Join keys and values of all heads, on the CPU; None on ranks other than the lead.
-
-        Raises:
-            TargetError: The pieces do not make up a tensor.
-        """
+        """Join keys and values of all heads, on the CPU; None on ranks other than the lead."""
         keys = self.join(Site.K_ROPE, key_values[0].to("cpu"), name="keys of the past")
         values = self.join(Site.K_ROPE, key_values[1].to("cpu"), name="values of the past")
         return None if keys is None or values is None else (keys, values)
@@ -246,7 +219,7 @@ class Assignment:
     dtype: torch.dtype
     inputs: Inputs
     budget_bytes: int | None  # limit of each rank's anonymous memory; None for no limit
-    undone: tuple[Undo, ...] = ()  # mistakes to undo in the tensors of every layer
+    edits: Mapping[str, TensorEdit] = field(default_factory=dict)  # see `PortSetup`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +227,7 @@ class ReleaseRequest:
     """A request from the lead to free the layer that ran last."""
 
 
-class LayerExecutor:
+class LayerExecutor(RankExecutor):
     """A runner of a port's layers; one at a time is in memory. A context manager, whose threads end with the block."""
 
     def __init__(self, setup: PortSetup, *, runtime: Runtime, reader: CheckpointReader) -> None:
@@ -266,31 +239,23 @@ class LayerExecutor:
         self.loader = self._resident.loader
         self._lines = LineTable(setup.spec)
 
-    def __enter__(self) -> LayerExecutor:
-        self._send(
-            Assignment(
-                folder=self.reader.folder,
-                target=self.setup.target.name,
-                dtype=self.setup.dtype,
-                inputs=self.setup.inputs,
-                budget_bytes=self.setup.budget.limit_bytes,
-                undone=self.setup.undone,
-            )
+    def _assignment(self) -> Assignment:
+        return Assignment(
+            folder=self.reader.folder,
+            target=self.setup.target.name,
+            dtype=self.setup.dtype,
+            inputs=self.setup.inputs,
+            budget_bytes=self.setup.budget.limit_bytes,
+            edits=self.setup.edits,
         )
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # After an error the others may be in the middle of a layer, and receive nothing.
-        if kind is None:
-            self._send(None)
+    def _close(self) -> None:
         self._resident.close()
 
     def run(self, request: LayerRequest) -> LayerRun:
         """Run one layer on all ranks, in its calls; its weights are loaded unless it is the layer that ran last.
 
         Raises:
-            MemoryBudgetError: The layer, or what it computes, would exceed the budget.
-            CheckpointError: The layer's tensors cannot be read.
             TargetError: The port could not be built, loaded or run, takes or gives no past (keys and values of earlier
                 tokens), or does not expose a site of the border.
         """
@@ -306,7 +271,7 @@ class LayerExecutor:
         return self._run_call(request.shifted(num_padded)).shifted(-num_padded)
 
     def _run_call(self, request: LayerRequest) -> LayerRun:
-        self._send(request)
+        self.send(request)
         run = self._run_part(request)
         assert run is not None, "the lead assembles the parts of all ranks"
         return run
@@ -322,12 +287,8 @@ class LayerExecutor:
 
     def release(self) -> None:
         """Free the layer that ran last, on the device and on the host, on all ranks."""
-        self._send(ReleaseRequest())
+        self.send(ReleaseRequest())
         self._resident.free()
-
-    def _send(self, message: object) -> None:
-        if self.runtime.ranks.is_lead:
-            self.runtime.messages.send(message)
 
     def _run_part(self, request: LayerRequest) -> LayerRun | None:
         """Run this rank's part of a layer, within the time limit of a layer; None on ranks other than the lead."""
@@ -406,7 +367,6 @@ class LayerExecutor:
         return conclude(parts, self._lines) if parts else None
 
     def _find_exposure(self, module: nn.Module, request: LayerRequest, *, what: str) -> Exposure:
-        """Find the sites that the port exposes; raise TargetError if it cannot serve the request."""
         exposure = find_exposure(module, what=what)
         if request.keeps_past:
             require_past(module, what=what)

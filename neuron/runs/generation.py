@@ -1,6 +1,7 @@
-"""Generation on a device: each next token goes through all layers, with one layer in memory at a time.
+"""Decoding and generation on a device, from keys and values of earlier columns, one layer in memory at a time.
 
-Generation begins with the finished capture of the whole model:
+A column holds one token of each prompt: those at one index of S. Decoded column t must equal column t of the golden's
+single pass, so a port is judged as in a whole pass. Generation begins with the finished capture of the whole model:
 
 | token | made of |
 |---|---|
@@ -8,12 +9,6 @@ Generation begins with the finished capture of the whole model:
 | second | the first token; while each layer is in memory, its captured input gives the prompts' keys and values again |
 | later | the token before, and the cached keys and values |
 
-B batch, H hidden.
-
-Decoding: columns of a batch computed one at a time, from the keys and values of the columns before them.
-
-A column holds one token of each prompt: those at one index of S. Decoded column t must equal column t of the golden's
-single pass, so a port is judged as in a whole pass.
 B batch, S columns of the batch, L columns of a cache, K kv heads, D head_dim, H hidden.
 """
 
@@ -192,10 +187,6 @@ def generate_greedily(
         embed: Computes hidden states [B,1,H] from tokens [B,1].
         run_layer: Runs a layer.
         read_logits: Computes logits [B,1,vocab] from the last layer's output [B,1,H].
-
-    Raises:
-        MemoryBudgetError: The keys and values of all layers do not fit.
-        TargetError: The port takes or gives no past, or its logits are NaN.
     """
     inputs, num_tokens = request.inputs, request.max_new_tokens
     last_position = request.spec.max_position_embeddings - 1
@@ -295,12 +286,10 @@ def _first_tokens(capture: Capture, inputs: Inputs) -> torch.Tensor:
 
 
 def _have_all_ended(tokens: torch.Tensor, end_tokens: frozenset[int]) -> bool:
-    """Decide whether every row of tokens [B,generated] holds a token that ends the text."""
     return all(end_tokens.intersection(row) for row in tokens.tolist())
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the tokens [B,1] with the largest of logits [B,vocab]."""
     if logits.isnan().any():
         raise TargetError(
             "no token can be chosen: logits are NaN",

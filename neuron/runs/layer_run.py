@@ -3,10 +3,6 @@
 A column is one index along the padded length of the batch. A pass computes S columns, after P earlier ones, the past.
 It is made in one or more *calls* of the layer, each of some rows of the batch.
 B batch, b rows of a call, H hidden, K kv heads, D head_dim.
-
-LayerTimes: the time of one layer, by phase.
-
-StageFeeds: right values that replace what a port gives at some sites, computed from the port's own inputs there.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from typing import Any
 
 import torch
 
-from compare.diagnosis.proof.right_stages import RightStages, waves
 from minimax_tools.capture.further import FurtherPlace
 from minimax_tools.capture.manifest import HeldWeights
 from minimax_tools.model.inputs import Inputs
@@ -244,27 +239,3 @@ def _shift(tensor: torch.Tensor, num_columns: torch.Tensor, *, dim: int) -> torc
     """Move each row of [B,…] to the left along `dim`; the columns that leave it on the left come in on the right."""
     shifts = zip(tensor, num_columns.tolist(), strict=True)
     return torch.stack([row.roll(-shift, dims=dim - 1) for row, shift in shifts])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageFeeds:
-    """The sites of one layer to replace, and their right stages."""
-
-    sites: tuple[Site, ...]  # the sites, in execution order
-    known: frozenset[
-        Site
-    ]  # sites whose values the port shows in the right shape; the replaced ones are among them
-    right: RightStages
-
-    def feed(self, request: LayerRequest, *, run: Callable[[LayerRequest], LayerRun]) -> LayerRequest:
-        """Return the request with the right values at its border.
-
-        `run` runs the layer. It is run once for each group of sites that do not follow from each other: the inputs of a
-        later stage are what the port computes once the earlier ones are right.
-        """
-        asked = tuple(site for site in Site if site in self.known or site is Site.INPUT)
-        border = dict(request.border)
-        for wave in waves(self.sites):
-            shown = run(replace(request, sites=asked, border=border)).tensors
-            border |= {site: self.right.value(site, shown) for site in wave}
-        return replace(request, border=border)

@@ -6,8 +6,9 @@ It is undone in the layer's tensors before the port converts them, or in what a 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from compare.comparer import compare_captures
@@ -23,7 +24,13 @@ from compare.diagnosis.proof.proof import (
     not_provable,
 )
 from compare.diagnosis.proof.recomputed import fit_on_own_input
-from compare.diagnosis.proof.right_stages import RightStages, cut_behind, readers_of, sites_behind
+from compare.diagnosis.proof.right_stages import (
+    RightStages,
+    cut_behind,
+    readers_of,
+    sites_behind,
+    waves,
+)
 from compare.diagnosis.proof.undo import Undo, join_hypotheses, undo_finding
 from compare.diagnosis.score import Score
 from compare.limits.criteria import Criteria
@@ -34,7 +41,7 @@ from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.results.results import Comparison, SiteStatus
 from neuron.devices.runtime import Runtime
 from neuron.runs.device_request import DeviceRequest
-from neuron.runs.layer_run import StageFeeds
+from neuron.runs.layer_run import LayerRequest, LayerRun
 from neuron.runs.runner import DeviceRun
 
 # Share of ρ at the layer's output: an undone mistake that leaves less took a part of the error away.
@@ -109,10 +116,6 @@ class PortProver:
 
         They are undone in the weights, as far as a change of the tensors undoes them; if the layer is not right then,
         all of them where they are made.
-
-        Raises:
-            UsageError: A mistake has other parameters than it is tried with.
-            CannotRunError: The port, or the checkpoint, could not be run, read or judged.
         """
         return replace(self._prove(undone), target_digest=self._request.target.source_digest)
 
@@ -145,7 +148,6 @@ class PortProver:
         in_weights: tuple[Undo, ...],
         at_stages: tuple[Undo, ...],
     ) -> MistakeProof:
-        """Undo some mistakes in the weights, and others at their stages."""
         if not at_stages:
             after = self._run(_folder(in_weights), self._undone(in_weights))
             return self._conclude(before, after, in_weights)
@@ -172,13 +174,16 @@ class PortProver:
                 stage=_stage(fit.score),
             )
         while True:
-            feeds = StageFeeds(sites=cut, known=known, right=right)
             # Before the replaced sites the mistake still shows.
             mistaken = hypothesis.sites | sites_behind(hypothesis.sites)
             hidden = mistaken - set(cut) - sites_behind(cut)
             after = self._run(
                 _folder((*in_weights, *at_stages)),
-                replace(self._undone(in_weights, hidden=hidden), stage_feeds=feeds),
+                replace(
+                    self._undone(in_weights, hidden=hidden),
+                    replaced=cut,
+                    stage_feed=partial(_feed_right, sites=cut, known=known, right=right),
+                ),
             )
             passed_over = self._passed_over(before, after, cut)
             if not passed_over:
@@ -202,10 +207,10 @@ class PortProver:
         }
         run = self._request.run
         sites = tuple(site for site in run.sites if site not in reordered | hidden)
-        return replace(self._request, undone=in_weights, run=replace(run, sites=sites))
+        edits = {str(undo): undo.edit for undo in in_weights}
+        return replace(self._request, edits=edits, run=replace(run, sites=sites))
 
     def _run(self, name: str, request: DeviceRequest) -> _Judged:
-        """Run the layer, and judge it; a run that is there already is read."""
         directory = self._directory / name
         DeviceRun(request, runtime=self._runtime, reader=self._reader).capture(directory)
         capture = Capture.open(directory)
@@ -310,6 +315,27 @@ class PortProver:
             " + ".join(map(str, undo_finding(finding.mistake, finding.parameters)))
             for finding in found.findings
         )
+
+
+def _feed_right(
+    request: LayerRequest,
+    run: Callable[[LayerRequest], LayerRun],
+    *,
+    sites: tuple[Site, ...],
+    known: frozenset[Site],
+    right: RightStages,
+) -> LayerRequest:
+    """Return the request with the right values of `sites` at its border.
+
+    `known` are the sites whose values the port shows in the right shape. The layer runs once for each group of sites
+    that do not follow from each other: a later stage's inputs are what the port computes once the earlier are right.
+    """
+    asked = tuple(site for site in Site if site in known or site is Site.INPUT)
+    border = dict(request.border)
+    for wave in waves(sites):
+        shown = run(replace(request, sites=asked, border=border)).tensors
+        border |= {site: right.value(site, shown) for site in wave}
+    return replace(request, border=border)
 
 
 def _stage(score: Score | None) -> StageProof | None:

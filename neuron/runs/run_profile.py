@@ -1,9 +1,4 @@
-"""RunProfile: time and memory of a run's layers, stored beside the run's capture as a trace that Perfetto opens.
-
-A `Profiler` measures them during the run.
-
-RunReport: facts about a finished run that its capture does not hold.
-"""
+"""Times and memory of a run's layers, as a trace that Perfetto opens, and further facts about a finished run."""
 
 from __future__ import annotations
 
@@ -139,9 +134,6 @@ class RunProfile:
         """Check that the profile can estimate other lengths for one rank of this model, dtype and backend.
 
         None for `backend` stands for no backend that works here, and fits any profile.
-
-        Raises:
-            CaptureError: The profile is of something else.
         """
         pairs = (
             ("another model", spec_digest, self.spec_digest),
@@ -169,11 +161,7 @@ class RunProfile:
 
     @classmethod
     def read(cls, directory: Path) -> RunProfile:
-        """Read the profile beside the capture in `directory`.
-
-        Raises:
-            CaptureError: There is no profile, or it is damaged.
-        """
+        """Read the profile beside the capture in `directory`."""
         path = directory / PROFILE_NAME
         try:
             profile = decode(_Trace, read_own_json(path)).mm2

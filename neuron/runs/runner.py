@@ -2,10 +2,6 @@
 
 The *span* is the range of layers that are captured. The *lead-in*, if there is one, is the layers before it: they run
 from the tokens to the span's input. B batch, S sequence, H hidden.
-
-The model outside its layers: embedding, final norm and lm_head.
-
-B batch, S sequence, H hidden.
 """
 
 from __future__ import annotations
@@ -42,10 +38,9 @@ from minimax_tools.text.tokenizer import decode_if_possible
 from neuron.builtin.layer import KeyValues, RMSNorm, UndrawnLinear
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight
-from neuron.runs.device_request import DeviceRequest
+from neuron.runs.device_request import DeviceRequest, GoldenInputs
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.generation import generate_greedily, run_decoding
-from neuron.runs.golden_inputs import GoldenInputs
 from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun
 from neuron.runs.run_profile import CaptureEffect, CompileReport, Profiler, RunReport
 
@@ -93,11 +88,7 @@ def run_head(hidden_states: torch.Tensor, *, executor: LayerExecutor) -> Mapping
 
 
 class DeviceRun:
-    """A run on a device, to be carried out once; `progress` shows every layer.
-
-    Raises:
-        IncomparableError: The golden is of another model or dtype, or lacks a value that the run needs.
-    """
+    """A run on a device, to be carried out once; `progress` shows every layer."""
 
     def __init__(
         self,
@@ -127,12 +118,6 @@ class DeviceRun:
         """Run and write the capture; a killed run resumes after its last whole layer.
 
         One layer and its activations are in memory at a time: the layer's sites are freed when they are written.
-
-        Raises:
-            CaptureError: The directory is in use, holds something else, or the disk is full.
-            CheckpointError: A layer's tensors cannot be read.
-            TargetError: The port could not be built, loaded or run.
-            MemoryBudgetError: A layer would exceed the budget.
         """
         request, compiler = self._request, self._runtime.compiler
         with (
@@ -183,7 +168,6 @@ class DeviceRun:
             self._show(layer)
 
     def _input_of(self, layer: int, writer: CaptureWriter) -> torch.Tensor:
-        """Return a layer's input [B,S,H] on the CPU."""
         if layer == self._request.run.span.start:
             return self._first_input(writer)
         if self._request.run.mode is Mode.CHAINED:
@@ -208,8 +192,8 @@ class DeviceRun:
             next_layer=next_layer,
             calls=request.inputs.plan_calls(),
         )
-        if request.stage_feeds is not None:
-            layer_request = request.stage_feeds.feed(layer_request, run=self._executor.run)
+        if request.stage_feed is not None:
+            layer_request = request.stage_feed(layer_request, self._executor.run)
         past = golden.past(layer) if golden else None
         started_s = time.perf_counter()
         result = self._run_passes(layer_request, past)
@@ -240,7 +224,6 @@ class DeviceRun:
         self._num_bytes_shown = num_bytes_read
 
     def _run_head(self, writer: CaptureWriter) -> None:
-        """Store the sites outside the layers."""
         span = self._request.run.span
         head = self._compute_head(writer.read_layer_output(span.last))
         writer.write_model({ModelSite.EMBEDDING: writer.read_layer_input(span.start), **head})
@@ -280,7 +263,6 @@ class DeviceRun:
         return self._given_input() if self._request.random_input or self._request.run.span.start else None
 
     def _first_input(self, writer: CaptureWriter) -> torch.Tensor:
-        """Return the input [B,S,H] of the span's first layer, on the CPU."""
         if self._request.lead_in:
             return writer.read_hidden_states()
         given = self._given_input()
@@ -299,7 +281,6 @@ class DeviceRun:
         return None
 
     def _run_lead_in(self) -> torch.Tensor:
-        """Run the lead-in; return its output, the span's input [B,S,H], on the CPU."""
         hidden_states = self._embed(self._request.inputs.input_ids)
         for layer in self._request.lead_in:
             hidden_states = self._run_layer(layer, hidden_states, next_layer=layer + 1).output
@@ -311,7 +292,6 @@ class DeviceRun:
         return embed_tokens(self._reader, input_ids, dtype=self._request.dtype)
 
     def _input_source(self) -> str:
-        """Name the source of the first layer's input."""
         request, first = self._request, self._request.run.span.start
         if self._golden is not None:
             golden = self._golden.description
@@ -329,8 +309,8 @@ class DeviceRun:
             # `self._model` covers the span alone, and the lead-in decides the span's input.
             lead_in = fingerprint_model(self._reader, request.spec, Span(0, request.run.span.start))
             options["layers_before"] = encode(lead_in)["layers"]
-        if request.stage_feeds is not None:
-            options["replaced"] = [str(site) for site in request.stage_feeds.sites]
+        if request.replaced:
+            options["replaced"] = [str(site) for site in request.replaced]
         if request.further:
             options[ALSO] = [str(place) for place in request.further]
         return Description(

@@ -24,14 +24,13 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.results.probes import Bisection
+from minimax_tools.results.probes import Bisection, Extent
 from minimax_tools.text.input_request import InputRequest
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.runtime import open_runtime
 from neuron.devices.weights import Weight
 from neuron.ports.targets import PortTarget
 from neuron.runs.bisection import BisectRequest, bisect_layers
-from neuron.runs.extent import Extent
 
 _LENGTHS = {"full": (96, 61), "toy": (24, 15)}  # tokens of each prompt
 # Wrong layers that are searched for one at a time. The last layer takes the most runs; the others lie in either half of

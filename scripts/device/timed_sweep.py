@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.targets import find_target
+from neuron.runs.port_setup import TensorEdit
 from neuron.runs.runner import DeviceRun
 
 
@@ -43,8 +45,10 @@ def main(way: str, model: str, golden: str, output: str) -> None:
     with open_runtime("xla-cpu") as runtime, CheckpointReader(folder) as reader:
         if way in ("sweep", "uncompared"):
             # Weights in which a mistake is undone are not compared. To undo this one changes nothing.
-            undone = (Undo.parse("k_norm_scaled,factor=1"),) if way == "uncompared" else ()
-            record = _sweep(runtime, reader, Capture.open(Path(golden)), Path(output), undone=undone)
+            edits = (
+                {"k_norm_scaled": Undo.parse("k_norm_scaled,factor=1").edit} if way == "uncompared" else {}
+            )
+            record = _sweep(runtime, reader, Capture.open(Path(golden)), Path(output), edits=edits)
         else:
             loads = {"bare": False, "bare-loading": True}[way]
             record = _run_bare(runtime, reader, Capture.open(Path(golden)), loads=loads)
@@ -53,11 +57,16 @@ def main(way: str, model: str, golden: str, output: str) -> None:
 
 
 def _sweep(
-    runtime: Runtime, reader: CheckpointReader, golden: Capture, output: Path, *, undone: tuple[Undo, ...]
+    runtime: Runtime,
+    reader: CheckpointReader,
+    golden: Capture,
+    output: Path,
+    *,
+    edits: Mapping[str, TensorEdit],
 ) -> dict[str, float]:
     started, started_cpu = time.perf_counter(), time.process_time()
     run = sweep_run(Span(0, len(golden.layers)), sites_level="all")
-    request = replace(request_run(reader.folder, golden, find_target("builtin"), run), undone=undone)
+    request = replace(request_run(reader.folder, golden, find_target("builtin"), run), edits=edits)
     report = DeviceRun(request, runtime=runtime, reader=reader).capture(output)
     return {
         "seconds": time.perf_counter() - started,

@@ -22,8 +22,8 @@ from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from neuron.ports.target import target_config
+from neuron.runs.device_request import GoldenInputs
 from neuron.runs.generation import run_decoding
-from neuron.runs.golden_inputs import GoldenInputs
 from neuron.runs.layer_run import LayerInput, LayerRun
 
 SiteTensors = Mapping[Site, torch.Tensor]

@@ -24,7 +24,7 @@ from minimax_tools.model.span import Span
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.printable import SCHEMA_VERSION
 from minimax_tools.results.probes import Chain, Probe
-from neuron.port_stages import StageLog, StageResult
+from neuron.commands.port_stages import StageLog, StageResult
 from neuron.replacement.run_folder import PLAN_NAME, RunFolder, RunPlan
 from neuron.runs.bisection import JOURNAL_NAME, open_journal
 from neuron.runs.layer_run import LayerTimes
@@ -136,7 +136,7 @@ def _journal(world: HostileWorld, folder: Path) -> HostileFile:
     description = Manifest.read(world.run).description
     chain = Chain(span=_SPAN, is_right=False, excess=3.5, visible=0.1, reason="the output")
     with open_journal(folder, description, is_anew=True) as journal:
-        journal.add(Probe(span=_SPAN, chains=(chain,)))
+        journal.probe(_SPAN, lambda: Probe(span=_SPAN, chains=(chain,)), what="a probe")
     return HostileFile(
         name="bisection's journal",
         path=folder / JOURNAL_NAME,
@@ -155,8 +155,10 @@ def _journal(world: HostileWorld, folder: Path) -> HostileFile:
 
 
 def _find_probe(folder: Path, description: Description) -> Probe | None:
+    other = Probe(span=_SPAN, chains=())
     with open_journal(folder, description, is_anew=False) as journal:
-        return journal.find(_SPAN)
+        found = journal.probe(_SPAN, lambda: other, what="a probe")
+    return None if found is other else found
 
 
 def _stages(folder: Path) -> HostileFile:
@@ -166,7 +168,9 @@ def _stages(folder: Path) -> HostileFile:
         command=" ".join(_STAGE),
         source_digest="0" * 64,
         exit_code=1,
-        output='{"verdict": "fail", "next": ["mm2-diagnose"]}',
+        text="FAIL: layer 1\n",
+        headline="FAIL: layer 1",
+        record={"verdict": "fail", "next": ["mm2-diagnose"]},
         schema_version=SCHEMA_VERSION,
     )
     path.write_text(json.dumps([asdict(stage)]))

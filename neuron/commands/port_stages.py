@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import subprocess
 import sys
@@ -19,36 +20,30 @@ from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.run_commands import golden_words
-from minimax_tools.command_line.console import (
-    end_command,
-    print_json,
-    print_text,
-    say,
-)
+from minimax_tools.command_line.console import RECORD_VARIABLE, end_command, print_json, print_text, say
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.json_codec import DecodeError, decode
 from minimax_tools.machine.files import whole_file
-from minimax_tools.machine.json_file import JsonError, parse_json, read_own_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.stops import same_command
 from minimax_tools.machine.streams import write
-from minimax_tools.printable import NEXT_TITLE, SCHEMA_VERSION
-from minimax_tools.results.results import Verdict
+from minimax_tools.printable import SCHEMA_VERSION
+from minimax_tools.results.results import Untested, Verdict
 from neuron.devices.ranks import Ranks
 from neuron.options import name_port
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as COMPILED_PREFIX
-from neuron.weight_trace.report import ARE_WRONG, NOT_ALL_SEEN, NOTHING_ELSE
-from reports.wording import UNTESTED
+from neuron.weight_trace.report import NOT_ALL_SEEN
+from reports.wording import word_untested
 
 logger = logging.getLogger(__name__)
 
 _NAME_WIDTH = 9
 # Commands of the stages that judge what the others leave out.
 _JUDGES = ("mm2-test sweep", "mm2-test full")
-_LOG_NAME = "stages.json"
+_LOG_NAME, _RECORD_NAME = "stages.json", "stage.json"
 # Exit codes of a stage that was carried out.
 _KEPT = (0, 1)
-_NEXT_LINE = f"{NEXT_TITLE}\n"
 # The module behind each command: the commands need not be on the PATH.
 _MODULES: Mapping[str, str] = MappingProxyType(
     {"mm2-gpu": "gpu_reference", "mm2-test": "neuron", "mm2-diagnose": "compare.diagnosis"}
@@ -65,6 +60,7 @@ def judge_in_stages(
     tp_degree: int,
     dtype: torch.dtype,
     output_dir: Path,
+    overwrite: bool,
     as_json: bool,
 ) -> None:
     """Carry out the stages of a port, print each one's result, and end with the verdict's exit code."""
@@ -75,7 +71,9 @@ def judge_in_stages(
     output_dir.mkdir(parents=True, exist_ok=True)
     named = name_port(target=target, backend=backend, dtype=dtype, ranks=Ranks(degree=tp_degree))
     source_digest = find_target(target).source_digest
-    plan = _Plan(model=model, named=named, golden=golden, is_quick=quick, folder=output_dir)
+    plan = _Plan(
+        model=model, named=named, golden=golden, is_quick=quick, folder=output_dir, overwrites=overwrite
+    )
     log = StageLog(output_dir)
     results: list[StageResult] = []
     while (stage := plan.next_stage(results)) is not None:
@@ -84,42 +82,41 @@ def judge_in_stages(
     is_wrong = any(result.exit_code == 1 for result in results)
     exit_code = 1 if is_wrong else max(result.exit_code for result in results)
     last = results[-1]
-    is_finished = last.exit_code in (0, 1)
-    if is_finished:
+    if last.is_carried_out:
         log.finish()
     verdict = Verdict.of_exit_code(exit_code)
     # A mended port is judged by the same command.
     again = (same_command("mm2-test"),) if exit_code == 1 else ()
     wrong_weights = _wrong_weights(results)
-    advised = last.next_commands if is_finished else (last.command,)
+    advised = last.next_commands if last.is_carried_out else (last.command,)
     # Weights that explain all are mended first: nothing is searched.
     following = again if wrong_weights else tuple(dict.fromkeys((*advised, *again)))
+    untested = _untested(results)
     if as_json:
-        print_json(
+        stages = [
             {
-                "verdict": str(verdict),
-                "directory": str(output_dir),
-                "untested": _untested_records(results),
-                "wrong_weights": wrong_weights or None,
-                "stages": [
-                    {
-                        "stage": result.name,
-                        "command": result.command,
-                        "exit_code": result.exit_code,
-                        "output": result.record,
-                    }
-                    for result in results
-                ],
-            },
-            next_commands=following,
-        )
+                "stage": result.name,
+                "command": result.command,
+                "exit_code": result.exit_code,
+                "output": result.record,
+            }
+            for result in results
+        ]
+        record = {
+            "verdict": str(verdict),
+            "directory": str(output_dir),
+            "untested": untested,
+            "wrong_weights": wrong_weights or None,
+            "stages": stages,
+        }
+        print_json(record, next_commands=following)
     else:
         cause = f": the weights are wrong: {wrong_weights}" if wrong_weights else ""
-        lines = [f"{str(verdict).upper()}: {target}{cause}"]
+        lines = ["", f"{str(verdict).upper()}: {target}{cause}"]
         lines += [f"  {result.name:{_NAME_WIDTH}}  {_outcome(result)}" for result in results]
-        untested = _untested_parts(results) if exit_code == 0 else []
-        lines += ["", f"{UNTESTED}{'; '.join(untested)}."] if untested else []
-        print_text("\n".join(["", *lines]), next_commands=following)
+        if untested and exit_code == 0:
+            lines += ["", word_untested(Untested(**one) for one in untested)]
+        print_text("\n".join(lines), next_commands=following)
     end_command(exit_code)
 
 
@@ -131,29 +128,23 @@ class StageResult:
     command: str  # a shell line
     source_digest: str  # sha256 of the port's source; empty for a stage that does not run it
     exit_code: int
-    output: str  # what the command wrote to stdout
-    schema_version: int  # of the JSON that it wrote: a later mm2 may write another
+    text: str  # what the command wrote to stdout
+    headline: str  # the first line of its text, which holds its verdict
+    record: dict[str, Any] | None  # its JSON; None if it left none
+    schema_version: int  # of that JSON: a later mm2 may write another
 
     @property
-    def record(self) -> dict[str, Any] | None:
-        """The output as JSON; None if it is text."""
-        try:
-            record = parse_json(self.output)
-        except JsonError:
-            return None
-        return record if isinstance(record, dict) else None
+    def is_carried_out(self) -> bool:
+        """False for a stage that ended in an error."""
+        return self.exit_code in _KEPT
 
     @property
     def next_commands(self) -> tuple[str, ...]:
         """The commands that the stage advises to run next."""
-        if self.record is not None:
-            return _next_commands(self.record)
-        return tuple(line.strip() for line in _split(self.output)[1][1:])
-
-    @property
-    def text(self) -> str:
-        """The output without the commands to run next."""
-        return "".join(_split(self.output)[0])
+        try:
+            return decode(_Advice, self.record).next
+        except DecodeError:
+            return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +152,14 @@ class _Advice:
     """The key of a command's JSON that holds the commands to run next."""
 
     next: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    """The values that a command leaves beside its text."""
+
+    headline: str = ""
+    record: dict[str, Any] | None = None
 
 
 class StageLog:
@@ -171,7 +170,7 @@ class StageLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / _LOG_NAME
+        self._path, self._record_path = folder / _LOG_NAME, folder / _RECORD_NAME
         self._finished = {result.name: result for result in _read(self._path)}
 
     def find(self, name: str, words: tuple[str, ...], *, source_digest: str) -> StageResult | None:
@@ -182,55 +181,51 @@ class StageLog:
         return known if is_same else None
 
     def finish(self) -> None:
-        """Forget the stages that ran the port.
-
-        Raises:
-            OSError: The log cannot be written.
-        """
+        """Forget the stages that ran the port."""
         self._finished = {name: result for name, result in self._finished.items() if not result.source_digest}
         self._write()
 
     def run(
         self, name: str, words: tuple[str, ...], *further: str, source_digest: str, is_shown: bool
     ) -> StageResult:
-        """Run a stage to its end, and keep its result.
+        """Run a stage to its end, and keep its result; one that could not be carried out runs again in the next call.
 
-        `further` options do not count as another command. `is_shown` writes its output to stdout as it comes, without
-        the commands to run next.
-
-        A stage that could not be carried out (exit codes 2 and 3) is not kept: the next call runs it again.
-
-        Raises:
-            OSError: The log cannot be written.
+        `further` options do not count as another command. `is_shown` writes its text to stdout as it comes.
         """
         lines: list[str] = []
-        is_next = False
+        self._record_path.unlink(missing_ok=True)
         with subprocess.Popen(
             [sys.executable, "-m", _MODULES[words[0]], *words[1:], *further],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, RECORD_VARIABLE: str(self._record_path.absolute())},
         ) as process:
             assert process.stdout is not None, "stdout is a pipe"
             try:
                 for line in process.stdout:
                     lines.append(line)
-                    is_next = is_next or line == _NEXT_LINE
-                    if is_shown and not is_next:
+                    if is_shown:
                         write(line, ends_line=False)
             except BaseException:
                 # Stopped, or the output cannot be written: the stage must not run on alone.
                 process.terminate()
                 raise
+        left = _Left()
+        if self._record_path.exists():
+            left = decode(_Left, read_own_json(self._record_path))
+            self._record_path.unlink()
         result = StageResult(
             name=name,
             command=shlex.join(words),
             source_digest=source_digest,
             exit_code=process.returncode,
-            output="".join(lines),
+            text="".join(lines),
+            headline=left.headline,
+            record=left.record,
             schema_version=SCHEMA_VERSION,
         )
-        if result.exit_code in _KEPT:
+        if result.is_carried_out:
             self._finished[name] = result
             self._write()
         return result
@@ -238,20 +233,6 @@ class StageLog:
     def _write(self) -> None:
         with whole_file(self._path) as file:
             json.dump([asdict(stage) for stage in self._finished.values()], file, indent=1)
-
-
-def _next_commands(record: Mapping[str, Any]) -> tuple[str, ...]:
-    try:
-        return decode(_Advice, record).next
-    except DecodeError:
-        return ()
-
-
-def _split(output: str) -> tuple[list[str], list[str]]:
-    """Split a command's text into its lines, and those of the commands to run next."""
-    lines = output.splitlines(keepends=True)
-    place = lines.index(_NEXT_LINE) if _NEXT_LINE in lines else len(lines)
-    return lines[:place], lines[place:]
 
 
 def _read(path: Path) -> tuple[StageResult, ...]:
@@ -263,7 +244,7 @@ def _read(path: Path) -> tuple[StageResult, ...]:
     except (OSError, ValueError) as error:
         logger.warning("Starting anew: %s cannot be read (%s).", path, error)
         return ()
-    return tuple(result for result in results if result.exit_code in _KEPT)
+    return tuple(result for result in results if result.is_carried_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +253,7 @@ class _Stage:
 
     name: str
     words: tuple[str, ...]  # its command
+    further: tuple[str, ...] = ()  # options that make it no other command
     runs_port: bool = True
 
 
@@ -284,6 +266,7 @@ class _Plan:
     golden: Path | None  # None to make one
     is_quick: bool  # whether the golden to make has the short rows of --quick
     folder: Path
+    overwrites: bool  # whether the golden to make replaces another one
 
     def has_golden(self) -> bool:
         """Decide whether the golden that a former call made is still there, whole, and of this checkpoint."""
@@ -301,11 +284,10 @@ class _Plan:
 
     def next_stage(self, results: Sequence[StageResult]) -> _Stage | None:
         """Return the stage that comes after some; None if they are all, or the last could not be carried out."""
-        if results and results[-1].exit_code not in (0, 1):
+        if results and not results[-1].is_carried_out:
             return None
         finished = {result.name: result for result in results}
-        open_stages = (stage for stage in self._stages(finished) if stage.name not in finished)
-        return next(open_stages, None)
+        return next((stage for stage in self._stages(finished) if stage.name not in finished), None)
 
     def _stages(self, finished: Mapping[str, StageResult]) -> Iterator[_Stage]:
         """Yield all stages; the last depends on the verdicts before. Weights that explain all are mended first."""
@@ -314,10 +296,12 @@ class _Plan:
         if self.golden is None:
             rows = ("--quick",) if self.is_quick else ()
             words = golden_words(self.model, *rows, "--certify", "--output-dir", golden)
-            yield _Stage(name="golden", words=words, runs_port=False)
+            further = ("--overwrite",) if self.overwrites else ()
+            yield _Stage(name="golden", words=words, further=further, runs_port=False)
         if not self.named[1].startswith(COMPILED_PREFIX):
             # The trace runs on the CPU.
-            named = _without(self.named, "--backend")
+            place = self.named.index("--backend")
+            named = (*self.named[:place], *self.named[place + 2 :])
             yield _Stage(name="weights", words=("mm2-test", "weights", "--model", self.model, *named))
         # The last of these stages leaves its report.
         report = ("--report-path", str(self.folder / "report"))
@@ -333,31 +317,19 @@ class _Plan:
 
 def _wrong_weights(results: Iterable[StageResult]) -> str:
     """Return what is wrong with the weights, if their trace proved that nothing else is; else an empty text."""
-    traced = [result for result in results if result.name == "weights" and result.exit_code == 1]
-    for result in traced:
-        if (record := result.record) is not None:
-            wrong = [finding["text"] for finding in record["findings"] if finding["severity"] == "wrong"]
-            return "; ".join(wrong) if record["explains_all"] else ""
-        told = (_find_told(result, Verdict.FAIL) or "").partition(ARE_WRONG)[2]
-        cause = told.removesuffix(f"; {NOTHING_ELSE}")
-        return "" if cause == told else cause
+    for result in results:
+        if result.name == "weights" and result.exit_code == 1 and result.record is not None:
+            wrong = [one["text"] for one in result.record["findings"] if one["severity"] == "wrong"]
+            return "; ".join(wrong) if result.record["explains_all"] else ""
     return ""
-
-
-def _without(words: Sequence[str], option: str) -> tuple[str, ...]:
-    """Return an option line without an option and its value."""
-    place = words.index(option)
-    return (*words[:place], *words[place + 2 :])
 
 
 def _carry_out(
     log: StageLog, stage: _Stage, plan: _Plan, *, source_digest: str, as_json: bool
 ) -> StageResult:
-    """Run a stage, or return the result of one that a former call finished."""
     is_quiet = as_json or not logger.isEnabledFor(logging.INFO)
-    words = (*stage.words, *(("--json",) if as_json else ()))
     digest = source_digest if stage.runs_port else ""
-    known = log.find(stage.name, words, source_digest=digest)
+    known = log.find(stage.name, stage.words, source_digest=digest)
     if not stage.runs_port and not plan.has_golden():
         known = None
     if not as_json:
@@ -366,52 +338,36 @@ def _carry_out(
         if not as_json:
             write(known.text, ends_line=False)
         return known
-    further = ("--quiet",) if is_quiet else ()
-    return log.run(stage.name, words, *further, source_digest=digest, is_shown=not as_json)
+    further = (*stage.further, *(("--quiet",) if is_quiet else ()))
+    return log.run(stage.name, stage.words, *further, source_digest=digest, is_shown=not as_json)
 
 
 def _outcome(result: StageResult) -> str:
-    """Return the outcome of a stage in a word, or the line of its output that holds its verdict."""
-    if result.exit_code not in (0, 1):
+    """Return the outcome of a stage in a word, or with what its headline says of its verdict."""
+    if not result.is_carried_out:
         return f"could not be carried out (exit code {result.exit_code})"
     if result.exit_code == 0 and result.name == "golden":
         return "made of the short rows of --quick" if "--quick" in result.command else "made"
-    if result.exit_code == 0:
-        warning, told = _find_told(result, Verdict.WARN), _find_told(result, Verdict.PASS)
-        if warning is not None:
-            return f"right, with a warning: {warning}"
-        # A pass says how little it rests on.
-        if told is not None and NOT_ALL_SEEN in told:
-            return f"right, as its output tells: {NOT_ALL_SEEN}"
-        if told is not None and result.name == "weights":
-            # Those of the other layers are compared by the later stages.
-            return "right in layer 0"
-        return f"right, {told}" if told is not None and " only, " in told else "right"
-    return f"wrong: {_find_told(result, Verdict.FAIL) or 'see above'}"
+    verdict, _, told = result.headline.partition(": ")
+    if result.exit_code:
+        return f"wrong: {told or 'see above'}"
+    if verdict == str(Verdict.WARN).upper() and told:
+        return f"right, with a warning: {told}"
+    # A pass says how little it rests on.
+    if NOT_ALL_SEEN in told:
+        return f"right, as its output tells: {NOT_ALL_SEEN}"
+    if result.name == "weights":
+        # Those of the other layers are compared by the later stages.
+        return "right in layer 0"
+    return f"right, {told}" if " only, " in told else "right"
 
 
-def _find_told(result: StageResult, verdict: Verdict) -> str | None:
-    """Return what a stage's text says behind a verdict; None if it does not give that verdict."""
-    start = f"{str(verdict).upper()}: "
-    told = (line.removeprefix(start) for line in result.output.splitlines() if line.startswith(start))
-    return next(told, None)
-
-
-def _untested_records(results: Sequence[StageResult]) -> list[dict[str, Any]]:
-    """Return what each stage left out, as JSON, but for what another stage tests."""
+def _untested(results: Sequence[StageResult]) -> list[dict[str, Any]]:
+    """Return what each stage left out, but for what another stage tests."""
     found = [
-        record
+        one
         for result in results
-        if (stage := result.record) is not None
-        for record in stage.get("untested", [])
-        if record["by"] not in _JUDGES
+        for one in (result.record or {}).get("untested", [])
+        if one["by"] not in _JUDGES
     ]
-    return [record for place, record in enumerate(found) if record not in found[:place]]
-
-
-def _untested_parts(results: Sequence[StageResult]) -> list[str]:
-    """Return the parts of the stages' lines of what was not tested, but for those that another stage tests."""
-    lines = (line for result in results for line in result.output.splitlines() if line.startswith(UNTESTED))
-    parts = (part for line in lines for part in line.removeprefix(UNTESTED).removesuffix(".").split("; "))
-    tested = tuple(f" ({command})" for command in _JUDGES)
-    return list(dict.fromkeys(part for part in parts if not part.endswith(tested)))
+    return [one for place, one in enumerate(found) if one not in found[:place]]
