@@ -214,17 +214,6 @@ def test_head_that_no_stream_moves_is_named(bisect: Any) -> None:
     assert record["blame"][0]["part"].startswith("the final norm or the head")
 
 
-def test_text_says_what_was_replaced(
-    run: Any, bisect: Any, tmp_path: Path, on_small: tuple[object, ...]
-) -> None:
-    bisect("Swapped")
-    arguments = ("bisect", "--whole", *on_small, "--backend", "cpu", "--quiet")
-    target = ("--target", f"{tmp_path / 'whole_ports.py'}:Swapped", "--output-dir", tmp_path / "search")
-    text = run(*arguments, *target).stdout
-    assert text.startswith("FAIL: layer 2\njudged 3 of 6 parts of the model by the logits of 3 runs")
-    assert "final norm's input  right" in text
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -91,38 +91,29 @@ def held(forked_python: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return found
 
 
-def test_are_set_up_once_with_one_rank_and_torn_down(held: dict[str, list[Any]]) -> None:
-    assert held["clean"] == [["initialize 1", "destroy"], False, None]
-
-
-def test_are_torn_down_after_an_error(held: dict[str, list[Any]]) -> None:
-    assert held["error"] == [["initialize 1", "destroy"], False, "port"]
-
-
-def test_that_the_port_took_down_are_not_taken_down_twice(held: dict[str, list[Any]]) -> None:
-    assert held["taken_down"] == [["initialize 1", "destroy"], False, None]
-
-
-def test_of_somebody_else_are_left_alone(held: dict[str, list[Any]]) -> None:
-    calls, is_up, error = held["somebody_elses"]
-    assert (calls, is_up) == (["initialize 8"], True)
-    assert "parallel_state is initialised already. Start mm2-test in a process of its own" in error
-
-
-def test_of_another_size_than_asked_for_are_refused(held: dict[str, list[Any]]) -> None:
-    calls, is_up, error = held["clamped"]
-    assert (calls, is_up) == (["initialize 8", "destroy"], False)
-    assert "another tensor-parallel size: expected 8, found 2" in error
-
-
-def test_of_several_ranks_have_their_number(held: dict[str, list[Any]]) -> None:
-    assert held["several"] == [["initialize 4", "destroy"], False, None]
-
-
-def test_that_do_not_divide_the_ranks_are_refused(held: dict[str, list[Any]]) -> None:
-    calls, is_up, error = held["not_divisible"]
-    assert (calls, is_up) == ([], False)
-    assert "cannot be set up for a tensor-parallel size of 4: found invalid implied data parallel" in error
+@pytest.mark.parametrize(
+    ("scenario", "calls", "is_up", "error"),
+    [
+        ("clean", ["initialize 1", "destroy"], False, None),
+        ("several", ["initialize 4", "destroy"], False, None),
+        ("error", ["initialize 1", "destroy"], False, "port"),
+        ("taken_down", ["initialize 1", "destroy"], False, None),
+        (
+            "somebody_elses",
+            ["initialize 8"],
+            True,
+            "initialised already. Start mm2-test in a process of its own",
+        ),
+        ("clamped", ["initialize 8", "destroy"], False, "another tensor-parallel size: expected 8, found 2"),
+        ("not_divisible", [], False, "tensor-parallel size of 4: found invalid implied data parallel"),
+    ],
+)
+def test_groups_are_set_up_once_and_torn_down_by_who_set_them_up(
+    held: dict[str, list[Any]], scenario: str, calls: list[str], is_up: bool, error: str | None
+) -> None:
+    found_calls, found_is_up, found_error = held[scenario]
+    assert (found_calls, found_is_up) == (calls, is_up)
+    assert found_error is None if error is None else error in found_error
 
 
 # What each of two gloo ranks sees of the real groups, in the CPU mode of neuronx-distributed.

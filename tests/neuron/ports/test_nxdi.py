@@ -17,7 +17,7 @@ from torch import nn
 
 from minimax_tools.errors import TargetError
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.nxdi_layer import NxdiLayer, TableConversion
+from neuron.ports.nxdi import NxdiLayer, convert_by_table
 from neuron.ports.nxdi_layout import NxdiLayout
 
 PORT = Path(__file__).parents[2] / "ports" / "nxdi_port.py"
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 def wrapped(layer: nn.Module, layout: NxdiLayout, *, is_cpu_mode: bool = True) -> NxdiLayer:
     return NxdiLayer(
         layer,
-        conversion=TableConversion(layer=layer, layout=layout),
+        conversion=convert_by_table(layer, layout),
         layout=layout,
         neuron_config=SimpleNamespace(),
         is_cpu_mode=is_cpu_mode,

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.model_target import ModelBatch
 from neuron.ports.nxdi_loaded import captured_modules
 from neuron.ports.nxdi_model import ModelClasses, NxdiModelTarget
+from neuron.ports.target import ModelBatch
 
 TESTS = Path(__file__).parents[2]
 REAL_PORT = TESTS / "ports" / "nxdi_whole_port.py"
@@ -96,7 +96,7 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.model_runs.passes import plan_passes
-from neuron.ports.model_target import ModelBatch
+from neuron.ports.target import ModelBatch
 from neuron.ports.targets import find_model_target
 
 inputs = Capture.open(Path(golden)).read_inputs()

@@ -95,7 +95,7 @@ from minimax_tools.model.spec import ModelSpec
 from dataclasses import replace
 from neuron.devices.weights import WeightLoader
 from neuron.model_runs.passes import plan_passes
-from neuron.ports.model_target import ModelBatch
+from neuron.ports.target import ModelBatch
 from neuron.ports.targets import find_model_target
 
 capture = Capture.open(Path(golden))

@@ -32,6 +32,10 @@ class TestNotation:
         with pytest.raises(UsageError, match=expected):
             find_target(name)
 
+    def test_near_name_is_suggested(self) -> None:
+        with pytest.raises(UsageError, match="Did you mean builtin"):
+            find_target("buitlin")
+
     def test_path_with_a_colon_is_read_from_its_end(self, tmp_path: Path, write_port: Any) -> None:
         folder = tmp_path / "a:b"
         folder.mkdir()
@@ -49,11 +53,6 @@ class TestNotation:
         mine = tensors_of(write_port("class Port(ReferenceLayer): pass\n"))
         own = tensors_of("reference")
         assert all(torch.equal(mine[site], own[site]) for site in own)
-
-    def test_function_is_a_target_too(self, tensors_of: Any, write_port: Any) -> None:
-        source = "def build(config, layer_idx):\n    return ReferenceLayer(config, layer_idx)\n"
-        target = write_port(source, name="build")
-        assert "moe_delta" in tensors_of(target)
 
 
 class TestCalls:

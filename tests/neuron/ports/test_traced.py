@@ -333,22 +333,6 @@ class Port(ReferenceLayer):
     assert torch.equal(*outputs)
 
 
-def test_graph_that_cannot_be_compiled_is_shown_under_debug_alone(
-    trace: Trace, write_port: Any, small: Path
-) -> None:
-    source = """
-class Port(ReferenceLayer):
-    def forward(self, states, mask, positions):
-        output = super().forward(states, mask, positions)
-        return output + 1 if float(output.sum()) > 0 else output
-"""
-    for debug, shows_graph in (((), False), (("--debug",), True)):
-        result = trace(small, "--target", write_port(source), *ROWS, *debug)
-        assert result.exit_code == 3
-        assert "cannot be compiled by torch.export" in result.stderr
-        assert ("torch.ops.aten" in result.stderr) is shows_graph
-
-
 def test_cannot_decode(run_traced: Any, traced: Path, small: Path) -> None:
     result = run_traced(f"traced:{traced}", "--layer", 1, "--model", small, *ROWS, "--decode", 2)
     assert result.exit_code == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,16 @@ def describe(*, inputs: str = "1") -> Description:
 def path(tmp_path: Path) -> Path:
     """A journal with one probe."""
     with open_journal(tmp_path, describe(), is_anew=False) as journal:
-        journal.add(PROBE)
+        journal.probe(SPAN, lambda: PROBE, what="a probe")
     return tmp_path / JOURNAL_NAME
 
 
 def find(path: Path, description: Description) -> Probe | None:
+    """Return the probe on record; None if it would run again."""
+    other = replace(PROBE, chains=())
     with open_journal(path.parent, description, is_anew=False) as journal:
-        return journal.find(SPAN)
+        found = journal.probe(SPAN, lambda: other, what="a probe")
+    return None if found is other else found
 
 
 def test_probe_is_found_again_unless_the_bisection_is_another(path: Path) -> None:

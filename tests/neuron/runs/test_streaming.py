@@ -33,8 +33,7 @@ from neuron.devices.backend import Backend
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
 from neuron.runs.device_request import DeviceRequest
-from neuron.runs.footprint import DeviceFootprint
-from neuron.runs.next_layer import choose_read_ahead
+from neuron.runs.resident_layer import DeviceFootprint, choose_read_ahead
 from neuron.runs.runner import DeviceRun
 
 CONVERTING_PORT = Path(__file__).parents[3] / "scripts" / "examples" / "port.py"
@@ -234,7 +233,7 @@ class TestReadingAhead:
     ) -> None:
         with CheckpointReader(toy) as reader:
             small, vast = (footprint(toy, length=length) for length in (8, 1_000_000_000))
-            logger = logging.getLogger("neuron.runs.next_layer")
+            logger = logging.getLogger("neuron.runs.resident_layer")
             # Whatever a command has set up before.
             monkeypatch.setattr(logger, "handlers", [caplog.handler])
             monkeypatch.setattr(logger, "level", logging.INFO)

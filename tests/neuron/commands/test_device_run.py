@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuron.commands.device_run import find_warnings
 from neuron.devices.compiler import GraphBreak
-from neuron.report_text import find_warnings, render_report
 from neuron.runs.run_profile import CompileReport, RunReport
 
 BREAK = GraphBreak(reason="Failed to trace builtin operator", place='port.py:7 `print("x")`')
@@ -16,29 +16,12 @@ def report(*, first_layer: int = 1, later_layers: int = 0, **told: Any) -> RunRe
     return RunReport(compiles=compiles)
 
 
-def test_graphs_are_told_with_their_compiler() -> None:
-    assert render_report(report()).strip() == "graphs compiled: 1 for the first layer, 0 after it"
-    text = render_report(report(compiler="inductor"))
-    assert text.strip() == "graphs compiled by torch.compile for inductor: 1 for the first layer, 0 after it"
-
-
-def test_one_graph_without_breaks_warns_of_nothing() -> None:
-    assert list(find_warnings(report(compiler="eager"))) == []
-
-
 def test_break_is_warned_of_with_its_line_and_reason() -> None:
     (warning,) = find_warnings(report(compiler="eager", graph_breaks=(BREAK,)))
     assert warning == (
         'the graph breaks at port.py:7 `print("x")`: Failed to trace builtin operator: this line runs uncompiled; '
         "in a loop, its whole function does"
     )
-
-
-def test_graph_for_each_layer_is_warned_of_with_the_condition_of_the_first() -> None:
-    conditions = ("layer_idx == 0 # h * self.layer_idx", "layer_idx == 1 # h * self.layer_idx")
-    general, particular = find_warnings(report(later_layers=2, compiler="eager", recompiles=conditions))
-    assert general.startswith("a graph depends on the layer")
-    assert particular.endswith("was made for layer_idx == 0 # h * self.layer_idx")
 
 
 def test_compiler_that_made_no_graph_is_warned_of() -> None:
