@@ -10,7 +10,6 @@ import torch
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
 from minimax_tools.model import weight_names
-from minimax_tools.split.causal_model import Implementation, load_whole, read_causal_config
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -51,9 +50,11 @@ def float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
-    implementation = Implementation(dtype=dtype, attn="sdpa", experts="grouped_mm")
-    config = read_causal_config(folder)
-    model: Any = load_whole(folder, config, implementation=implementation, show_progress=False)
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="grouped_mm"
+    ).eval()
     with torch.no_grad():
         found: torch.Tensor = model(IDS).logits
     return found.float()

@@ -15,8 +15,9 @@ In some files the component's first layer has number 0. The prefix of the base m
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.pickled import PICKLED_SUFFIXES, PickledReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX
 from minimax_tools.errors import CheckpointError, Mm2Error, UsageError
@@ -32,14 +32,11 @@ from minimax_tools.machine.json_file import MAX_DEPTH, read_json
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.span import Span
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.split.binding import plan_binding
 from minimax_tools.split.causal_model import Implementation, make_causal_config
-from minimax_tools.split.causal_part import ModelPart, build_part
-from minimax_tools.split.devices import DeviceName
-from minimax_tools.split.module_names import ModuleNames
+from minimax_tools.split.causal_part import Division, ModelPart
 from minimax_tools.split.part_folder import read_part, write_part
-from minimax_tools.split.part_loading import first_dtype, in_disk_order
-from minimax_tools.split.parts import Part, Role
+from minimax_tools.split.part_loading import first_dtype, stored_weights
+from minimax_tools.split.parts import DeviceName, Part, Role
 from minimax_tools.torch_file import InertRecord, TorchFile, refusing, word_kind
 
 # Keys under which a file may name its component.
@@ -69,31 +66,26 @@ def read_seed_file(path: Path, *, device: torch.device) -> ModelPart:
     description = _read_description(path)
     config = make_causal_config(description.config, where=path)
     with PickledReader(path) as reader:
-        implementation = Implementation(dtype=first_dtype(reader))
         part = _make_part(path, description, num_hidden_layers=config.num_hidden_layers)
-        model_part = build_part(config, part, implementation)
-        stored = in_disk_order(reader.index)
-        renamed = _renumber(stored, model_part.names, part)
-        binding = plan_binding(
-            model_part.slots(),
-            {renamed[name]: entry for name, entry in stored.items()},
-            model_part.names,
-            layers=part.layers,
-            where=path,
-        )
-        # The binding names tensors as the whole model does; the reader knows them by their stored names.
-        stored_names = {new: name for name, new in renamed.items()}
-        sources = {place: stored_names[name] for place, name in binding.sources.items()}
-        tensors = replace(binding, sources=sources).fill(reader, device=device)
-    return model_part.take(tensors, device=device)
+        division = Division.of(config, Implementation(dtype=first_dtype(reader)))
+        tensors = stored_weights(reader, reader.index.names, dtype=division.implementation.dtype)
+        return division.load(part, _renumber(tensors, division, part), where=path, device=device)
 
 
-def _renumber(stored: Mapping[str, TensorEntry], names: ModuleNames, part: Part) -> dict[str, str]:
-    """Return, by stored name, the name with the whole model's layer number, such as `h.8.x` for `h.0.x`."""
-    numbers = {names.layer_of(name) for name in stored} - {None}
+def _renumber(tensors: Mapping[str, Any], division: Division, part: Part) -> dict[str, Any]:
+    """Return the tensors with the whole model's layer numbers, such as `h.8.x` for `h.0.x`."""
+    path = division.layers.removeprefix(f"{division.prefix}.")
+    pattern = re.compile(rf"(?:{re.escape(division.prefix)}\.)?{re.escape(path)}\.(\d+)\.")
+    matches = {name: pattern.match(name) for name in tensors}
+    numbers = {int(match[1]) for match in matches.values() if match}
     # Numbers 0 to n-1 of n layers are counted from the component's first layer.
     shift = part.span.start if numbers == set(range(len(part.span))) else 0
-    return {name: names.shift_layer(name, shift) for name in stored}
+    return {
+        name
+        if match is None
+        else f"{name[: match.start(1)]}{int(match[1]) + shift}{name[match.end(1) :]}": tensor
+        for (name, match), tensor in zip(matches.items(), tensors.values(), strict=True)
+    }
 
 
 def _make_part(path: Path, description: _SeedDescription, *, num_hidden_layers: int) -> Part:

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from minimax_tools.errors import CheckpointError, UsageError
-from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.hub.checkpoint_folder import resolve_config
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.machine.size import parse_size
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.split.causal_model import Implementation, is_quantised, read_causal_config
-from minimax_tools.split.causal_part import ModelPart
+from minimax_tools.split.causal_model import Implementation, read_causal_config
+from minimax_tools.split.causal_part import Division, ModelPart
 from minimax_tools.split.components import SplitModel
-from minimax_tools.split.devices import DeviceName, choose_devices
 from minimax_tools.split.part_folder import refuse_foreign
-from minimax_tools.split.part_loading import PartLoader, Weights, first_dtype
-from minimax_tools.split.parts import Part, Role, plan_parts
-from minimax_tools.split.shard_loader import ShardLoader
+from minimax_tools.split.part_loading import StoredModel
+from minimax_tools.split.parts import DeviceName, Role, choose_devices, plan_parts
 
 if TYPE_CHECKING:
     from minimax_tools.split.causal_model import CausalConfig
@@ -65,8 +63,8 @@ class ModelFactory:
             device: Device of all components.
             device_map: `auto` (GPUs go to trunk and top first), or a device for each of bottom, trunk and top. `device`
                 is then ignored.
-            low_memory: Load the components one after the other, each from its own shards, straight into its own
-                memory. Safetensors in one file without an index are loaded whole all the same, `.bin` files never are.
+            low_memory: Taken for callers of SplitLearn, and always done: components are loaded one after the other,
+                each from its own shards.
             verbose: Report on stderr what is loaded, how fast, and the memory after each component; in a terminal with
                 a bar while a component loads.
             storage_path: Folder for `auto_save`, which makes the folders bottom, trunk and top in it; else ignored.
@@ -95,31 +93,16 @@ class ModelFactory:
         with logging_to_stderr(verbose):
             config = _read_config(str(model_name_or_path), model_type)
             parts = plan_parts(split_point_1, split_point_2, num_hidden_layers=config.num_hidden_layers)
-            weights = Weights.of(str(model_name_or_path))
+            stored = StoredModel.of(str(model_name_or_path), model_type, num_layers=config.num_hidden_layers)
             implementation = Implementation(
-                dtype=dtype or _choose_dtype(config, weights),
+                dtype=dtype or _choose_dtype(config, stored),
                 attn=attn_implementation,
                 experts=experts_implementation,
             )
-            loader = PartLoader(weights=weights, config=config, implementation=implementation, budget=budget)
-            loaded = _load(loader, parts, devices, low_memory=low_memory)
+            division = Division.of(config, implementation)
+            loaded = (stored.load(division, part, device=devices[part.role], budget=budget) for part in parts)
             bottom, trunk, top = _finish(loaded, storage)
         return bottom, trunk, top
-
-
-def _load(
-    loader: PartLoader, parts: tuple[Part, ...], devices: Mapping[Role, torch.device], *, low_memory: bool
-) -> Iterator[ModelPart]:
-    model = loader.weights.model
-    is_sharded = ShardLoader.is_sharded_model(model)
-    # transformers would unpickle .bin files, which may run code: these are never loaded whole.
-    if loader.weights.are_pickled or (low_memory and is_sharded):
-        for part in parts:
-            yield loader.load(part, device=devices[part.role])
-        return
-    if low_memory:
-        logger.info("The model is not sharded: it is loaded whole.")
-    yield from loader.load_out_of_whole(resolve_model(model), parts, devices=devices)
 
 
 def _finish(loaded: Iterator[ModelPart], storage: Path | None) -> Iterator[SplitModel]:
@@ -158,17 +141,14 @@ def _read_config(model: str, model_type: str) -> CausalConfig:
     return config
 
 
-def _choose_dtype(config: CausalConfig, weights: Weights) -> torch.dtype:
+def _choose_dtype(config: CausalConfig, stored: StoredModel) -> torch.dtype:
     """Choose the dtype as transformers does: that of the config, else of the first weight; BF16 for FP8."""
-    if is_quantised(config):
+    if getattr(config, "quantization_config", None):
         return torch.bfloat16
     dtype = config.dtype
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    with weights.open_first() as reader:
-        return first_dtype(reader)
+    return dtype if isinstance(dtype, torch.dtype) else stored.first_dtype()
 
 
 def _parse_storage(storage_path: str | Path | None, *, auto_save: bool) -> Path | None:

@@ -13,14 +13,13 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
-from minimax_tools.checkpoint.header import TensorEntry, encode_header
+from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CheckpointError, UsageError, list_faults, shorten
+from minimax_tools.errors import CheckpointError, UsageError, shorten
 from minimax_tools.json_codec import DecodeError, decode, encode
 from minimax_tools.machine.files import make_folder, put_in_place, sync_tree, temporary_beside
 from minimax_tools.machine.json_file import read_own_json
@@ -28,9 +27,15 @@ from minimax_tools.model.span import Span
 from minimax_tools.provenance import library_versions
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, read_causal_config
-from minimax_tools.split.causal_part import ModelPart, build_part
+from minimax_tools.split.causal_part import Division, ModelPart, unfit_checkpoint
 from minimax_tools.split.parts import Part, Role
 from minimax_tools.stored_dtype import SAFETENSORS_NAMES
+
+DESCRIPTION_FILE = "component.json"
+TENSORS_FILE = "model.safetensors"
+_FORMAT = "mm2 split component"
+_VERSION = 1
+_AGAIN = "Copy the folder again, or save the component anew."
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -59,24 +64,25 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return checksums
 
 
-def read_tensor(
-    reader: CheckpointReader, entry: TensorEntry, *, crc32: int, device: torch.device
-) -> torch.Tensor:
-    """Read a tensor to `device`, in its stored dtype.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CheckedTensor:
+    """A stored tensor that is read, and compared with its checksum, when it is asked for."""
 
-    Raises:
-        CheckpointError: The tensor cannot be read, or its bytes have another checksum.
-    """
-    tensor = reader.read(entry.name)
-    found = zlib.crc32(_bytes_of(tensor))
-    if found != crc32:
-        raise CheckpointError(
-            f"{entry.name} in {entry.file} is damaged",
-            expected=f"crc32 {crc32:08x}",
-            found=f"{found:08x}",
-            next_step="Copy the folder again, or save the component anew.",
-        )
-    return tensor.to(device)
+    reader: CheckpointReader
+    name: str
+    crc32: int
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        tensor = self.reader.read(self.name)
+        found = zlib.crc32(_bytes_of(tensor))
+        if found != self.crc32:
+            raise CheckpointError(
+                f"{self.name} in {self.reader.index[self.name].file} is damaged",
+                expected=f"crc32 {self.crc32:08x}",
+                found=f"{found:08x}",
+                next_step=_AGAIN,
+            )
+        return tensor
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -84,24 +90,12 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-DESCRIPTION_FILE = "component.json"
-TENSORS_FILE = "model.safetensors"
-_FORMAT = "mm2 split component"
-_VERSION = 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
-    """The form of a description."""
+class _Description:
+    """The content of component.json."""
 
     format: str
     version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Description(_Form):
-    """The content of component.json."""
-
     component: Role
     start_layer: int
     end_layer: int  # the layer behind the last
@@ -168,9 +162,16 @@ def read_part(folder: Path, *, device: torch.device) -> ModelPart:
     """
     require_golden_extra("a split model")
     description = _read_description(folder)
-    model_part = build_part(read_causal_config(folder), description.part, description.implementation)
-    tensors = _read_tensors(folder, model_part, description.tensors, device=device)
-    return model_part.take(tensors, device=device)
+    division = Division.of(read_causal_config(folder), description.implementation)
+    with CheckpointReader(folder) as reader:
+        unchecked = [f"{name}: no checksum" for name in reader.index.names if name not in description.tensors]
+        if unchecked:
+            raise unfit_checkpoint(folder, unchecked)
+        tensors = {
+            name: _CheckedTensor(reader=reader, name=name, crc32=description.tensors[name])
+            for name in reader.index.names
+        }
+        return division.load(description.part, tensors, where=folder, device=device)
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -216,58 +217,18 @@ def _read_description(folder: Path) -> _Description:
             found=f"{type(error).__name__}: {error}" if folder.is_dir() else "no such folder",
             next_step="Give a folder that SplitModel.save or auto_save wrote.",
         ) from error
-    _refuse_other_form(path, record)
+    form = (record.get("format"), record.get("version")) if isinstance(record, dict) else record
+    if form != (_FORMAT, _VERSION):
+        raise CheckpointError(
+            f"{path} does not describe a component",
+            expected=f"format {_FORMAT!r} of version {_VERSION}",
+            found=shorten(repr(form)),
+            next_step="Load it with the mm2 that saved it.",
+        )
     try:
         return decode(_Description, record)
     except DecodeError as error:
-        raise CheckpointError(
-            f"{path} is damaged",
-            found=str(error),
-            next_step="Copy the folder again, or save the component anew.",
-        ) from error
-
-
-def _refuse_other_form(path: Path, record: Any) -> None:
-    try:
-        form = decode(_Form, record)
-        if form.format != _FORMAT:
-            raise ValueError(f"format {form.format!r}")
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} does not describe a component", expected=f"format {_FORMAT!r}", found=shorten(str(error))
-        ) from error
-    if form.version != _VERSION:
-        raise CheckpointError(
-            f"{path} is of another version",
-            expected=f"version {_VERSION}",
-            found=shorten(str(form.version)),
-            next_step="Load it with the mm2 that saved it.",
-        )
-
-
-def _read_tensors(
-    folder: Path, model_part: ModelPart, checksums: Mapping[str, int], *, device: torch.device
-) -> dict[str, torch.Tensor]:
-    slots = model_part.slots()
-    with CheckpointReader(folder) as reader:
-        index = reader.index
-        faults = [f"{slot}: found nothing" for name, slot in slots.items() if name not in index]
-        faults += [f"{name}: the model has no place for it" for name in index.names if name not in slots]
-        faults += [
-            f"{slot}: found {list(index[name].shape)}"
-            for name, slot in slots.items()
-            if name in index and index[name].shape != slot.shape
-        ]
-        faults += [f"{name}: no checksum" for name in slots if name not in checksums]
-        if faults:
-            raise CheckpointError(
-                f"the component at {folder} does not match its config.json and {DESCRIPTION_FILE}",
-                found=list_faults(faults),
-                next_step="Copy the folder again, or save the component anew.",
-            )
-        return {
-            name: read_tensor(reader, index[name], crc32=checksums[name], device=device) for name in slots
-        }
+        raise CheckpointError(f"{path} is damaged", found=str(error), next_step=_AGAIN) from error
 
 
 def _replace(folder: Path, written: Path) -> None:

@@ -1,12 +1,18 @@
-"""Parts of a split model, also called components: bottom, trunk and top, with their decoder layers."""
+"""Parts of a split model, also called components: bottom, trunk and top, with their decoder layers and devices."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from minimax_tools.errors import UsageError, shorten
+import torch
+
+from minimax_tools.errors import BackendError, UsageError, shorten
 from minimax_tools.model.span import MAX_LAYERS, Span
 from minimax_tools.text_enum import TextEnum
+
+DeviceName = str | torch.device
 
 
 class Role(TextEnum):
@@ -88,3 +94,64 @@ def plan_parts(split_point_1: int, split_point_2: int, *, num_hidden_layers: int
         for role, start, stop in zip(Role, bounds, bounds[1:], strict=False)
     )
     return bottom, trunk, top
+
+
+# Devices of bottom, trunk and top with `device_map="auto"`, by the number of GPUs: 0 to 3.
+_AUTO_DEVICES = (
+    ("cpu", "cpu", "cpu"),
+    ("cpu", "cuda:0", "cuda:0"),
+    ("cpu", "cuda:0", "cuda:1"),
+    ("cuda:0", "cuda:1", "cuda:2"),
+)
+
+
+def choose_devices(
+    device: DeviceName, device_map: str | Mapping[str, DeviceName] | None, *, num_gpus: int
+) -> Mapping[Role, torch.device]:
+    """Choose the device of each component.
+
+    Args:
+        device: Device of all components, unless a map is given.
+        device_map: None, `auto` (see `_AUTO_DEVICES`), or a device for each of bottom, trunk and top.
+        num_gpus: Number of CUDA devices of this machine.
+
+    Raises:
+        UsageError: The map is none of these, or a name is not a device.
+        BackendError: A device is not on this machine.
+    """
+    names: Mapping[str, DeviceName]
+    if device_map is None:
+        names = dict.fromkeys(map(str, Role), device)
+    elif device_map == "auto":
+        names = dict(zip(map(str, Role), _AUTO_DEVICES[min(num_gpus, 3)], strict=True))
+    elif isinstance(device_map, Mapping) and {str(key) for key in device_map} == set(map(str, Role)):
+        names = {str(key): name for key, name in device_map.items()}
+    else:
+        raise UsageError(
+            "device_map cannot be used",
+            expected="None, 'auto', or a dict with a device for each of bottom, trunk and top",
+            found=repr(device_map),
+            next_step="For a single device give device= alone.",
+        )
+    return MappingProxyType({role: _parse_device(role, names[str(role)], num_gpus=num_gpus) for role in Role})
+
+
+def _parse_device(role: Role, name: DeviceName, *, num_gpus: int) -> torch.device:
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"{name!r}, given for {role}, is not a device", expected="for example 'cpu', 'cuda' or 'cuda:1'"
+        ) from error
+    if device.type == "meta":
+        raise UsageError(f"{role} cannot be on the meta device, which holds no data")
+    if device.type == "cuda":
+        # `cuda` alone is the first GPU.
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= num_gpus:
+            raise BackendError(
+                f"there is no {device}, which {role} should go to",
+                found=f"{num_gpus} CUDA devices",
+                next_step="Choose another device, or device_map='auto'.",
+            )
+    return device

@@ -13,7 +13,6 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.pickled import (
     PICKLED_SUFFIXES,
-    PickledEntry,
     PickledReader,
     read_shard_header,
 )
@@ -25,7 +24,7 @@ from minimax_tools.checkpoint.weight_files import (
     read_index_json,
     weight_map_of,
 )
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import fetch_files, list_files
 from minimax_tools.model.architecture import (
@@ -49,7 +48,7 @@ class ShardLoader:
     |---|---|
     | whether the weights lie in several files | `is_sharded_model` |
     | the file of each tensor | `load_index_json` |
-    | tensors and files of a component | `get_names_for_component`, `get_required_shards_for_component` |
+    | the files of a component | `get_required_shards_for_component` |
     | the files | `download_shards_if_needed` |
     | the tensors | `load_shard_partial` |
     """
@@ -100,33 +99,7 @@ class ShardLoader:
         include_final_norm: bool = False,
         include_lm_head: bool = False,
     ) -> set[str]:
-        """Return the names of the files that hold a component's tensors.
-
-        Arguments and errors are those of `get_names_for_component`.
-        """
-        names = ShardLoader.get_names_for_component(
-            index_json,
-            component,
-            layer_range,
-            model_type,
-            include_embedding,
-            include_final_norm,
-            include_lm_head,
-        )
-        weight_map = _weight_map(index_json)
-        return {weight_map[name] for name in names}
-
-    @staticmethod
-    def get_names_for_component(
-        index_json: Mapping[str, Any],
-        component: str,
-        layer_range: tuple[int, int],
-        model_type: str | Architecture,
-        include_embedding: bool = False,
-        include_final_norm: bool = False,
-        include_lm_head: bool = False,
-    ) -> set[str]:
-        """Return the names of a component's tensors, block scales included.
+        """Return the names of the files that hold a component's tensors, block scales included.
 
         Args:
             index_json: Index from `load_index_json`.
@@ -147,24 +120,23 @@ class ShardLoader:
             raise ValueError(f"component is {component!r}, expected one of {', '.join(Role)}")
         if not 0 <= layers.start <= layers.stop:
             raise ValueError(f"the layers of {component} are {layers}, expected 0 <= first <= end")
-        by_part = _names_by_part(_weight_map(index_json), model_type)
-        parts: dict[int | str, str] = {layer: f"layer {layer}" for layer in layers}
-        if include_embedding:
-            parts[PART_EMBEDDING] = "the embedding"
-        if include_final_norm:
-            parts[PART_NORM] = "the final norm"
-        if include_lm_head:
-            # Completes the error's "found nothing of".
-            parts[PART_HEAD] = "lm_head, nor an embedding that it is tied to"
-        missing = [description for part, description in parts.items() if not by_part.get(part)]
+        weight_map = _weight_map(index_json)
+        by_part = names_by_part(weight_map, model_type)
+        parts: list[int | str] = [*layers]
+        parts += [PART_EMBEDDING] if include_embedding else []
+        parts += [PART_NORM] if include_final_norm else []
+        parts += [PART_HEAD] if include_lm_head else []
+        missing = [
+            f"layer {part}" if isinstance(part, int) else part for part in parts if not by_part.get(part)
+        ]
         if missing:
             raise CheckpointError(
                 f"the checkpoint lacks tensors of {component}",
                 expected=f"layers {layers.start} to {layers.stop - 1} and what else was asked for",
-                found="nothing of " + ", ".join(missing[:12]) + (", …" if len(missing) > 12 else ""),
+                found=f"nothing of {list_faults(missing)}",
                 next_step="Check the split points against num_hidden_layers, and model_type against config.json.",
             )
-        return {name for part in parts for name in by_part[part]}
+        return {weight_map[name] for part in parts for name in by_part[part]}
 
     @staticmethod
     def download_shards_if_needed(
@@ -183,8 +155,7 @@ class ShardLoader:
     ) -> dict[str, torch.Tensor]:
         """Read the tensors of one file whose names `filter_fn` accepts, on the CPU and in their stored dtypes.
 
-        Only the header and the bytes of these tensors are read; the file is not mapped. Names that share a tensor in
-        a `.bin` file share its memory here too.
+        Only the header and the bytes of these tensors are read; the file is not mapped.
 
         Raises:
             CheckpointError: The file is missing, damaged or of another format.
@@ -194,10 +165,10 @@ class ShardLoader:
         index = TensorIndex(folder=path.parent, entries=MappingProxyType(wanted))
         reader = PickledReader if path.suffix in PICKLED_SUFFIXES else CheckpointReader
         with reader(path.parent, index=index) as opened:
-            return _read_once(opened, wanted)
+            return {name: opened.read(name) for name in wanted}
 
 
-def _names_by_part(names: Collection[str], model_type: str | Architecture) -> dict[int | str, list[str]]:
+def names_by_part(names: Collection[str], model_type: str | Architecture) -> dict[int | str, list[str]]:
     """Return the names of each part's tensors; those of a tied head are the token embedding's."""
     by_part: dict[int | str, list[str]] = {}
     for name in names:
@@ -234,18 +205,6 @@ def _verify_shards(weight_map: Mapping[str, str], folder: Path) -> None:
     faults += find_index_faults(weight_map, headers)
     if faults:
         raise faulty_checkpoint(folder, faults)
-
-
-def _read_once(reader: CheckpointReader, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
-    """Read the tensors; names of one tensor in a `.bin` file get one tensor."""
-    tensors: dict[str, torch.Tensor] = {}
-    first_names: dict[Any, str] = {}
-    for name, entry in entries.items():
-        # Tensors of safetensors never share data, so each counts as its own place.
-        place = entry.elements if isinstance(entry, PickledEntry) else name
-        first = first_names.setdefault(place, name)
-        tensors[name] = reader.read(name) if first == name else tensors[first]
-    return tensors
 
 
 def _weight_map(index_json: Mapping[str, Any]) -> Mapping[str, str]:

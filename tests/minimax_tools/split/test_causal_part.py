@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ import torch
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.span import Span
 from minimax_tools.split.causal_model import Implementation
-from minimax_tools.split.causal_part import ModelPart, build_part
+from minimax_tools.split.causal_part import Division
 from minimax_tools.split.parts import Part, Role
-from minimax_tools.stored_dtype import FLOAT32, StoredDtype
 
 BF16 = Implementation(dtype=torch.bfloat16)
 SIZES: dict[str, Any] = {
@@ -33,10 +33,23 @@ def config_of(model_type: str, **others: Any) -> Any:
     return AutoConfig.for_model(model_type, **{**SIZES, **others})
 
 
-def build(config: Any, layers: range, *, implementation: Implementation = BF16) -> ModelPart:
+def load(config: Any, layers: range, state: dict[str, torch.Tensor]) -> Any:
     role = Role.BOTTOM if layers.start == 0 else Role.TOP if layers.stop == 4 else Role.TRUNK
     part = Part(role=role, span=Span(layers.start, layers.stop), num_hidden_layers=4)
-    return build_part(config, part, implementation)
+    division = Division.of(config, BF16)
+    own = {*division.before} if part.has_embedding else set()
+    own |= {*division.after} if part.has_head else set()
+    decoder = division.layers.rpartition(".")[0] + "."
+
+    def is_own(name: str) -> bool:
+        if name.startswith(f"{division.layers}."):
+            return int(name.removeprefix(f"{division.layers}.").split(".")[0]) in part.layers
+        if name.startswith(decoder):
+            return name.removeprefix(decoder).split(".")[0] in own
+        return part.has_head
+
+    tensors = {name: tensor for name, tensor in state.items() if is_own(name)}
+    return division.load(part, tensors, where=Path("here"), device=torch.device("cpu")).model
 
 
 def whole_model(config: Any) -> Any:
@@ -46,21 +59,11 @@ def whole_model(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def test_part_has_slots_for_its_layers_alone() -> None:
-    slots = build(config_of("gpt2"), range(1, 3)).slots()
-    assert {name.split(".")[2] for name in slots} == {"1", "2"}
-    assert slots["transformer.h.1.attn.c_attn.weight"].shape == (32, 96)
-
-
-def test_nothing_is_allocated_for_weights() -> None:
-    part = build(config_of("llama"), range(0, 2))
-    assert all(parameter.is_meta for parameter in part.model.parameters())
-
-
 def test_config_of_the_caller_is_not_changed() -> None:
-    config = config_of("llama", dtype="float32")
-    build(config, range(0, 2))
+    config = config_of("llama", dtype="float32", quantization_config={"quant_method": "fp8"})
+    Division.of(config, BF16)
     assert config.dtype == torch.float32
+    assert config.quantization_config
 
 
 @pytest.mark.parametrize(
@@ -89,8 +92,7 @@ def test_architectures_that_pass_the_proof_chain_to_the_whole_models_logits(
     states = {"input_ids": input_ids}
     with torch.no_grad():
         for layers in (range(0, 1), range(1, 3), range(3, 4)):
-            part = build(config, layers)
-            model = part.take({name: state[name] for name in part.slots()}, device=torch.device("cpu")).model
+            model = load(config, layers, state)
             if layers.stop < 4:
                 states = {"inputs_embeds": model.base_model(**states, attention_mask=mask).last_hidden_state}
         logits = model(**states, attention_mask=mask).logits
@@ -101,23 +103,14 @@ def test_model_that_changes_hidden_states_outside_its_layers_is_refused() -> Non
     # Its decoder scales what it is given.
     config = config_of("ctrl", n_layer=4, n_head=4, n_embd=32, dff=48)
     with pytest.raises(CheckpointError, match="CTRLLMHeadModel cannot be split"):
-        build(config, range(1, 3))
+        Division.of(config, BF16)
 
 
 def test_model_that_writes_no_text_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(CheckpointError, match="causal language model of type 'vit'"):
-            build(config_of("vit"), range(1, 3))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_router_of_minimax_m2_has_float32_slots(dtype: torch.dtype) -> None:
-    config = config_of("minimax_m2", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
-    slots = build(config, range(1, 2), implementation=Implementation(dtype=dtype)).slots()
-    assert slots["model.layers.1.mlp.gate.weight"].dtype == FLOAT32
-    assert slots["model.layers.1.mlp.e_score_correction_bias"].dtype == FLOAT32
-    assert slots["model.layers.1.mlp.experts.gate_up_proj"].dtype == StoredDtype.of(dtype)
+            Division.of(config_of("vit"), BF16)
 
 
 def test_what_transformers_keeps_in_float32_stays_so() -> None:
@@ -130,28 +123,19 @@ def test_what_transformers_keeps_in_float32_stays_so() -> None:
         moe_intermediate_size=16,
     )
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert build(config, range(1, 2)).slots()[name].dtype == FLOAT32
+    state = whole_model(config).state_dict()
+    assert load(config, range(1, 2), state).state_dict()[name].dtype == torch.float32
 
 
 def test_buffers_that_no_checkpoint_holds_are_computed() -> None:
     config = config_of("llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
     whole = whole_model(config)
-    part = build(config, range(1, 3))
-    state = whole.state_dict()
-    model = part.take({name: state[name] for name in part.slots()}, device=torch.device("cpu")).model
+    found = dict(load(config, range(1, 3), whole.state_dict()).named_buffers())
     expected = dict(whole.named_buffers())
-    found = dict(model.named_buffers())
     assert found.keys() == expected.keys() != set()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_names_tell_prefix_layers_and_tie() -> None:
-    names = build(config_of("gpt2", tie_word_embeddings=True), range(3, 4)).names
-    assert (names.prefix, names.layers) == ("transformer", "transformer.h")
-    assert names.tied["lm_head.weight"] == "transformer.wte.weight"
-    assert names.is_ignored("h.0.attn.bias")
-    assert not names.is_ignored("h.0.attn.surprise")
-
-
-def test_head_that_is_not_tied_has_no_other_source() -> None:
-    assert not build(config_of("llama", tie_word_embeddings=False), range(3, 4)).names.tied
+def test_head_that_is_not_tied_is_told() -> None:
+    assert Division.of(config_of("llama", tie_word_embeddings=False), BF16).tied_head is None
+    assert Division.of(config_of("gpt2", tie_word_embeddings=True), BF16).tied_head == "lm_head.weight"

@@ -21,7 +21,7 @@ def made(make: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def parts(made: Any) -> Parts:
-    return ModelFactory.create_split_models("minimax_m2", str(made.folder), 1, 3, low_memory=True)
+    return ModelFactory.create_split_models("minimax_m2", str(made.folder), 1, 3)
 
 
 def test_repr_tells_component_model_dtype_size_and_device(parts: Parts) -> None:
@@ -104,22 +104,20 @@ def test_hidden_states_move_to_the_components_device(
 ) -> None:
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
-    for low_memory in (True, False):
-        parts = ModelFactory.create_split_models(
-            "minimax_m2",
-            str(made.folder),
-            1,
-            3,
-            low_memory=low_memory,
-            device_map={"bottom": "cpu", "trunk": "cuda:0", "top": "cpu"},
-        )
-        assert [part.device.type for part in parts] == ["cpu", "cuda", "cpu"]
-        logits = chain(parts, input_ids, mask)
-        assert logits.device.type == "cpu"
-        torch.testing.assert_close(logits, made.logits(input_ids, mask), atol=0.1, rtol=0.05)
-        parts[1].save(tmp_path / "trunk")
-        loaded = SplitModel.load(tmp_path / "trunk", device="cuda:0")
-        assert torch.equal(chain((parts[0], loaded, parts[2]), input_ids, mask), logits)
+    parts = ModelFactory.create_split_models(
+        "minimax_m2",
+        str(made.folder),
+        1,
+        3,
+        device_map={"bottom": "cpu", "trunk": "cuda:0", "top": "cpu"},
+    )
+    assert [part.device.type for part in parts] == ["cpu", "cuda", "cpu"]
+    logits = chain(parts, input_ids, mask)
+    assert logits.device.type == "cpu"
+    torch.testing.assert_close(logits, made.logits(input_ids, mask), atol=0.1, rtol=0.05)
+    parts[1].save(tmp_path / "trunk")
+    loaded = SplitModel.load(tmp_path / "trunk", device="cuda:0")
+    assert torch.equal(chain((parts[0], loaded, parts[2]), input_ids, mask), logits)
 
 
 @pytest.mark.parametrize("name", ["bottom.pt", "bottom.pth", "bottom.bin", "bottom.safetensors"])

@@ -15,7 +15,7 @@ import sys
 import torch
 from minimax_tools.split.factory import ModelFactory
 
-parts = ModelFactory.create_split_models("minimax_m2", "owner/tiny", 1, 3, low_memory=True, verbose=True)
+parts = ModelFactory.create_split_models("minimax_m2", "owner/tiny", 1, 3, verbose=True)
 states = torch.load(sys.argv[1] + "/ids.pt")
 with torch.no_grad():
     for part in parts:

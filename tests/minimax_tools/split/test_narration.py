@@ -18,12 +18,6 @@ def test_messages_show_on_stderr_while_the_block_lasts(capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", "loading\n")
 
 
-def test_nothing_shows_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    with logging_to_stderr(False):
-        logger.info("loading")
-    assert capsys.readouterr() == ("", "")
-
-
 def test_what_is_shown_already_is_not_shown_twice(capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     package.handlers[:] = [logging.StreamHandler(stream)]

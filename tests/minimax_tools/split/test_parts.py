@@ -7,8 +7,7 @@ import torch
 
 from minimax_tools.errors import BackendError, UsageError
 from minimax_tools.model.span import Span
-from minimax_tools.split.devices import auto_device_map, choose_devices
-from minimax_tools.split.parts import Part, Role, plan_parts
+from minimax_tools.split.parts import Part, Role, choose_devices, plan_parts
 
 
 def test_three_components_hold_every_layer_once() -> None:
@@ -59,15 +58,8 @@ def test_layers_past_the_last_are_refused() -> None:
     ],
 )
 def test_auto_gives_the_trunk_a_gpu_first(num_gpus: int, devices: list[str]) -> None:
-    assert list(auto_device_map(num_gpus)) == [Role.BOTTOM, Role.TRUNK, Role.TOP]
-    assert list(auto_device_map(num_gpus).values()) == devices
     chosen = choose_devices("cpu", "auto", num_gpus=num_gpus)
     assert [str(device) for device in chosen.values()] == devices
-
-
-def test_less_than_no_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_gpus is -1"):
-        auto_device_map(-1)
 
 
 def test_one_device_serves_all_where_there_is_no_map() -> None:
@@ -86,9 +78,9 @@ def test_map_names_each_component_by_text_or_role() -> None:
     [
         ("balanced", "found 'balanced'"),
         (["cpu"] * 3, "device_map cannot be used"),
-        ({"bottom": "cpu", "trunk": "cpu"}, "no device for top"),
-        ({"bottom": "cpu", "trunk": "cpu", "top": "cpu", "head": "cpu"}, "unknown key 'head'"),
-        ({"Bottom": "cpu", "trunk": "cpu", "top": "cpu"}, "no device for bottom; unknown key 'Bottom'"),
+        ({"bottom": "cpu", "trunk": "cpu"}, "device_map cannot be used"),
+        ({"bottom": "cpu", "trunk": "cpu", "top": "cpu", "head": "cpu"}, "device_map cannot be used"),
+        ({"Bottom": "cpu", "trunk": "cpu", "top": "cpu"}, "device_map cannot be used"),
         ({"bottom": "cpu", "trunk": "gpu:0", "top": "cpu"}, "'gpu:0', given for trunk, is not a device"),
         ({"bottom": None, "trunk": "cpu", "top": "cpu"}, "None, given for bottom, is not a device"),
         ({"bottom": "meta", "trunk": "cpu", "top": "cpu"}, "bottom cannot be on the meta device"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,12 +21,12 @@ torch.set_num_threads(1)
 from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.split.factory import ModelFactory
 
-folder, tiny, low_memory = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+folder, tiny = sys.argv[1:]
 # Whatever is imported late is imported now.
-ModelFactory.create_split_models("mixtral", tiny, 1, 3, low_memory=low_memory)
+ModelFactory.create_split_models("mixtral", tiny, 1, 3)
 with MemoryTracker(interval_s=0.001) as tracker:
     before = tracker.get_current_usage()["anonymous_bytes"]
-    parts = ModelFactory.create_split_models("mixtral", folder, 2, 4, low_memory=low_memory)
+    parts = ModelFactory.create_split_models("mixtral", folder, 8, 16)
     after = tracker.get_current_usage()["anonymous_bytes"]
 print(json.dumps({
     "peak": tracker.peak.anonymous_bytes - before,
@@ -37,14 +38,14 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 MB of mixtral, six layers with sixteen experts each, in seven shards."""
+    """300 MB of mixtral, 24 layers with sixteen experts each, in seven shards."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
         vocab_size=64,
         hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=6,
+        intermediate_size=256,
+        num_hidden_layers=24,
         num_attention_heads=4,
         num_key_value_heads=4,
         num_local_experts=16,
@@ -57,9 +58,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measure(folder: Path, tiny: Path, *, low_memory: bool) -> dict[str, int]:
-    command = [sys.executable, "-W", "ignore", "-c", _MEASURE, str(folder), str(tiny), str(low_memory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def measure(folder: Path, tiny: Path) -> dict[str, int]:
+    command = [sys.executable, "-W", "ignore", "-c", _MEASURE, str(folder), str(tiny)]
+    # Freed memory goes back to the system at once: what glibc would keep of it is not counted.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "100000"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -68,17 +71,9 @@ def measure(folder: Path, tiny: Path, *, low_memory: bool) -> dict[str, int]:
 def test_components_loaded_by_themselves_take_their_own_memory_and_nothing_twice(
     large: Path, make: Callable[..., Any]
 ) -> None:
-    found = measure(large, make("mixtral").folder, low_memory=True)
+    found = measure(large, make("mixtral").folder)
     assert found["model"] > 300e6
-    # A matrix of an expert is 1 MB: some of them on their way, and what the allocator keeps.
+    # Experts of one layer, which transformers fuses, are held twice: 12 MB.
     assert found["peak"] <= 1.05 * found["model"] + 8e6
-    assert found["left"] >= 0.99 * found["model"]
-
-
-@pytest.mark.slow
-def test_components_taken_out_of_the_whole_model_are_no_second_copy(
-    large: Path, make: Callable[..., Any]
-) -> None:
-    found = measure(large, make("mixtral").folder, low_memory=False)
-    # transformers' own loading leaves the allocator with more than the model; a copy would double it.
-    assert found["peak"] <= 1.6 * found["model"]
+    # Experts are fused; other weights stay mapped.
+    assert found["left"] >= 0.8 * found["model"]

@@ -157,8 +157,8 @@ def test_nothing_in_a_malicious_file_is_called(whole: Any, tmp_path: Path, place
         ({"config": 7}, "does not name its component"),
         ({"config": {"model_type": "unheard-of"}}, "the config in .* cannot be used"),
         ({"end_layer": 4}, "contradicts itself"),
-        ({"end_layer": 2}, "h.1.ln_1.weight .*: found nothing"),
-        ({"state_dict": {"wpe.weight": torch.ones(2, 2)}}, "transformer.wte.weight .64, 32.: found nothing"),
+        ({"end_layer": 2}, "h.1.ln_1.weight: found nothing"),
+        ({"state_dict": {"wpe.weight": torch.ones(2, 2)}}, "transformer.h.0.ln_1.weight: found nothing"),
     ],
 )
 def test_file_that_contradicts_itself_is_refused(
