@@ -47,8 +47,8 @@ _WORD_COLUMNS = ("node", "holds", "part")
     "node_texts",
     multiple=True,
     metavar="NAME:memory=40GB,tflops=312",
-    help="Machine, and the memory that its slice may take. Repeat for several. Planners compute and balanced need "
-    "tflops; manual needs layers=A:B (A to B-1).",
+    help="Machine, and the memory that its slice may take. Repeat for several. Planner balanced needs tflops; "
+    "manual needs layers=A:B (A to B-1).",
 )
 @click.option(
     "--nodes-file",
@@ -60,7 +60,7 @@ _WORD_COLUMNS = ("node", "holds", "part")
     type=click.Choice([str(planner) for planner in Planner]),
     default="memory",
     show_default=True,
-    help="Divide layers by memory, by throughput (compute), by the slowest stage (balanced), or by hand (manual).",
+    help="Divide layers by memory, by the slowest stage (balanced), or by hand (manual).",
 )
 @click.option(
     "--context-length",

@@ -4,8 +4,6 @@
   memory, by throughput or by hand
 - `cost`: bytes, parameters and FLOPs of the model's parts; the costs of a model, computed from its tensors' shapes
 - `model_memory`: the bytes of a model's parts in BF16 and in float32
-- `node_order`: orders of nodes that can share all layers, and each node's run in an order; runs of layers that fit a
-  node
 - `planners`: the division of layers among nodes
 - `planned_slice`: the part of a model that one node holds, with the places of its tensors
 - `plan`: all slices of a model, as a value and as a file; the check that a plan is whole and matches its checkpoint

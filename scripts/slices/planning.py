@@ -29,8 +29,7 @@ from minimax_tools.partition.planners import plan_stages
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
-_QUICK_PLANNERS = ("memory", "compute")
-PLANNERS = (*_QUICK_PLANNERS, "balanced")
+PLANNERS = ("memory", "balanced")
 # A node has up to this much more memory than its part of the drawn division needs, as a share of that part: 4 % in a
 # tight cluster, 800 % in a loose one. One cluster in 25 is tight. All this is chosen so that the rival rejects about a
 # sixth of the clusters: nearly all tight ones of many nodes, and loose ones where its rounding does not fit.
@@ -82,7 +81,7 @@ def _measure_feasible(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]
     for number in range(scale.num_clusters):
         nodes = draw_cluster(cost, rng)
         num_rejected += not rival_fits(cost, nodes)
-        for planner in PLANNERS if number % scale.balanced_every == 0 else _QUICK_PLANNERS:
+        for planner in PLANNERS if number % scale.balanced_every == 0 else PLANNERS[:1]:
             num_planned += 1
             try:
                 stages = plan_stages(planner, cost, nodes)

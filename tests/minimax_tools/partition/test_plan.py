@@ -122,7 +122,7 @@ def test_plan_of_config_alone_knows_names_and_costs_and_no_places(source: SliceS
     assert names_alone.find_faults(None, source.architecture) == []
 
 
-@pytest.mark.parametrize("planner", ["memory", "compute", "balanced", "manual"])
+@pytest.mark.parametrize("planner", ["memory", "balanced", "manual"])
 def test_plan_that_was_written_and_read_is_the_same(
     planner: str, source: SliceSource, tmp_path: Path
 ) -> None:

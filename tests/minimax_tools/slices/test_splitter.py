@@ -98,7 +98,7 @@ def config_of(folder: Path, split_plan: dict[str, SplitPlan], output: Path | Non
     return SplitConfig(model_name="a/model", model_path=str(folder), split_plan=split_plan, output_dir=output)
 
 
-def partition(folder: Path, *nodes: str, planner: str = "compute") -> PartitionPlan:
+def partition(folder: Path, *nodes: str, planner: str = "balanced") -> PartitionPlan:
     source = open_source(str(folder))
     return source.divide(
         planner=planner,
@@ -122,16 +122,6 @@ def test_the_seeds_example_gives_its_three_tensors(pickled: bool, save: Save, tm
     whole = gpt2()
     assert loaded.keys() == set(_ATTENTION)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.items())
-
-
-def test_a_shard_goes_to_model_shards_where_nothing_else_is_said(
-    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = config_of(save("gpt2"), plan_for("node_001", *_ATTENTION), None)
-    result = ModelSplitter().split_model_sync(config, "node_001")
-    assert result.shard_path == Path("model_shards/node_001/model.pth")
-    assert (tmp_path / "model_shards" / "node_001" / "slice.json").is_file()
 
 
 def test_a_shard_may_be_safetensors(save: Save, tmp_path: Path) -> None:
@@ -183,13 +173,6 @@ def test_an_unknown_node_and_an_empty_one_are_refused(save: Save, tmp_path: Path
 def test_a_node_that_is_no_folders_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="is no node"):
         plan_for(name, *_ATTENTION)
-
-
-def test_a_plan_under_another_nodes_name_is_refused(save: Save, tmp_path: Path) -> None:
-    split_plan = {"a": plan_for("b", *_ATTENTION)["b"]}
-    with pytest.raises(UsageError, match="the plan of a names node b"):
-        ModelSplitter().split_model_sync(config_of(save("gpt2"), split_plan, tmp_path / "out"), "a")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_source_without_a_config_is_split_twice(save: Save, tmp_path: Path) -> None:
@@ -286,31 +269,6 @@ def test_split_model_is_awaited_and_does_not_block(save: Save, tmp_path: Path) -
 
     results = asyncio.run(split_both())
     assert results == [splitter.split_model_sync(config, node) for node in "ab"]
-
-
-def test_a_cancelled_split_leaves_nothing(save: Save, tmp_path: Path) -> None:
-    config = config_of(save("gpt2"), plan_for("n", *_ATTENTION), tmp_path / "out")
-    is_cancelled = threading.Event()
-
-    class WaitingSplitter(ModelSplitter):
-        """A splitter whose thread cuts nothing before the cancellation."""
-
-        def cut_shard(self, *args: Any, **options: Any) -> SliceCut:
-            assert is_cancelled.wait(timeout=60)
-            return super().cut_shard(*args, **options)
-
-    async def cancel() -> None:
-        task = asyncio.create_task(WaitingSplitter().split_model(config, "n"))
-        # It runs to its first await, which is the thread.
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        is_cancelled.set()
-
-    # At its end it waits for the thread.
-    asyncio.run(cancel())
-    assert not list(tmp_path.glob("out/*"))
 
 
 def test_a_plan_of_names_is_read_from_a_file(tmp_path: Path) -> None:
