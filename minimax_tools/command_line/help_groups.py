@@ -43,7 +43,7 @@ _GROUPS = {
             "--plan",
         ),
         *("--do-sample", "--temperature", "--top-k", "--top-p", "--slices", "--node", "--all-nodes"),
-        *("--nodes-file", "--planner", "--context-length", "--byte-ranges", "--module", "--float32-golden"),
+        *("--nodes-file", "--planner", "--context-length", "--module", "--float32-golden"),
         *(
             "--all",
             "--exhaustive",

@@ -199,7 +199,7 @@ def _check_range(response: Any, commit: HubCommit, file: HubFile, start: int, st
             f"{commit.access.endpoint} gives no part of {file.name}",
             expected="status 206",
             found="status 200, the whole file" if is_whole else f"status {response.status_code}",
-            next_step="Fetch whole files: leave out --byte-ranges.",
+            next_step="Fetch whole files: mm2-split fetch.",
         )
     part, _, size = response.headers.get("content-range", "").partition("/")
     # A size of "*" is unknown to the server.

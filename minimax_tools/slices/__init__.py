@@ -4,17 +4,14 @@
 - `stored_weights`: a checkpoint's tensors on this machine, all of them or those of one slice
 - `layout`: the usual folder of slices, and the formats of their files
 - `cut`: a slice before it is written, with the tensors of each of its files
-- `folder`: a slice's folder on the disk, written and opened; byte ranges of files, copied by the kernel
+- `folder`: a slice's folder on the disk, written and opened
 - `description`: slice.json, the content of a slice
 - `digest`: sha256 of stored tensors
 - `torch_values`: tensors of `.bin` files, and `.pth` files, which need torch
-- `slice_plans`: plans that slices are cut by: of stages, or of tensor names; shards of nodes, cut out by tensor names
-- `download`: the files of a checkpoint that a slice needs
-- `fetch`: a slice fetched from the hub, as whole files or as byte ranges; sparse copies of a hub's shards that hold
-  only a slice's bytes
+- `slice_plans`: plans that slices are cut by: of stages, or of tensor names (`ModelSplitter`)
+- `download`: the files of a checkpoint that a slice needs, and fetching them
 - `holding`: the tensors of a node, as planned or as found in its slice's folder
 - `verify`: the check of a plan, and of the files, slices and runs made by it
-- `verdicts`: the claims of a verification, each with its contradictions; slices against their nodes' memory,
-  recounted
+- `verdicts`: the claims of a verification, each with its contradictions
 - `verification_text`: a verification in words
 """

@@ -1,4 +1,4 @@
-"""Download: the files of a checkpoint that a slice needs, and how many of them are here."""
+"""Download: the files of a checkpoint that a slice needs, how many of them are here, and fetching the others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, hub_snapshot, is_on_hub
+from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, fetch_files, hub_snapshot, is_on_hub
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.slices.source import SliceSource
+from minimax_tools.slices.source import SliceSource, open_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +173,47 @@ def find_shared_files(downloads: Mapping[str, Download]) -> tuple[SharedFile, ..
         SharedFile(name=name, size_bytes=sizes[name], nodes=tuple(nodes[name]))
         for name in sorted(nodes)
         if len(nodes[name]) > 1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedSlice:
+    """A slice whose files were fetched."""
+
+    node: str  # name of its node
+    folder: Path  # the model's folder in the hub's cache
+    files: tuple[str, ...]  # names of the slice's files, relative to the folder
+    size_bytes: int  # size of the files
+
+
+def fetch_slice(
+    plan: PartitionPlan, node: str, *, model: str | None = None, access: HubAccess | None = None
+) -> FetchedSlice:
+    """Fetch the files that hold a node's tensors, and those that describe the model, into the hub's cache.
+
+    Files are verified by hash, and those that are here are not fetched again. If the model is a folder, its files are
+    only looked up.
+
+    Args:
+        plan: The plan.
+        node: Name of the node.
+        model: Folder or hub id of the checkpoint; None for the plan's.
+        access: The hub; None for the one that the environment names.
+
+    Raises:
+        UsageError: The plan has no such node.
+        CheckpointError: The hub does not answer, or lacks a file that the plan names. `mm2-split verify` compares the
+            files' content with the plan.
+    """
+    slice_ = plan.slice_of(node)
+    source = open_source(model or plan.model, access=access)
+    names = Download.of(slice_, source, Repository.of(source, plan, access=access)).names
+    paths = fetch_files(source.model, names, access=access)
+    return FetchedSlice(
+        node=node,
+        folder=source.folder,
+        files=names,
+        size_bytes=sum(path.stat().st_size for path in paths.values()),
     )
 
 

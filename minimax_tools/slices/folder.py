@@ -3,21 +3,15 @@
 The folder is written under a temporary name and renamed, so a folder with the final name is complete.
 
 Sources are safetensors or torch files (`.bin`), slices are safetensors or one torch file (`.pth`).
-
-Byte ranges, copied from file to file by the kernel.
-
-`copy_file_range` copies bytes without loading them into this process. Where the system does not support it, for
-example between two file systems, the bytes pass through one small buffer.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
@@ -25,21 +19,19 @@ from typing import BinaryIO
 from minimax_tools.checkpoint.header import ByteRange, TensorEntry, encode_header, join_ranges
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
-from minimax_tools.errors import CheckpointError, UsageError, list_faults
+from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES
 from minimax_tools.machine.files import new_folder, remove_abandoned, sync_path
 from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.spec import CONFIG_FILE
 from minimax_tools.slices.cut import SliceCut
 from minimax_tools.slices.description import SLICE_FILE, SliceDescription
-from minimax_tools.slices.digest import digest_tensors
+from minimax_tools.slices.digest import describe_shape, digest_tensors
 from minimax_tools.slices.layout import PTH_FILE, FileFormat
 
 # Bytes copied by one call: small enough to react to an interrupt, large enough to cost no time.
 _PIECE_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
-# Errors of a system, or of a pair of file systems, that cannot copy in the kernel.
-_UNSUPPORTED = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 def copy_ranges(ranges: Iterable[ByteRange], target: BinaryIO) -> None:
@@ -52,63 +44,36 @@ def copy_ranges(ranges: Iterable[ByteRange], target: BinaryIO) -> None:
     target.flush()
     for file, group in groupby(ranges, key=lambda byte_range: byte_range.file):
         try:
-            source = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            source = file.open("rb")
         except OSError as error:
             raise CheckpointError(
                 f"{file} cannot be opened", found=str(error), next_step="Fetch the file again."
             ) from error
-        try:
+        with source:
             for byte_range in group:
-                _copy_range(byte_range, source, target.fileno())
-        finally:
-            os.close(source)
+                _copy_range(byte_range, source.fileno(), target.fileno())
 
 
 def _copy_range(byte_range: ByteRange, source: int, target: int) -> None:
-    position = _copy_in_kernel(source, target, byte_range.start, byte_range.stop)
-    position = _copy_through_buffer(source, target, position, byte_range.stop)
-    if position < byte_range.stop:
-        raise CheckpointError(
-            f"{byte_range.file} became shorter",
-            expected=f"bytes {byte_range.start} to {byte_range.stop}",
-            found=f"an end at {position}",
-            next_step="Fetch the file again.",
-        )
-
-
-def _copy_in_kernel(source: int, target: int, start: int, stop: int) -> int:
-    """Copy with `copy_file_range` as far as it works, and return the position reached."""
-    # Systems other than Linux lack the call.
-    if not hasattr(os, "copy_file_range"):
-        return start
-    while start < stop:
+    start = byte_range.start
+    while start < byte_range.stop:
+        size_bytes = min(byte_range.stop - start, _PIECE_BYTES)
         try:
-            count = os.copy_file_range(source, target, min(stop - start, _PIECE_BYTES), start)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            return start
+            # The kernel copies, without loading the bytes into this process.
+            count = os.copy_file_range(source, target, size_bytes, start)
+        except (AttributeError, OSError):
+            count = 0
         if count == 0:
-            # The source has ended, or its file system cannot copy this way. The buffer will tell.
-            return start
-        start += count
-    return start
-
-
-def _copy_through_buffer(source: int, target: int, start: int, stop: int) -> int:
-    """Copy up to `stop` or the source's end, and return the position reached."""
-    if start == stop:
-        return start
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
-    while start < stop:
-        count = os.preadv(source, [buffer[: min(stop - start, _BUFFER_BYTES)]], start)
+            # Another system, two file systems, or the source's end.
+            count = os.write(target, os.pread(source, min(size_bytes, _BUFFER_BYTES), start))
         if count == 0:
-            return start
-        written = 0
-        while written < count:
-            written += os.write(target, buffer[written:count])
+            raise CheckpointError(
+                f"{byte_range.file} became shorter",
+                expected=f"bytes {byte_range.start} to {byte_range.stop}",
+                found=f"an end at {start}",
+                next_step="Fetch the file again.",
+            )
         start += count
-    return start
 
 
 # The source's index files are not copied: a slice has its own index.
@@ -124,17 +89,7 @@ class SliceFolder:
     description: SliceDescription  # content of its slice.json
     files: tuple[Path, ...]  # paths of its weight files
     size_bytes: int  # size of its tensors' data
-    file_sizes: Mapping[str, int] = field(repr=False)  # size in bytes of every file in the folder, by name
     is_new: bool  # True if it was written now, False if it was there already
-
-    def require_files(self) -> None:
-        """Check that all files that the folder held when it was written or found are there, of the same sizes.
-
-        Raises:
-            CheckpointError: Something removed or cut one since.
-        """
-        step = "remove the folder and run the same command again"
-        _require_files(self.folder, self.file_sizes, named=self.folder, step=step)
 
 
 def write_slice(
@@ -181,27 +136,17 @@ def read_slice_folder(folder: Path) -> TensorIndex:
     return read_pickled_index(pth)
 
 
-def occupied_error(output: Path, *, expected: str, found: str) -> UsageError:
-    """Return the error for a folder that holds something else than the slice to be written."""
-    return UsageError(
-        f"{output} exists",
-        expected=f"a new or empty folder, or {expected}",
-        found=found,
-        next_step="Name another --output, or remove it.",
-    )
-
-
 def _write_new_slice(cut: SliceCut, output: Path, *, with_digests: bool, progress: Progress) -> SliceFolder:
     describing = tuple(_describing_files(cut.source.folder))
     size_bytes = cut.size_bytes + sum(file.stat().st_size for file in describing)
     with new_folder(output, size_bytes=size_bytes, remedy=_REMEDY) as folder:
-        sizes = {file.name: shutil.copyfile(file, folder / file.name).stat().st_size for file in describing}
+        for file in describing:
+            shutil.copyfile(file, folder / file.name)
         write_file = _write_safetensors if _is_safetensors(cut) else _write_pth
         for number, (name, entries) in enumerate(cut.shards.items(), start=1):
             write_file(folder / name, cut.source.headers, entries)
             # Each at once: all of a large slice would fill the memory first.
             sync_path(folder / name)
-            sizes[name] = (folder / name).stat().st_size
             progress.advance(number, num_bytes=sum(entry.size_bytes for entry in entries))
         if _is_safetensors(cut):
             _write_index(folder, cut)
@@ -210,34 +155,13 @@ def _write_new_slice(cut: SliceCut, output: Path, *, with_digests: bool, progres
         # Without its digest, a tensor's value is None.
         description = replace(cut.description, tensors={**cut.description.tensors, **digests})
         description.write(folder)
-        sizes |= {path.name: path.stat().st_size for path in folder.iterdir() if path.name not in sizes}
-        _require_files(folder, sizes, named=output, step="run the same command again")
     return SliceFolder(
         folder=output,
         description=description,
         files=tuple(output / name for name in cut.shards),
         size_bytes=cut.size_bytes,
-        file_sizes=sizes,
         is_new=True,
     )
-
-
-def _require_files(folder: Path, sizes: Mapping[str, int], *, named: Path, step: str) -> None:
-    """Raise if a file of the slice in `folder` is missing, or has another size; the error names the folder `named`."""
-    faults = []
-    for name, size_bytes in sizes.items():
-        path = folder / name
-        found_bytes = path.stat().st_size if path.is_file() else None
-        if found_bytes is None:
-            faults.append(f"{name} is missing")
-        elif found_bytes != size_bytes:
-            faults.append(f"{name} has {found_bytes} bytes, not {size_bytes}")
-    if faults:
-        raise CheckpointError(
-            f"files of the slice {named} were removed or changed after they were written",
-            found=list_faults(faults),
-            next_step=f"Find out what else writes or cleans up there, then {step}.",
-        )
 
 
 def _write_safetensors(path: Path, index: TensorIndex, entries: Sequence[TensorEntry]) -> None:
@@ -255,7 +179,6 @@ def _write_safetensors(path: Path, index: TensorIndex, entries: Sequence[TensorE
 
 
 def _write_pth(path: Path, index: TensorIndex, entries: Sequence[TensorEntry]) -> None:
-    # Torch writes the file.
     from minimax_tools.slices.torch_values import write_pth
 
     write_pth(path, index, entries)
@@ -287,35 +210,29 @@ def _reuse_slice(cut: SliceCut, output: Path, *, with_digests: bool) -> SliceFol
         description = SliceDescription.read(output)
         existing = read_slice_folder(output)
         difference = _find_difference(cut, description, existing)
-        # Digests read every byte, so they come last.
-        if difference is None:
-            digests = _digest_source(cut)
-            difference = _find_other_bytes(digests, description, existing)
     except CheckpointError as error:
         difference = error.what
     if difference is not None:
-        raise occupied_error(output, expected="one that holds this slice", found=difference)
-    if with_digests and description.tensors != digests:
-        description = replace(description, tensors=digests)
+        raise UsageError(
+            f"{output} exists",
+            expected="a new or empty folder, or one that holds this slice",
+            found=difference,
+            next_step="Name another --output, or remove it.",
+        )
+    if with_digests:
+        description = replace(description, tensors=_digest_source(cut))
         description.write(output)
     return SliceFolder(
         folder=output,
         description=description,
         files=existing.files,
         size_bytes=cut.size_bytes,
-        file_sizes={path.name: path.stat().st_size for path in output.iterdir() if path.is_file()},
         is_new=False,
     )
 
 
 def _find_difference(cut: SliceCut, description: SliceDescription, existing: TensorIndex) -> str | None:
-    """Return the first difference, tensor bytes aside, between the cut and the slice that is there.
-
-    Args:
-        cut: The slice to be written.
-        description: The slice.json that is there.
-        existing: The tensors that are there.
-    """
+    """Return the first difference between the cut and the slice that is there; every byte is compared."""
     if replace(description, tensors={}) != replace(cut.description, tensors={}):
         return f"another slice, of node {description.node}, cut from {description.source}"
     if (existing.folder / PTH_FILE).is_file() == _is_safetensors(cut):
@@ -324,10 +241,14 @@ def _find_difference(cut: SliceCut, description: SliceDescription, existing: Ten
         return f"another {CONFIG_FILE}"
     if not set(existing.names) == description.tensors.keys() == cut.description.tensors.keys():
         return "a slice of other tensors"
+    digests = _digest_source(cut)
+    found = dict(digest_tensors([existing[name] for name in digests], existing))
     for entry in cut.entries:
-        existing_entry = existing[entry.name]
-        if (existing_entry.dtype, existing_entry.shape) != (entry.dtype, entry.shape):
-            return f"another shape or dtype of {entry.name}"
+        name = entry.name
+        if describe_shape(existing[name]) != describe_shape(entry) or found[name] != digests[name]:
+            return f"other bytes of {name}"
+        if description.tensors[name] not in (None, digests[name]):
+            return f"another digest of {name} in {SLICE_FILE}"
     return None
 
 
@@ -335,18 +256,6 @@ def _read_config(folder: Path) -> bytes | None:
     # A bare state dict has no config.json.
     path = folder / CONFIG_FILE
     return path.read_bytes() if path.is_file() else None
-
-
-def _find_other_bytes(
-    digests: Mapping[str, str], description: SliceDescription, existing: TensorIndex
-) -> str | None:
-    """Return the first difference between the source's digests and the slice that is there."""
-    for name, found in digest_tensors([existing[name] for name in digests], existing):
-        if description.tensors[name] not in (None, digests[name]):
-            return f"another digest of {name} in {SLICE_FILE}"
-        if found != digests[name]:
-            return f"other bytes of {name}"
-    return None
 
 
 def _digest_source(cut: SliceCut) -> dict[str, str]:

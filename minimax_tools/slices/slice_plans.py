@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from pathlib import Path
 
 from minimax_tools.errors import UsageError, format_count, list_faults
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.partition.node import is_node_name
 from minimax_tools.partition.plan import PartitionPlan
@@ -100,17 +98,10 @@ class ModelSplitter:
         self._file_format = file_format
 
     async def split_model(self, config: SplitConfig, node_id: str) -> SplitResult:
-        """Run `split_model_sync` in a thread; if cancelled, it stops after the current file and leaves nothing."""
-        progress = _UntilCancelled()
-        try:
-            return await asyncio.to_thread(self.split_model_sync, config, node_id, progress=progress)
-        except asyncio.CancelledError:
-            progress.is_cancelled.set()
-            raise
+        """Run `split_model_sync` in a thread."""
+        return await asyncio.to_thread(self.split_model_sync, config, node_id)
 
-    def split_model_sync(
-        self, config: SplitConfig, node_id: str, *, progress: Progress | None = None
-    ) -> SplitResult:
+    def split_model_sync(self, config: SplitConfig, node_id: str) -> SplitResult:
         """Write a node's shard, or find the same shard there already, equal byte for byte.
 
         Block scales go with their weights even if the plan does not name them. Only this node's names are checked:
@@ -123,7 +114,7 @@ class ModelSplitter:
         """
         cut = self.cut_shard(config, node_id)
         folder = DEFAULT_FOLDER if config.output_dir is None else Path(config.output_dir)
-        written = write_slice(cut, folder / node_id, progress=progress)
+        written = write_slice(cut, folder / node_id)
         is_pth = self._file_format is FileFormat.PTH
         return SplitResult(
             node_id=node_id,
@@ -249,17 +240,6 @@ def split_plans(plan: PartitionPlan) -> dict[str, SplitPlan]:
         )
         for slice_ in plan.used
     }
-
-
-class _UntilCancelled(NoProgress):
-    """A progress that raises CancelledError in the working thread once `is_cancelled` is set."""
-
-    def __init__(self) -> None:
-        self.is_cancelled = threading.Event()
-
-    def advance(self, layer: int, *, num_bytes: int) -> None:
-        if self.is_cancelled.is_set():
-            raise asyncio.CancelledError
 
 
 def _parse_split_plan(node: str, value: object) -> SplitPlan:

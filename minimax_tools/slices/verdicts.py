@@ -13,8 +13,6 @@
 | `slices_as_planned` | each folder holds the plan's tensors, no others, and can be read |
 | `digests_match` | each tensor of a folder has the bytes of its source, and those that slice.json notes |
 | `reads_match` | each node opened exactly its tensors, and read as many bytes as they have (ratio 1.00) |
-
-The proportion of slices to their nodes' memory, recounted from the model's parts.
 """
 
 from __future__ import annotations
@@ -27,70 +25,14 @@ from minimax_tools.capture.read_record import ReadRecord
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.machine.size import format_size
 from minimax_tools.partition.cost import ModelCost, PartCost
+from minimax_tools.partition.node import Planner
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.partition.planners import plan_stages
 from minimax_tools.slices.download import Download, DownloadedFile
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import are_two_commits
 
-# Rounding moves a share by up to half a layer; one layer more is tolerated.
-_MAX_EXCESS_LAYERS = 1.5
-
-
-def recount(slice_: Slice, cost: ModelCost) -> PartCost:
-    """Return the cost of a slice by the model's parts; layers that the model lacks cost nothing."""
-    stage = slice_.stage
-    layers = range(max(stage.layers.start, 0), min(stage.layers.stop, len(cost.layers)))
-    return cost.of_slice(layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
-
-
-def find_disproportions(plan: PartitionPlan, costs: Sequence[PartCost], cost: ModelCost) -> list[str]:
-    """Describe each node of a plan by memory that has too many layers, while another has too few and room for one.
-
-    A node has too many if it is more than 1.5 layers above its share of the memory. It is no fault if the planner, run
-    again, gives the node as many: a large embedding, or one layer for each node, can force that. `costs` are those of
-    the slices, in the plan's order, and `cost` that of the model's parts.
-    """
-    largest = max(cost.layers, key=lambda part: part.held_bytes)
-    # As the planner counts: every used node has one layer's activations, and the logits of the last node are left out.
-    held_bytes = [
-        part.held_bytes + (largest.activation_bytes if slice_.stage.is_used else 0)
-        for slice_, part in zip(plan.slices, costs, strict=True)
-    ]
-    total_memory_bytes = sum(slice_.node.memory_bytes for slice_ in plan.slices)
-    givers, takers = [], []
-    for slice_, part, held in zip(plan.slices, costs, held_bytes, strict=True):
-        share = sum(held_bytes) * slice_.node.memory_bytes / total_memory_bytes
-        # At least 1, so that layers without weights do not divide by zero.
-        excess_layers = (held - share) / max(largest.held_bytes, 1)
-        has_room = (part + largest).memory_bytes <= slice_.node.memory_bytes
-        if excess_layers > _MAX_EXCESS_LAYERS and slice_.stage.is_used:
-            givers.append((slice_, excess_layers))
-        elif excess_layers < -_MAX_EXCESS_LAYERS and has_room:
-            takers.append((slice_.node.name, -excess_layers))
-    if not takers or not givers:
-        return []
-    replanned = _plan_again(plan, cost)
-    taker, missing_layers = takers[0]
-    return [
-        f"{slice_.node.name} has {excess_layers:.1f} layers more than its share of the memory, while {taker} has "
-        f"{missing_layers:.1f} less and room for one"
-        for slice_, excess_layers in givers
-        if len(slice_.stage.layers) > replanned.get(slice_.node.name, 0)
-    ]
-
-
-def _plan_again(plan: PartitionPlan, cost: ModelCost) -> dict[str, int]:
-    """Return the number of layers that the planner gives each node; empty if it cannot plan."""
-    try:
-        stages = plan_stages(plan.planner, cost, [slice_.node for slice_ in plan.slices])
-    except (UsageError, CannotRunError):
-        return {}
-    return {stage.node.name: len(stage.layers) for stage in stages}
-
-
-_PLANNER_BY_MEMORY = "memory"
-_REMEDY = "mm2-split fetch --byte-ranges fetches only its tensors"
+_REMEDY = "divide them otherwise, or cut slices where the model is: mm2-split extract"
 _NO_FOLDER = "no folder of slices was given"
 
 
@@ -215,19 +157,42 @@ def judge_nobody_holds_the_whole(
 def judge_memory_in_proportion(plan: PartitionPlan, cost: ModelCost | None) -> SliceVerdict:
     """Decide whether each slice fits its node and, for a plan by memory, whether all nodes are equally full.
 
-    Without the cost of the model's parts, the plan's own figures are used, and fullness is not judged.
+    A plan by memory is made again, and no node may have over a layer more than there. Without the cost of the model's
+    parts, the plan's own figures are used, and fullness is not judged.
     """
     claim = "each slice fits its node's memory" + (", by the plan's own figures" if cost is None else "")
-    costs = [slice_.cost if cost is None else recount(slice_, cost) for slice_ in plan.slices]
+    costs = [slice_.cost if cost is None else _recount(slice_, cost) for slice_ in plan.slices]
     faults = [
         f"{slice_.node.name} has {format_size(slice_.node.memory_bytes)} and needs {format_size(part.memory_bytes)}"
         for slice_, part in zip(plan.slices, costs, strict=True)
         if part.memory_bytes > slice_.node.memory_bytes
     ]
-    if plan.planner == _PLANNER_BY_MEMORY and cost is not None:
+    if plan.planner == Planner.MEMORY and cost is not None:
         claim += ", and all nodes are equally full, within a layer"
-        faults += find_disproportions(plan, costs, cost)
+        fair = _count_fair_layers(plan, cost)
+        faults += [
+            f"{slice_.node.name} has {len(slice_.stage.layers)} layers, by memory it would have "
+            f"{fair[slice_.node.name]}"
+            for slice_ in plan.slices
+            if len(slice_.stage.layers) > fair.get(slice_.node.name, len(cost.layers)) + 1
+        ]
     return SliceVerdict.of("memory_in_proportion", claim, faults)
+
+
+def _recount(slice_: Slice, cost: ModelCost) -> PartCost:
+    """Return the cost of a slice by the model's parts; layers that the model lacks cost nothing."""
+    stage = slice_.stage
+    layers = range(max(stage.layers.start, 0), min(stage.layers.stop, len(cost.layers)))
+    return cost.of_slice(layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
+
+
+def _count_fair_layers(plan: PartitionPlan, cost: ModelCost) -> dict[str, int]:
+    """Return the number of layers that the planner gives each node; empty if it cannot plan."""
+    try:
+        stages = plan_stages(Planner.MEMORY, cost, [slice_.node for slice_ in plan.slices])
+    except (UsageError, CannotRunError):
+        return {}
+    return {stage.node.name: len(stage.layers) for stage in stages}
 
 
 def judge_downloads_complete(nodes: Sequence[NodeVerification], *, must_be_here: bool) -> SliceVerdict:

@@ -93,7 +93,6 @@ def fetch() -> Schema:
             "folder": text("Folder of the slice."),
             "files": listed(text()),
             "size_bytes": whole("Size of the files in bytes."),
-            "bytes_fetched": maybe(whole(), "Bytes that came from the hub; null for whole files."),
         },
         "A slice fetched from a hub.",
     )

@@ -458,44 +458,6 @@ def test_a_source_that_is_cut_short_meanwhile_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-class _Removing:
-    """A progress that removes files of the slice being written, as a clean-up script would."""
-
-    def __init__(self, parent: Path, name: str) -> None:
-        self._parent = parent
-        self._name = name
-
-    def advance(self, number: int, *, num_bytes: int) -> None:
-        for path in self._parent.rglob(self._name):
-            path.unlink()
-
-    def skip(self, number: int) -> None:
-        """Remove nothing."""
-
-
-@pytest.mark.parametrize("name", ["model-00001-of-*.safetensors", "*.safetensors"])
-def test_a_file_that_was_removed_meanwhile_fails_the_slice(
-    sources: dict[str, Path], tmp_path: Path, name: str
-) -> None:
-    made = cut(sources["fp8"], "a", plan_of(sources["fp8"], 1, 3), shard_size_bytes=100_000)
-    with pytest.raises(
-        CheckpointError, match="files of the slice .*/slice were removed or changed .*: found"
-    ):
-        write_slice(made, tmp_path / "slice", progress=_Removing(tmp_path, name))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_slice_that_was_removed_later_is_told(sources: dict[str, Path], tmp_path: Path) -> None:
-    written = extract(sources["fp8"], "a", tmp_path / "slice")
-    written.require_files()
-    written.files[0].write_bytes(written.files[0].read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="were removed or changed after they were written: found"):
-        written.require_files()
-    shutil.rmtree(written.folder)
-    with pytest.raises(CheckpointError, match="remove the folder and run the same command again"):
-        written.require_files()
-
-
 def test_a_damaged_bin_file_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "source"
     shutil.copytree(sources["bin"], folder)
@@ -509,15 +471,6 @@ def test_a_damaged_bin_file_is_refused(sources: dict[str, Path], tmp_path: Path)
     with pytest.raises(CheckpointError, match=f"{entry.name} .*is damaged"):
         write_slice(made, tmp_path / "a")
     assert not (tmp_path / "a").exists()
-
-
-def test_weights_that_are_not_here_are_asked_for(sources: dict[str, Path], tmp_path: Path) -> None:
-    plan = plan_of(sources["fp8"], 1, 3)
-    only_config = tmp_path / "config"
-    only_config.mkdir()
-    shutil.copy(sources["fp8"] / "config.json", only_config)
-    with pytest.raises(CheckpointError, match="safetensors is not here.*mm2-split fetch"):
-        extract(only_config, "a", tmp_path / "a", plan=plan)
 
 
 def test_the_files_of_one_slice_suffice_for_it(sources: dict[str, Path], tmp_path: Path) -> None:

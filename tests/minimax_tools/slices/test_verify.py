@@ -26,7 +26,7 @@ from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.partition.planners import plan_stages
 from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.description import SliceDescription
-from minimax_tools.slices.fetch import fetch_slice, fetch_slice_ranges
+from minimax_tools.slices.download import fetch_slice
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.verdicts import judge_memory_in_proportion
@@ -154,14 +154,6 @@ def test_two_equal_slices_fail(plan: PartitionPlan, slices: Path) -> None:
     assert faults.keys() >= {"cover_everything", "overlap_nowhere"}
 
 
-def test_a_slice_with_the_whole_model_fails(plan: PartitionPlan, slices: Path, toy: Path) -> None:
-    everything = {
-        name: tensor for file in toy.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    rewrite(slices / "b", lambda tensors: tensors.update(everything))
-    assert failing(verify(plan, slices=slices))["nobody_holds_the_whole"] == "b holds all 827 tensors"
-
-
 def test_a_slice_with_the_whole_model_fails_even_if_no_other_slice_is_there(
     plan: PartitionPlan, slices: Path, toy: Path
 ) -> None:
@@ -199,12 +191,6 @@ def test_two_nodes_with_the_same_layers_fail(plan: PartitionPlan) -> None:
     assert faults["nodes_differ"] == "a and b have the same 3 layers"
 
 
-def test_one_node_may_hold_the_whole(toy: Path) -> None:
-    verification = verify(make(toy, [Node(name="only", memory_bytes=2_000 * MIB)]))
-    assert verification.holds
-    assert {verdict.name: verdict.holds for verdict in verification.verdicts}["nobody_holds_the_whole"]
-
-
 def test_one_used_node_of_several_may_hold_the_whole(toy: Path) -> None:
     verification = verify(
         make(toy, [Node(name="large", memory_bytes=2_000 * MIB), Node(name="tiny", memory_bytes=1 * MIB)])
@@ -231,23 +217,16 @@ def in_one_shard(llama: Path, folder: Path) -> Path:
 TWO_NODES = [Node(name="a", memory_bytes=101 * MIB), Node(name="b", memory_bytes=100 * MIB)]
 
 
-def test_nodes_that_would_each_download_the_only_shard_fail_until_they_fetch_ranges(
+def test_nodes_that_would_each_download_the_only_shard_fail(
     llama: Path, hub: Any, access: HubAccess, tmp_path: Path
 ) -> None:
     folder = in_one_shard(llama, tmp_path / "single")
     assert verify(make(folder, TWO_NODES)).holds
     hub.add("owner/single", folder)
-    plan = make("owner/single", TWO_NODES, access=access)
-    faults = failing(verify(plan, access=access))
+    faults = failing(verify(make("owner/single", TWO_NODES, access=access), access=access))
     assert faults.keys() == {"nobody_holds_the_whole", "downloads_differ"}
-    remedy = "mm2-split fetch --byte-ranges fetches only its tensors"
-    assert faults["nobody_holds_the_whole"].startswith(
-        f"a downloads every weight file, 1 in all: {remedy} | b "
-    )
-    assert faults["downloads_differ"] == f"a and b download the same 1 weight files: {remedy}"
-    for node in ("a", "b"):
-        fetch_slice_ranges(plan, node, tmp_path / "slices" / node, access=access)
-    assert verify(plan, slices=tmp_path / "slices", access=access).holds
+    assert faults["nobody_holds_the_whole"].startswith("a downloads every weight file, 1 in all: divide")
+    assert faults["downloads_differ"].startswith("a and b download the same 1 weight files: divide")
 
 
 def test_nodes_that_download_the_same_of_several_shards_fail(
@@ -341,13 +320,6 @@ def test_a_plan_with_a_wrong_place_fails(plan: PartitionPlan) -> None:
     assert failing(verify(decode(PartitionPlan, values))).keys() == {"plan_is_whole"}
 
 
-def test_a_node_too_small_for_its_slice_fails(plan: PartitionPlan) -> None:
-    values = encode(plan)
-    values["slices"][1]["memory_bytes"] = 1 * MIB
-    faults = failing(verify(decode(PartitionPlan, values)))
-    assert faults["memory_in_proportion"].startswith("b has 1.0 MB and needs")
-
-
 def test_what_a_slice_takes_is_measured_whatever_the_plan_says(plan: PartitionPlan, llama: Path) -> None:
     values = encode(plan)
     values["slices"][1] |= {
@@ -368,8 +340,7 @@ def test_memory_out_of_proportion_fails_where_the_plan_divides_by_it(toy: Path) 
     assert verify(by_hand).holds
     faults = failing(verify(replace(by_hand, planner="memory")))
     assert faults.keys() == {"memory_in_proportion"}
-    assert "layers more than its share of the memory, while large has" in faults["memory_in_proportion"]
-    assert faults["memory_in_proportion"].endswith("less and room for one")
+    assert faults["memory_in_proportion"] == "small has 3 layers, by memory it would have 1"
 
 
 def test_all_on_one_of_two_nodes_that_could_share_fails(toy: Path) -> None:
@@ -389,7 +360,7 @@ def test_all_on_one_of_two_nodes_that_could_share_fails(toy: Path) -> None:
     assert failing(verify(lopsided)).keys() == {"memory_in_proportion"}
 
 
-@pytest.mark.parametrize("planner", ["memory", "compute", "balanced"])
+@pytest.mark.parametrize("planner", ["memory", "balanced"])
 @pytest.mark.parametrize("model", ["toy", "llama"])
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7])
 def test_honest_plans_pass(planner: str, model: str, num_nodes: int, request: pytest.FixtureRequest) -> None:
@@ -631,14 +602,6 @@ def test_sizes_are_the_plans_and_not_what_config_json_says(
     assert {verdict.name: verdict.holds for verdict in verification.verdicts}["reads_match"]
     for node in verification.nodes:
         assert node.slice_bytes == sum(tensor.size_bytes for tensor in node.slice.tensors)
-
-
-def test_what_only_a_folder_holds_was_not_loaded(plan: PartitionPlan, slices: Path) -> None:
-    verification = verify(plan, slices=slices)
-    assert all(node.record is None and node.layers is None for node in verification.nodes)
-    judged = {verdict.name: verdict for verdict in verification.verdicts}
-    assert judged["reads_match"].holds is None
-    assert judged["digests_match"].holds
 
 
 def test_digests_that_are_no_text_are_a_fault_and_no_crash(plan: PartitionPlan, slices: Path) -> None:
