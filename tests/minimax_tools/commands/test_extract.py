@@ -149,13 +149,6 @@ def test_all_slices_are_cut_only_along_a_plan_that_is_whole(
     assert not (tmp_path / "model_shards").exists()
 
 
-def test_what_is_no_plan_is_refused(command: Run, tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text("{}")
-    result = command(mm2_split, "extract", "--plan", tmp_path / "plan.json", "--all-nodes")
-    assert result.exit_code == 2
-    assert "is no plan" in result.stderr
-
-
 @pytest.fixture
 def names_file(toy: Path, tmp_path: Path) -> Path:
     """A plan of names: the toy's layers 0 and 1 on one node, all other tensors on another."""

@@ -204,15 +204,6 @@ def test_one_node_holds_everything(planner: str) -> None:
         plan_stages(planner, cost, cluster(needed - 1))
 
 
-def test_one_node_counts_a_tied_matrix_once() -> None:
-    tied = PartCost(loaded_bytes=20)
-    cost = model(embedding=tied, lm_head=tied, shared=tied)
-    needed = 8 * 100 + 20 + 1 + 7
-    assert len(plan_stages("memory", cost, cluster(needed))) == 1
-    with pytest.raises(CannotRunError):
-        plan_stages("memory", cost, cluster(needed - 1))
-
-
 @pytest.mark.parametrize("planner", DIVIDING)
 def test_more_nodes_than_layers_leaves_the_last_idle(planner: str) -> None:
     cost = model([LAYER] * 3)
@@ -276,12 +267,6 @@ def test_balanced_leaves_a_slow_node_out() -> None:
     cost = model([LAYER] * 10, lm_head=NOTHING)
     stages = plan_stages("balanced", cost, cluster(*[10**6] * 3, tflops=[100, 100, 1]))
     assert counts(stages) == {"n1": 5, "n0": 5, "n2": 0}
-
-
-def test_balanced_keeps_to_memory() -> None:
-    cost = model([LAYER] * 10, lm_head=NOTHING)
-    stages = plan_stages("balanced", cost, cluster(10**6, 230, tflops=[1, 100]))
-    assert counts(stages) == {"n1": 2, "n0": 8}
 
 
 def test_manual_takes_the_layers_that_were_given() -> None:

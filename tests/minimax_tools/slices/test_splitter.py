@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import UsageError
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import SliceCut
-from minimax_tools.slices.layout import FileFormat
 from minimax_tools.slices.slice_plans import (
     ModelSplitter,
     SplitConfig,
@@ -122,16 +120,6 @@ def test_the_seeds_example_gives_its_three_tensors(pickled: bool, save: Save, tm
     whole = gpt2()
     assert loaded.keys() == set(_ATTENTION)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.items())
-
-
-def test_a_shard_may_be_safetensors(save: Save, tmp_path: Path) -> None:
-    config = config_of(save("gpt2"), plan_for("n", *_ATTENTION), tmp_path)
-    result = ModelSplitter(file_format=FileFormat.SAFETENSORS).split_model_sync(config, "n")
-    assert result.shard_path == tmp_path / "n"
-    loaded = load_file(result.shard_path / "model-00001-of-00001.safetensors")
-    assert loaded.keys() == set(_ATTENTION)
-    assert TensorIndex.from_folder(result.shard_path).names == result.layer_names
-    assert all(torch.equal(tensor, gpt2()[name]) for name, tensor in loaded.items())
 
 
 def test_a_model_that_nobody_knows_is_split_too(save: Save, tmp_path: Path) -> None:

@@ -26,11 +26,3 @@ def test_what_is_shown_already_is_not_shown_twice(capsys: pytest.CaptureFixture[
         logger.info("loading")
     assert stream.getvalue() == "loading\n"
     assert capsys.readouterr() == ("", "")
-
-
-def test_logging_is_as_before_after_an_error() -> None:
-    before = (package.level, package.propagate, list(package.handlers))
-    with pytest.raises(RuntimeError):
-        with logging_to_stderr(True):
-            raise RuntimeError
-    assert (package.level, package.propagate, list(package.handlers)) == before

@@ -27,8 +27,8 @@ def test_words_name_layers_and_what_comes_with_them() -> None:
     assert str(plan_parts(1, 2, num_hidden_layers=3)[1]) == "trunk (layer 1)"
 
 
-@pytest.mark.parametrize("points", [(0, 1), (1, 1), (2, 1), (1, 3), (1, 4)])
-def test_component_without_layers_is_refused(points: tuple[int, int]) -> None:
+@pytest.mark.parametrize("points", [(0, 1), (1, 1), (2, 1), (1, 3), (True, 2), (1, 2.0)])
+def test_component_without_layers_is_refused(points: Any) -> None:
     with pytest.raises(UsageError, match="0 < split_point_1 < split_point_2 < 3"):
         plan_parts(*points, num_hidden_layers=3)
 
@@ -77,12 +77,8 @@ def test_map_names_each_component_by_text_or_role() -> None:
     ("device_map", "message"),
     [
         ("balanced", "found 'balanced'"),
-        (["cpu"] * 3, "device_map cannot be used"),
         ({"bottom": "cpu", "trunk": "cpu"}, "device_map cannot be used"),
-        ({"bottom": "cpu", "trunk": "cpu", "top": "cpu", "head": "cpu"}, "device_map cannot be used"),
-        ({"Bottom": "cpu", "trunk": "cpu", "top": "cpu"}, "device_map cannot be used"),
         ({"bottom": "cpu", "trunk": "gpu:0", "top": "cpu"}, "'gpu:0', given for trunk, is not a device"),
-        ({"bottom": None, "trunk": "cpu", "top": "cpu"}, "None, given for bottom, is not a device"),
         ({"bottom": "meta", "trunk": "cpu", "top": "cpu"}, "bottom cannot be on the meta device"),
     ],
 )
