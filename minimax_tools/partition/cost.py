@@ -1,7 +1,4 @@
-"""ModelCost: bytes stored and loaded, parameters, FLOPs, keys, values and activations of a model's parts.
-
-Costs of a model's parts, computed from the shapes of its tensors and from config.json.
-"""
+"""ModelCost: bytes, parameters, FLOPs, keys, values and activations of a model's parts, from shapes and config.json."""
 
 from __future__ import annotations
 

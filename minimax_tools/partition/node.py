@@ -1,9 +1,4 @@
-"""Node: a machine, or a device of one, that can hold a slice of a model; and the file that lists nodes.
-
-Planner: a way to divide layers among nodes, by name; `planners` divides them.
-
-Stage: a node and the parts of the model that it holds.
-"""
+"""Node: a machine, or a device of one, that can hold a slice of a model; and Stage: a node and what it holds."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""PartitionPlan: the division of a checkpoint's tensors among nodes, as a value and as one JSON file.
-
-All later steps read the file: slices are fetched, extracted, verified and run along it.
-
-Checks of a plan's slices; each returns the faults it finds, in words.
-"""
+"""PartitionPlan: the division of a checkpoint's tensors among nodes, as a value and as a JSON file, and its checks."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""SliceCut: a slice before it is written, with the tensors of each of its files; no tensor is read yet.
-
-| step | call |
-|---|---|
-| read the plan, with one node's tensors | `PartitionPlan.read(path, tensors_of=node)` |
-| read their headers and check them against the plan | `StoredWeights.of_slice(model, slice_)` |
-| assign the tensors to files | `cut_slice(plan, node, source)` |
-| write the slice's folder | `write_slice(cut, output)` |
-"""
+"""SliceCut: a slice before it is written, with the tensors of each of its files; no tensor is read yet."""
 
 from __future__ import annotations
 

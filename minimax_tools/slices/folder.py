@@ -97,13 +97,6 @@ def write_slice(
 ) -> SliceFolder:
     """Write a slice, or find the same slice there already, equal byte for byte.
 
-    Memory in use:
-
-    | from | to safetensors | to a torch file |
-    |---|---|---|
-    | safetensors | none: the kernel copies the bytes | mapped pages, which the system may drop |
-    | torch files | one tensor at a time | the whole slice |
-
     Args:
         cut: The slice.
         output: A folder that does not exist yet, is empty, or holds the same slice.

@@ -1,9 +1,6 @@
-"""Plans that slices are cut by: one of stages, as `mm2-split plan` writes it, or one of tensor names.
+"""Plans that slices are cut by: one of stages, as `mm2-split plan` writes it, or one of tensor names (`ModelSplitter`).
 
-ModelSplitter: the slice of a node, cut out of a checkpoint by tensor names.
-
-A split plan lists tensor names for each node. `split_plans` makes one from a PartitionPlan. In this interface a slice
-is called the shard of its node, and `layer_names` are names of tensors.
+In ModelSplitter's interface a slice is called the shard of its node, and `layer_names` are names of tensors.
 """
 
 from __future__ import annotations

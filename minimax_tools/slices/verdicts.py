@@ -1,19 +1,4 @@
-"""Verdicts over a divided model: claims about all nodes together, each with its contradictions.
-
-| verdict | claim |
-|---|---|
-| `plan_is_whole` | the plan contradicts neither itself nor what is known of the checkpoint |
-| `nodes_differ` | no two nodes have the same layers, or hold the same tensors |
-| `downloads_differ` | no two nodes download the same weight files |
-| `cover_everything` | every tensor of the checkpoint is on some node |
-| `overlap_nowhere` | no tensor is on two nodes, except those that the plan shares |
-| `memory_in_proportion` | each slice fits its node; a plan by memory fills all nodes equally, within a layer |
-| `nobody_holds_the_whole` | no node of several holds every tensor, or downloads every weight file |
-| `downloads_complete` | the files of the nodes asked for are here with their sizes |
-| `slices_as_planned` | each folder holds the plan's tensors, no others, and can be read |
-| `digests_match` | each tensor of a folder has the bytes of its source, and those that slice.json notes |
-| `reads_match` | each node opened exactly its tensors, and read as many bytes as they have (ratio 1.00) |
-"""
+"""Verdicts over a divided model: claims about all nodes together, each with its contradictions."""
 
 from __future__ import annotations
 

@@ -1,22 +1,6 @@
 """Verification in words: a short summary, and the sections of the detailed log.
 
-| section | content for a node |
-|---|---|
-| NODE SLICE ASSIGNMENT | the layers of all nodes, and what this node will load |
-| SLICE LOADING | its layers, and the patterns of the files to download |
-| DOWNLOAD | its files among the repository's, and their sizes |
-| DOWNLOAD COMPLETED | each file: its size in the repository (expected) and on this machine (actual) |
-| RUNTIME SLICE | the layers that were loaded, the bytes read for them, and the tensors in the slice's folder |
-| VERDICTS | each claim over all nodes, with its contradictions; once, at the end |
-
-`console.shows_details` reads the environment variable DEBUG. From DEBUG=11 on, commands show sections:
-
-- `mm2-split verify` all, also with `--verbose`;
-- `mm2-split fetch` the first three, and after the fetch DOWNLOAD COMPLETED;
-- a run NODE SLICE ASSIGNMENT and RUNTIME SLICE.
-
-Behind the nodes stand the weight files that several of them fetch, by name.
-
+`mm2-split verify` shows all sections, `mm2-split fetch` those of the download, and a run a node's first and last.
 Titles and labels were given word for word. Their `Shard` is a node's slice, not a file.
 With `with_marks` lines begin with pictures. Without, `_MARKS` become words, and other pictures are left out.
 """

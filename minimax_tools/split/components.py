@@ -1,15 +1,9 @@
 """SplitModel: bottom, trunk or top of a causal language model, as a module that runs by itself.
 
+Seed files are components in `.pt` files of older tools: a dict with the state dict, the config, and the component's
+name and layers, or a state dict alone with `<name>_metadata.json` beside it. No code in them runs.
+
 B batch, S sequence, H hidden, V vocabulary.
-
-Seed files: components (bottom, trunk, top) in `.pt` files of older tools. No code in them runs.
-
-Two kinds are read:
-
-- a dict with the state dict, the config, and the component's name and layers
-- a state dict alone, with `<name>_metadata.json` beside it
-
-In some files the component's first layer has number 0. The prefix of the base model is often left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Tensor names of any causal language model that transformers knows, read from its tree of modules.
 
 The tree is built on the meta device, without weights. Each path gets up to four spellings: that of the tree, that of
-the hub's files, and both without the base model's prefix, as in files saved from the base model alone. For a Gemma 3:
-
-    model.language_model.norm (tree), language_model.norm (base model), language_model.model.norm (hub)
+the hub's files, and both without the base model's prefix, as in files saved from the base model alone.
 """
 
 from __future__ import annotations
