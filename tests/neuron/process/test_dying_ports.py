@@ -23,8 +23,9 @@ from faults.deaths import DEATHS, Death, write_port
 REPOSITORY = Path(__file__).parents[3]
 # Processes import torch, on a machine that may have much else to do.
 DEADLINE_S = 300
-# A layer of the small model takes milliseconds, on a machine that has nothing else to do.
-LAYER_TIMEOUT_S = 5
+# A layer of the small model takes milliseconds; beside much other work, or as ranks, it takes seconds.
+LAYER_TIMEOUT_S = 15
+RANK_TIMEOUT_S = 60
 
 # Runs several commands, each supervised as from a shell, in a process that has torch imported.
 SUPERVISED = """
@@ -302,7 +303,7 @@ def test_rank_that_ends_or_hangs_fails_the_run(
     small: Path, tmp_path: Path, launcher: str, run: str, words: str
 ) -> None:
     port = write_port(tmp_path / "port.py", {"run": run})
-    command = (*layers_of(small, port, tmp_path / "capture"), "--layer-timeout", LAYER_TIMEOUT_S)
+    command = (*layers_of(small, port, tmp_path / "capture"), "--layer-timeout", RANK_TIMEOUT_S)
     torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "neuron")
     words_before = ("neuron", *command, "--tp-degree", 2) if launcher == "mm2" else (*torchrun, *command)
     done = subprocess.run(
