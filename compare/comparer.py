@@ -27,14 +27,8 @@ from compare.judging.model_judge import ModelJudge
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
 from compare.model_runs.choices import draws_tokens, judge_choices
-from compare.model_runs.chunks import (
-    add_findings,
-    blame_findings,
-    join_chunks,
-    judge_own_logits,
-    judge_repetitions,
-    open_chunks,
-)
+from compare.model_runs.chunks import join_chunks, judge_own_logits, judge_repetitions, open_chunks
+from compare.model_runs.findings import add_findings, blame_findings
 from compare.model_runs.passes import compare_passes, is_black_box, split_passes
 from compare.model_runs.stream import LAYER_SKIPPED, judge_layer_order, judge_norm_input
 from compare.notes import gather_notes, word_tokens

@@ -16,7 +16,7 @@ from compare.judging.coverage import is_proved, leave_undecided
 from compare.judging.layer_judge import LayerJudge, measure_golden_site
 from compare.judging.model_judge import ModelJudge
 from compare.model_runs.cache import CacheJudgement, judge_cache
-from compare.model_runs.decoding import is_right_on_own_cache
+from compare.model_runs.own_cache import is_right_on_own_cache
 from compare.model_runs.passes import PassFault, PassSplit, find_pass_fault
 from compare.sides.captured_input import CapturedInput, read_captured_input
 from compare.sides.pairing import declared_layers

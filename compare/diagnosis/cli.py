@@ -29,6 +29,20 @@ if TYPE_CHECKING:
     from compare.comparer import JudgedRun
 
 
+def _print_catalogue(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    """Print the known mistakes and end, before the sides are read, which takes torch."""
+    if not is_asked:
+        return
+    with loading():
+        from compare.catalogue.words import catalogue_record, render_catalogue
+
+    if context.params.get("as_json"):
+        print_json(catalogue_record(), next_commands=())
+    else:
+        print_text(render_catalogue(), next_commands=())
+    context.exit()
+
+
 @click.command(cls=Mm2Command)
 @optional_model_option
 @sides_options
@@ -40,7 +54,13 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Mistake to try. Repeat for several. Default: all in the catalogue.",
 )
-@click.option("--list", "lists_catalogue", is_flag=True, help="Print the catalogue of mistakes, and end.")
+@click.option(
+    "--list",
+    is_flag=True,
+    expose_value=False,
+    callback=_print_catalogue,
+    help="Print the catalogue of mistakes, and end.",
+)
 @click.option(
     "--prove",
     "proves",
@@ -61,7 +81,6 @@ def main(
     sides: NamedSides,
     layer_pattern: str | None,
     mistakes: tuple[str, ...],
-    lists_catalogue: bool,
     proves: bool,
     port: str | None,
     report_path: Path | None,
@@ -81,15 +100,6 @@ def main(
 
     Example: mm2-diagnose --model DIR --golden GOLDEN --run RUN
     """
-    if lists_catalogue:
-        with loading():
-            from compare.diagnosis.report import catalogue_record, render_catalogue
-
-        if as_json:
-            print_json(catalogue_record(), next_commands=())
-        else:
-            print_text(render_catalogue(), next_commands=())
-        return
     with loading():
         from compare.diagnosis.diagnose import diagnose
         from compare.diagnosis.kept_diagnosis import DiagnosisQuestion, KeptDiagnosis, note_change

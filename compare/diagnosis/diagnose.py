@@ -7,25 +7,26 @@ the layers: embedding, final norm and logits.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from compare.blame.blame import join_causes
+from compare.catalogue.catalogue import CATALOGUE
+from compare.catalogue.mistake import Hypothesis, Mistake
+from compare.catalogue.outside import MODEL_CATALOGUE, ModelMistake
+from compare.catalogue.words import require_known
 from compare.comparer import JudgedRun, judge_run
-from compare.diagnosis.catalogue.catalogue import find_mistakes
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, PassedOver, SiteDiagnosis
 from compare.diagnosis.layer_group import withdraw_rare, withdraw_unequal
 from compare.diagnosis.layer_search import LayerSearch
-from compare.diagnosis.mistake import Hypothesis, Mistake
-from compare.diagnosis.model.case import ModelCases, SiteCase
-from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.search import MODEL_CATALOGUE, find_model_mistakes, search_site
-from compare.diagnosis.naming import RIGHT_RHO
+from compare.diagnosis.outside import diagnose_outside
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.noise.yardstick import RIGHT_RHO
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
 from compare.sides.pairing import declared_layers, is_of_shape
 from minimax_tools.capture.address_records import address_of
@@ -33,7 +34,7 @@ from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
 from minimax_tools.machine.progress import NoProgress, Progress
-from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import WEIGHTS, Blame, Comparison, SiteResult, SiteStatus, Verdict
 
@@ -41,6 +42,7 @@ from minimax_tools.results.results import WEIGHTS, Blame, Comparison, SiteResult
 # search, and the first alone may be an exception.
 _MOST_IN_VAIN = 2
 
+Entry = TypeVar("Entry", Mistake, ModelMistake)
 # The sites of each blame of a cause.
 _Place = tuple[tuple[str, ...], ...]
 _SITES = frozenset(map(str, Site))
@@ -78,7 +80,7 @@ def diagnose(
         CheckpointError: The checkpoint cannot be read.
         UsageError: A mistake is not in the catalogue, or the run has no such layer.
     """
-    entries = find_mistakes(mistakes, also=MODEL_CATALOGUE)
+    require_known(mistakes)
     if reference.known_description is None:
         raise IncomparableError(
             f"{reference.directory} does not say which model and tokens it is of",
@@ -103,7 +105,6 @@ def diagnose(
         layers=layers,
         includes_outside=includes_outside,
         mistakes=mistakes,
-        entries=entries,
         open_progress=open_progress,
     )
 
@@ -115,18 +116,15 @@ def diagnose_run(
     layers: tuple[int, ...] | None = None,
     includes_outside: bool = True,
     mistakes: tuple[str, ...] = (),
-    entries: Sequence[Mistake] | None = None,
     open_progress: OpenProgress = lambda _: nullcontext(NoProgress()),
 ) -> Diagnosis:
     """Name the known mistakes that explain a run that was judged, as `diagnose` does.
 
-    `includes_outside` is whether to diagnose the sites outside the layers, `entries` the mistakes of layers by these
-    names, if they were found already.
+    `includes_outside` is whether to diagnose the sites outside the layers.
     """
     comparison, reference, target = run.comparison, run.sides.reference, run.sides.target
-    entries = find_mistakes(mistakes, also=MODEL_CATALOGUE) if entries is None else entries
     sites, site_notes = (
-        _diagnose_outside(run, reference, weights, find_model_mistakes(mistakes))
+        diagnose_outside(run, reference, weights, _chosen(MODEL_CATALOGUE, mistakes))
         if includes_outside
         else ((), ())
     )
@@ -142,7 +140,7 @@ def diagnose_run(
                 reference,
                 weights,
                 judgeable,
-                mistakes=entries,
+                mistakes=_chosen(CATALOGUE, mistakes),
                 passes_over=layers is None,
                 tries_shapes=bool(mistakes),
                 progress=progress,
@@ -191,31 +189,9 @@ def _word_unproved(
     return f"compared {comparison.compared} of {comparison.of} sites"
 
 
-def _diagnose_outside(
-    run: JudgedRun, golden: CaptureSource, source: WeightSource, mistakes: Sequence[ModelMistake]
-) -> tuple[tuple[SiteDiagnosis, ...], tuple[str, ...]]:
-    """Diagnose the sites outside the layers on the port's own inputs; note failing sites that cannot be judged."""
-    comparison, target = run.comparison, run.sides.target
-    held = [site for site in ModelSite if site in golden.model_sites() and site in target.model_sites()]
-    if not held:
-        return (), ()
-    blamed = {site for blame in comparison.blame if blame.layer is None for site in blame.sites}
-    failing = {result.site for result in comparison.of_layer(None) if result.status is SiteStatus.FAIL}
-    last = max(comparison.layers)
-    diagnoses, notes = [], []
-    with source.open_layer(last, golden) as weights, torch.no_grad():
-        cases = ModelCases(golden, target, batch=run.sides.batch, last_layer=last, weights=weights)
-        for site in held:
-            if site is ModelSite.FINAL_NORM and site in failing - blamed:
-                notes.append(f"{site} fails by what it is given: that is blamed, and not the norm")
-                continue
-            case = cases.open(site)
-            if isinstance(case, SiteCase):
-                diagnoses.append(search_site(case, mistakes, is_blamed=site in blamed))
-            elif site in failing:
-                # `case` is then the reason, in words.
-                notes.append(f"{site} fails and was not diagnosed: {case}")
-    return tuple(diagnoses), tuple(notes)
+def _chosen(catalogue: Mapping[str, Entry], names: tuple[str, ...]) -> tuple[Entry, ...]:
+    """Return the mistakes of these names, those of other places passed over; all of them if no name is given."""
+    return tuple(mistake for name, mistake in catalogue.items() if not names or name in names)
 
 
 def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:

@@ -14,11 +14,11 @@ from types import MappingProxyType
 
 from compare.blame.blame import group_blame
 from compare.blame.operations import join_findings, join_operation
+from compare.catalogue.candidates import Value
 from compare.comparer import JudgedRun
-from compare.diagnosis.mistake import Value
-from compare.diagnosis.naming import RIGHT_RHO
 from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.score import Score
+from compare.noise.yardstick import RIGHT_RHO
 from minimax_tools.model.sites import SHARED_OPERATIONS, ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Blame, Comparison, Untested, Verdict
@@ -71,12 +71,12 @@ class MistakeFinding:
                 mistake.describe(spec, parameters)
                 for mistake, parameters in zip(mistakes, hypothesis.parameters, strict=True)
             ),
-            look_at="; ".join(mistake.look_at for mistake in mistakes),
+            look_at="; ".join(mistake.words.look_at for mistake in mistakes),
             begins_at=tuple(
                 tuple(str(site) for site in Site if site in mistake.with_parameters(parameters).sites)
                 for mistake, parameters in zip(mistakes, score.hypothesis.parameters, strict=True)
             ),
-            sources=tuple(source for mistake in mistakes for source in mistake.sources),
+            sources=tuple(source for mistake in mistakes for source in mistake.words.sources),
             resembles=tuple(dict.fromkeys(other for other in names if other != name)),
         )
 

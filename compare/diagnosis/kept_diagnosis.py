@@ -11,9 +11,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.catalogue.words import Place, read_words
 from compare.diagnosis.finding import Diagnosis
-from compare.diagnosis.model.search import MODEL_CATALOGUE
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.json_codec import DecodeError, decode, encode
@@ -53,7 +52,7 @@ class DiagnosisQuestion:
         """Return the question about two captures; None if mm2 did not write both."""
         if reference.known_description is None or target.known_description is None:
             return None
-        names = " ".join((*CATALOGUE, *MODEL_CATALOGUE))
+        names = " ".join((*read_words(Place.LAYER), *read_words(Place.OUTSIDE)))
         return cls(
             golden=_digest_manifest(reference),
             run=_digest_manifest(target),

@@ -11,19 +11,9 @@ from functools import partial
 
 import torch
 
-from compare.diagnosis.catalogue.fp8 import has_fp8_weights
-from compare.diagnosis.evaluation import (
-    CHOICES,
-    Evaluation,
-    GraphNode,
-    LayerInputs,
-    choice_rows,
-    finite_padding,
-    with_given,
-)
-from compare.diagnosis.expert_pass import LayerWeights
+from compare.catalogue.misread import has_fp8_weights
 from compare.diagnosis.trial import Trial, settled_tokens
-from compare.diagnosis.yardstick import Yardstick
+from compare.noise.yardstick import Yardstick
 from compare.sides.captured_input import fed_sites
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
@@ -34,6 +24,16 @@ from minimax_tools.errors import IncomparableError
 from minimax_tools.model.inputs import decoded_columns, decoded_tokens
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference.evaluation import (
+    CHOICES,
+    Evaluation,
+    GraphNode,
+    LayerInputs,
+    choice_rows,
+    finite_padding,
+    with_given,
+)
+from minimax_tools.reference.expert_pass import LayerWeights
 
 # Sites at which some mistakes begin beside others: where they are shown, and right, such a mistake is none.
 _CONTROLS = frozenset(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from compare.blame.blame import join_causes
-from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.catalogue.candidates import is_list
+from compare.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding, PassedOver
-from compare.diagnosis.mistake import is_list
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame
 

@@ -11,17 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from compare.catalogue.candidates import values_of
+from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.comparer import JudgedRun
-from compare.diagnosis.evaluation import scaled
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
 from compare.diagnosis.layer_case import LayerCase, comparable_sites
-from compare.diagnosis.mistake import Hypothesis, Mistake, values_of
 from compare.diagnosis.proof.right_stages import sites_behind
 from compare.diagnosis.score import Score
 from compare.diagnosis.search import SearchOutcome, search_layer
 from compare.sides.golden_weights import GoldenWeights
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.evaluation import scaled
 from minimax_tools.results.results import Blame
 from reports.wording import word_figure
 
@@ -34,8 +35,6 @@ _SITES = (
 DESCRIPTIONS = tuple(
     Mistake(
         name=f"{site} scaled",
-        what=f"{site} is off by a factor.",
-        look_at=f"what computes {site}",
         build=partial(scaled, site),
         candidates=values_of("factor", 0.9, 1.1),
         fitted="factor",

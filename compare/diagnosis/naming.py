@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from compare.diagnosis.mistake import is_list
+from compare.catalogue.candidates import is_list
 from compare.diagnosis.score import Score
-from compare.diagnosis.yardstick import MOST_LEFT
+from compare.noise.yardstick import MOST_LEFT, RIGHT_RHO
 
-# Largest ρ of a right port at a site, and so the largest that a mistake may leave. A port that is wrong in a large part
-# of the stream has more BF16 noise than the golden: of a ρ above 200, a hundredth may be left, at most 10.
-RIGHT_RHO = 2.0
+# A mistake may leave what a right port may have, `RIGHT_RHO`. A port that is wrong in a large part of the stream has
+# more BF16 noise than the golden: of a ρ above 200, a hundredth may be left, at most 10.
 _LEFT_OF_LARGE_RHO = 0.01
 # The same of a mistake with a number that was fitted to the port: a number fits what is only close, too.
 _FITTED_RHO = 1.5

@@ -10,18 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from compare.blame.blame import join_causes
-from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.catalogue.candidates import Value, is_list
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_group import LayerGroup, group_layers
-from compare.diagnosis.mistake import Mistake, Value, is_list
-from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.search import MODEL_CATALOGUE
 from compare.diagnosis.proof.proof import MEND_FIRST, draw_proofs, word_outcomes
 from minimax_tools.errors import format_count
 from minimax_tools.model.sites import FORMULAS, ModelSite, Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame, Verdict
-from reports.canvas import Canvas, Column, Row
+from reports.canvas import Canvas
 from reports.data import to_json
 from reports.wording import word_figure, word_layer, word_sites, word_untested
 
@@ -313,32 +310,6 @@ def render_nothing_to_prove(diagnosis: Diagnosis) -> str:
     return canvas.text
 
 
-def catalogue_record() -> dict[str, Any]:
-    """Return the catalogue as JSON."""
-    return {
-        "mistakes": [
-            {
-                "mistake": mistake.name,
-                "what": mistake.what,
-                "look_at": mistake.look_at,
-                "sources": list(mistake.sources),
-            }
-            for mistake in _catalogue()
-        ]
-    }
-
-
-def render_catalogue() -> str:
-    """Render the catalogue as a table."""
-    canvas = Canvas(width=None, is_terminal=None)
-    columns = [
-        Column(title="mistake", is_text=True),
-        Column(title="what the port does", is_text=True, is_broken=True),
-    ]
-    canvas.table(columns, [Row(cells=(mistake.name, mistake.what)) for mistake in _catalogue()])
-    return canvas.text
-
-
 def _mistake_records(findings: Sequence[MistakeFinding], *, are_hints: bool = False) -> list[dict[str, Any]]:
     """Return mistakes as JSON; `proof` is a key only where it was asked for."""
     records = []
@@ -359,10 +330,6 @@ def _part_record(part: LayerDiagnosis | SiteDiagnosis) -> dict[str, Any]:
         "num_hypotheses": part.num_hypotheses,
         "notes": list(part.notes),
     }
-
-
-def _catalogue() -> tuple[Mistake | ModelMistake, ...]:
-    return (*CATALOGUE.values(), *MODEL_CATALOGUE.values())
 
 
 def _draw_verdict(canvas: Canvas, diagnosis: Diagnosis, parts: Sequence[SiteDiagnosis | LayerGroup]) -> None:

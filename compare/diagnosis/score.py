@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compare.diagnosis.mistake import Hypothesis
-from compare.diagnosis.yardstick import Yardstick, trimmed_mean
+from compare.catalogue.mistake import Hypothesis
+from compare.noise.yardstick import Yardstick, is_enough, trimmed_mean
 from minimax_tools.model.sites import Site
 
-# Of settled tokens, whose experts stay the same under noise: fewer may all be near ties. The search begins with 8.
+# Tokens of which a difference is told, at least.
 _FEWEST_TOKENS = 6
 # Effective number of tokens, (Σx)² / Σx² of their weights: with fewer, one token decides, and the spread over tokens
 # says nothing of the uncertainty.
@@ -125,15 +125,15 @@ def score_predictions(
         rest_along = rest_along + projection.rest
         predicted_energy = predicted_energy + projection.predicted_energy
         error_energy = error_energy + projection.error_energy
-    is_enough = int(judged.sum()) >= min(_FEWEST_TOKENS, len(judged))
+    is_told = is_enough(judged)
     rest, before = sum(left), sum(without_widened)
     amplitude, z = _fit_amplitude(product[judged], predicted_energy[judged])
     return Score(
         hypothesis=hypothesis,
         is_decode_only=is_decode_only,
-        leaves=math.sqrt(max(left)) if is_enough else math.inf,
+        leaves=math.sqrt(max(left)) if is_told else math.inf,
         unexplained=math.sqrt(max(without)),
-        misfit=rest / len(left) if is_enough else math.inf,
+        misfit=rest / len(left) if is_told else math.inf,
         explains=1.0 - rest / before if before > 0.0 and math.isfinite(rest) else 0.0,
         amplitude=amplitude,
         z=z,

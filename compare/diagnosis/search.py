@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.diagnosis.mistake import Hypothesis, Mistake
+from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.diagnosis.naming import (
     CLEAR_RHO,
     FAINT_RHO,

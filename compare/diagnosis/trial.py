@@ -11,14 +11,14 @@ from functools import cached_property
 
 import torch
 
-from compare.diagnosis.clues import Clues
-from compare.diagnosis.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
-from compare.diagnosis.expert_pass import run_experts
-from compare.diagnosis.mistake import Hypothesis
+from compare.catalogue.clues import Clues
+from compare.catalogue.mistake import Hypothesis
 from compare.diagnosis.score import Score, SitePrediction, score_predictions
-from compare.diagnosis.yardstick import MOST_LEFT, Yardstick, trimmed_mean
 from compare.noise.rows import TINY_FLOAT32
+from compare.noise.yardstick import MOST_LEFT, Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
+from minimax_tools.reference.expert_pass import run_experts
 from minimax_tools.reference.float32_stages import has_all_tokens
 
 # Experts' outputs held at a time, float32: a layer of true size was diagnosed within 8 GB (BENCHMARKS.md).

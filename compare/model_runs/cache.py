@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compare.judging.layer_judge import LayerJudge
-from compare.model_runs.cache_mistakes import (
+from compare.catalogue.cache import (
     CACHE_MISTAKES,
     CacheContent,
     holds_scaled_bits,
@@ -20,7 +19,10 @@ from compare.model_runs.cache_mistakes import (
     noise_of,
     word_places,
 )
-from compare.model_runs.decoding_mistakes import CACHE_LOOK_AT
+from compare.catalogue.candidates import NO_PARAMETERS, Parameters
+from compare.catalogue.words import Place
+from compare.judging.layer_judge import LayerJudge
+from compare.model_runs.findings import named_finding
 from compare.model_runs.passes import PassSplit
 from compare.sides.captured_input import CapturedInput
 from compare.sides.sides import Batch, Sides
@@ -127,16 +129,7 @@ def judge_cache(
         )
     else:
         mistake, parameters = named
-        finding = ModelFinding(
-            number=number,
-            layer=layer,
-            sites=(CACHE,),
-            reason=reason,
-            mistake=mistake.name,
-            what=mistake.what,
-            look_at=mistake.look_at,
-            parameters=dict(parameters),
-        )
+        finding = _of_cache(mistake.name, number, layer, reason=reason, parameters=parameters)
     return CacheJudgement(findings=(finding, *changes))
 
 
@@ -264,17 +257,7 @@ def _judge_changes(target: CaptureSource, layer: int, split: PassSplit) -> tuple
     if not changes:
         return ()
     first = min(changes, key=lambda change: change.number)
-    return (
-        ModelFinding(
-            number=first.number,
-            layer=layer,
-            sites=(CACHE,),
-            reason=_describe_change(first, split),
-            mistake="cache_overwritten",
-            what="A step writes over the keys or values of an earlier token.",
-            look_at="the entry that a step writes at, and whether a buffer is shared",
-        ),
-    )
+    return (_of_cache("cache_overwritten", first.number, layer, reason=_describe_change(first, split)),)
 
 
 def _judge_shift(target: CaptureSource, layer: int, *, is_decoding_wrong: bool) -> tuple[ModelFinding, ...]:
@@ -283,18 +266,24 @@ def _judge_shift(target: CaptureSource, layer: int, *, is_decoding_wrong: bool) 
     if passes is None or not is_decoding_wrong or not 0 < abs(passes.cache_shift) <= _MOST_SHIFT:
         return ()
     side = "behind" if passes.cache_shift > 0 else "before"
-    return (
-        ModelFinding(
-            number=1,
-            layer=layer,
-            sites=(CACHE,),
-            reason=f"steps write their keys and values {abs(passes.cache_shift)} entry {side} their token's own "
-            f"({passes.cache_form}), and what they read is wrong",
-            mistake="cache_one_row_off",
-            what="Steps write their key and value one entry from where they are read.",
-            look_at=CACHE_LOOK_AT,
-            parameters={"by": passes.cache_shift},
-        ),
+    reason = (
+        f"steps write their keys and values {abs(passes.cache_shift)} entry {side} their token's own "
+        f"({passes.cache_form}), and what they read is wrong"
+    )
+    return (_of_cache("cache_one_row_off", 1, layer, reason=reason, parameters={"by": passes.cache_shift}),)
+
+
+def _of_cache(
+    mistake: str, number: int, layer: int, *, reason: str, parameters: Parameters = NO_PARAMETERS
+) -> ModelFinding:
+    return named_finding(
+        mistake,
+        number=number,
+        layer=layer,
+        site=CACHE,
+        reason=reason,
+        parameters=parameters,
+        place=Place.CACHE,
     )
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compare.diagnosis.mistake import Parameters
+from compare.catalogue.candidates import Parameters
+from compare.model_runs.findings import named_finding
 from compare.sides.sides import Sides
 from minimax_tools.capture.passes import Choice, ModelPasses, Repeated, pass_name
 from minimax_tools.errors import format_count
@@ -24,6 +25,8 @@ from minimax_tools.results.results import ModelFinding
 _MOST_CHANCE = 0.01
 # Chance of a token that is the likeliest of no other column.
 _RARE = 1 / 512
+# Names of a choice from another column, of an earlier token and of padding.
+_SAMPLED = ("earlier_row_sampled", "padding_sampled")
 # Numbers of ranks that usually divide a vocabulary.
 _DEGREES = (2, 4, 8, 16, 32, 64)
 
@@ -33,8 +36,6 @@ class ChoiceRule:
     """A known mistake that gives all chosen tokens."""
 
     mistake: str
-    what: str
-    look_at: str
     reason: str  # the rule in words
     parameters: Parameters
     chance: float  # probability that it fits by coincidence
@@ -59,13 +60,11 @@ def is_likeliest(choice: Choice) -> bool:
     return choice.chosen == choice.likeliest or choice.behind == 0.0
 
 
-def rule_of_column(*, is_padding: bool, parameters: Parameters, chance: float = 0.0) -> ChoiceRule:
+def _rule_of_column(*, is_padding: bool, parameters: Parameters, chance: float) -> ChoiceRule:
     """Return the rule of a next token that is chosen from the logits of another column of the pass."""
     whose = "padding" if is_padding else "an earlier token"
     return ChoiceRule(
-        mistake="padding_sampled" if is_padding else "earlier_row_sampled",
-        what=f"The next token is chosen from the logits of {whose}.",
-        look_at="the index of the last real token, by which states or logits are gathered before the choice",
+        mistake=_SAMPLED[is_padding],
         reason=f"The choice from the logits of {whose}",
         parameters=parameters,
         chance=chance,
@@ -97,8 +96,6 @@ def _shard_rules(
 def _shard_rule(parameters: Parameters, *, chance: float) -> ChoiceRule:
     return ChoiceRule(
         mistake="token_shard_offset",
-        what="The chosen token has a number that lacks the offset of its shard of the vocabulary, or a part of it.",
-        look_at="where a shard's best token becomes a number of the whole vocabulary: the shard's first row is added",
         reason="A number without the offset of its vocabulary shard",
         parameters=parameters,
         chance=chance,
@@ -115,18 +112,18 @@ def _column_rules(choices: Sequence[Choice], wrong: Sequence[Choice]) -> Iterato
     ends = [choice.num_columns - 1 for choice in several]
     if any(choice.last_column < choice.num_columns - 1 for choice in wrong) and _fits(several, ends):
         chance = _coincidence(several, ends)
-        yield rule_of_column(is_padding=True, parameters={"column": num_columns - 1}, chance=chance)
+        yield _rule_of_column(is_padding=True, parameters={"column": num_columns - 1}, chance=chance)
     starts = [0 for _ in several]
     if _fits(several, starts):
         chance = _coincidence(several, starts)
-        yield rule_of_column(is_padding=False, parameters={"column": 0}, chance=chance)
+        yield _rule_of_column(is_padding=False, parameters={"column": 0}, chance=chance)
     for by in range(1, num_columns):
         # Before a prompt's first token there is none: ports take that one then.
         columns = [max(choice.last_column - by, 0) for choice in several]
         if _fits(several, columns):
             # The token just before is the commonest: others are as many tries.
             chance = (1 if by == 1 else num_columns) * _coincidence(several, columns)
-            yield rule_of_column(is_padding=False, parameters={"by": by}, chance=chance)
+            yield _rule_of_column(is_padding=False, parameters={"by": by}, chance=chance)
 
 
 def _coincidence(choices: Sequence[Choice], columns: Sequence[int]) -> float:
@@ -159,8 +156,6 @@ def _prompt_rules(choices: Sequence[Choice], wrong: Sequence[Choice]) -> Iterato
         ):
             yield ChoiceRule(
                 mistake="token_of_another_prompt",
-                what="A prompt gets the next token of another row of the batch.",
-                look_at="the order of the batch's rows behind the head, or the sequence ids",
                 reason="The likeliest token of another prompt",
                 parameters={"by": by},
                 chance=num_rows * num_tokens ** -float(len(wrong)),
@@ -220,14 +215,12 @@ def _judge_choice(passes: ModelPasses) -> ModelFinding | None:
         return _of_choice(
             first, reason=reason, look_at="the row and shard of the logits that the choice reads"
         )
-    explained = f"{reason}. {rule.reason} explains all {len(wrong)} such tokens"
-    return _of_choice(
-        first,
-        reason=explained,
-        mistake=rule.mistake,
-        what=rule.what,
-        look_at=rule.look_at,
-        parameters=dict(rule.parameters),
+    return named_finding(
+        rule.mistake,
+        number=first.number,
+        site=CHOSEN_TOKEN,
+        reason=f"{reason}. {rule.reason} explains all {len(wrong)} such tokens",
+        parameters=rule.parameters,
     )
 
 
@@ -253,17 +246,13 @@ def _judge_placing(passes: ModelPasses) -> ModelFinding | None:
         return None
     first = passes.misplaced[0]
     others = f", and of {len(passes.misplaced) - 1} more prompts" if len(passes.misplaced) > 1 else ""
-    rule = rule_of_column(is_padding=first.is_padding, parameters={"column": first.column})
-    return ModelFinding(
+    return named_finding(
+        _SAMPLED[first.is_padding],
         number=0,
-        layer=None,
-        sites=(str(ModelSite.LOGITS),),
+        site=str(ModelSite.LOGITS),
         reason=f"the logits of prompt {first.row} are those of column {first.column} of the prefill, and not of its "
         f"last token{others}",
-        mistake=rule.mistake,
-        what=rule.what,
-        look_at=rule.look_at,
-        parameters=dict(rule.parameters),
+        parameters={"column": first.column},
     )
 
 
@@ -273,13 +262,10 @@ def _judge_padding(passes: ModelPasses) -> ModelFinding | None:
     if not passes.num_padded_logits or above is None or above <= _MASKED:
         return None
     beside = f"{above:.3g} above" if above > 0 else f"only {-above:.3g} below"
-    return ModelFinding(
+    return named_finding(
+        "padded_logits_live",
         number=0,
-        layer=None,
-        sites=(PADDED_LOGITS,),
+        site=PADDED_LOGITS,
         reason=f"the logits have {passes.num_padded_logits} columns beyond the vocabulary that are not masked; the "
         f"largest is {beside} the largest within",
-        mistake="padded_logits_live",
-        what="The vocabulary is padded for the ranks, and the padding takes part in softmax and choice.",
-        look_at="the masking of the padded columns behind lm_head, or where they are cut off",
     )

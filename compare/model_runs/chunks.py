@@ -12,19 +12,19 @@ what they depend on. T tokens, V the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median_low
 
 import torch
 
-from compare.blame.blame import group_blame
 from compare.limits.limits import computes_in_float32
+from compare.model_runs.findings import join_verdicts, named_finding
 from compare.model_runs.passes import PassSplit, is_black_box
 from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.passes import ModelPasses, Repeated, Repetition
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.results import Blame, ChunkedRun, Comparison, ModelFinding, Verdict
+from minimax_tools.results.results import ChunkedRun, Comparison, ModelFinding
 
 REPEATED = "repeated_run"
 # Largest difference of two runs of one prompt, relative to the logits: that of right ports is noise of their own size.
@@ -34,44 +34,17 @@ LEAST_DIFFERENCE, _LEAST_IN_FLOAT32 = 0.1, 1e-3
 _FEWEST_TOKENS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cause:
-    """Cause of other logits: something that a prompt must not depend on."""
-
-    mistake: str
-    what: str
-    look_at: str
-    seen: str  # what the further runs have shown
-
-
-_STALE = _Cause(
-    mistake="cache_stale",
-    what="Something of earlier prompts remains, in the cache or beside it.",
-    look_at="where a new prompt resets the cache, and the mask over cached entries that it has not written",
-    seen="the same prompts in the same rows of the batch gave other logits the second time",
-)
-_BY_SHAPE = _Cause(
-    mistake="kept_by_shape",
-    what="Something is kept from an earlier pass of the same shape, such as a table of angles or a mask.",
-    look_at="what is cached by the shape of a pass: cos and sin, and masks, depend on positions and mask too",
-    seen="in other rows of the batch the same prompts gave other logits, and the same ones in a shape that was new",
-)
-_BY_STEP = replace(
-    _BY_SHAPE,
-    seen="of the steps, which have one shape, the first agrees with the port's own prefill and later ones do not",
-)
-_NEIGHBOURS = _Cause(
-    mistake="depends_on_neighbours",
-    what="What a prompt gets depends on the other rows of the batch.",
-    look_at="what the rows of a batch share: pages of the cache, the capacity of experts, sums over the batch",
-    seen="a prompt gave other logits where the other rows of the batch held other tokens",
-)
-_ROW = _Cause(
-    mistake="depends_on_row",
-    what="What a prompt gets depends on the row of the batch in which it lies.",
-    look_at="what is found by the row's number: pages and slots of the cache, masks, sequence ids",
-    seen="in other rows of the batch the same prompts gave other logits, whatever tokens lay beside them; in the same "
-    "rows they gave the same ones",
+# What the further runs of a port have shown where its logits depend on what they must not, by the mistake.
+_SEEN = {
+    "cache_stale": "the same prompts in the same rows of the batch gave other logits the second time",
+    "kept_by_shape": "in other rows of the batch the same prompts gave other logits, and the same ones in a shape that "
+    "was new",
+    "depends_on_neighbours": "a prompt gave other logits where the other rows of the batch held other tokens",
+    "depends_on_row": "in other rows of the batch the same prompts gave other logits, whatever tokens lay beside them; "
+    "in the same rows they gave the same ones",
+}
+_SEEN_BY_STEP = (
+    "of the steps, which have one shape, the first agrees with the port's own prefill and later ones do not"
 )
 
 
@@ -146,36 +119,38 @@ def _judge_steps(steps: Sequence[Repetition], *, limit: float) -> tuple[ModelFin
     )
 
 
-def _find_cause(passes: ModelPasses, wrong: dict[Repeated, list[Repetition]]) -> _Cause | None:
-    """Return what the further runs speak for; None if they were not made, or speak for nothing."""
+def _find_cause(passes: ModelPasses, wrong: dict[Repeated, list[Repetition]]) -> tuple[str, str] | None:
+    """Return the mistake that the further runs speak for, and what they have shown; None if they say nothing."""
     made = {item.kind for item in passes.repetitions}
     first = wrong[Repeated.OTHER_ROWS][0].number
-    if wrong[Repeated.SAME_ROWS]:
-        return _STALE
-    if Repeated.OTHER_SHAPE in made and all(item.number != first for item in wrong[Repeated.OTHER_SHAPE]):
-        return _BY_SHAPE
-    # Steps that are told from each other by nothing but their number.
     late = {item.number for item in wrong[Repeated.WHOLE]}
-    if first and late and min(late) > 1:
-        return _BY_STEP
-    if wrong[Repeated.OTHER_NEIGHBOURS]:
-        return _NEIGHBOURS
-    return _ROW if {Repeated.OTHER_SHAPE, Repeated.OTHER_NEIGHBOURS} <= made else None
+    if wrong[Repeated.SAME_ROWS]:
+        cause = "cache_stale"
+    elif Repeated.OTHER_SHAPE in made and all(item.number != first for item in wrong[Repeated.OTHER_SHAPE]):
+        cause = "kept_by_shape"
+    elif first and late and min(late) > 1:
+        # Steps that are told from each other by nothing but their number.
+        return "kept_by_shape", _SEEN_BY_STEP
+    elif wrong[Repeated.OTHER_NEIGHBOURS]:
+        cause = "depends_on_neighbours"
+    elif {Repeated.OTHER_SHAPE, Repeated.OTHER_NEIGHBOURS} <= made:
+        cause = "depends_on_row"
+    else:
+        return None
+    return cause, _SEEN[cause]
 
 
-def _describe(wrong: Sequence[Repetition], cause: _Cause | None, *, limit: float) -> ModelFinding:
-    first = wrong[0]
-    seen = "the same prompts, run once more in other rows of the batch, gave other logits"
+def _describe(wrong: Sequence[Repetition], cause: tuple[str, str] | None, *, limit: float) -> ModelFinding:
+    first, differs = wrong[0], f"{_word(wrong[0])}, limit {limit:.3g}"
+    if cause is not None:
+        mistake, seen = cause
+        return named_finding(mistake, number=first.number, site=REPEATED, reason=f"{seen}: {differs}")
     return ModelFinding(
         number=first.number,
         layer=None,
         sites=(REPEATED,),
-        reason=f"{seen if cause is None else cause.seen}: {_word(first)}, limit {limit:.3g}",
-        mistake=None if cause is None else cause.mistake,
-        what="" if cause is None else cause.what,
-        look_at="what a prompt shares with earlier prompts, and with the others of its batch"
-        if cause is None
-        else cause.look_at,
+        reason="the same prompts, run once more in other rows of the batch, gave other logits: " + differs,
+        look_at="what a prompt shares with earlier prompts, and with the others of its batch",
     )
 
 
@@ -214,9 +189,6 @@ def _logits_error(sides: Sides) -> float:
     return float(errors.median())
 
 
-_OLDER = "the run beside which they lie is another one"
-
-
 def open_chunks(target: CaptureSource, *, has_weights: bool) -> CaptureSource | ChunkedRun | None:
     """Open a run's chunks, or say why they are not judged; None if the run is no whole port's.
 
@@ -235,7 +207,7 @@ def open_chunks(target: CaptureSource, *, has_weights: bool) -> CaptureSource | 
         beside.inputs_digest,
         beside.provenance.target_digest,
     ):
-        return ChunkedRun(untested=_OLDER)
+        return ChunkedRun(untested="the run beside which they lie is another one")
     return (
         chunks
         if has_weights
@@ -272,26 +244,6 @@ def join_chunks(run: Comparison, chunks: Comparison, capture: CaptureSource) -> 
     )
 
 
-def blame_findings(findings: Sequence[ModelFinding]) -> tuple[Blame, ...]:
-    """Return a blame for each finding that no site shows, and that does not warn."""
-    return tuple(
-        Blame(layer=finding.layer, sites=finding.sites, reason=finding.reason)
-        for finding in findings
-        if not (finding.is_of_sites or finding.is_warning)
-    )
-
-
-def add_findings(comparison: Comparison, findings: tuple[ModelFinding, ...]) -> Comparison:
-    """Return a comparison with more findings, which are to blame unless they warn."""
-    blame = blame_findings(findings)
-    return replace(
-        comparison,
-        findings=tuple(sorted((*comparison.findings, *findings), key=lambda finding: finding.order)),
-        blame=(*comparison.blame, *blame),
-        blame_groups=(*comparison.blame_groups, *group_blame(blame, ())),
-    )
-
-
 def _is_shown(finding: ModelFinding, run: Comparison) -> bool:
     """Decide whether the run shows what is wrong in chunks: a wrong layer, or a wrong site outside the layers."""
     return any(
@@ -302,10 +254,3 @@ def _is_shown(finding: ModelFinding, run: Comparison) -> bool:
         )
         for shown in run.findings
     )
-
-
-def join_verdicts(verdict: Verdict, findings: Sequence[ModelFinding]) -> Verdict:
-    """Return a verdict with more findings: fail if one does not warn."""
-    if any(not finding.is_warning for finding in findings):
-        return Verdict.FAIL
-    return Verdict.WARN if findings and verdict is Verdict.PASS else verdict

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from compare.limits.limits import computes_in_float32
+from compare.model_runs.findings import named_finding
 from compare.model_runs.passes import real_tokens
 from compare.noise.rows import TINY_FLOAT32
 from compare.sides.golden_weights import HeadWeights
@@ -28,10 +29,12 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.rounding import Float32Head
 from minimax_tools.results.results import ModelFinding
 
-LAYER_LEFT_OUT, OUT_OF_ORDER = "layer_left_out", "layers_out_of_order"
 ORDER = "layer_order"
+LAYER_SKIPPED = "layer_skipped"
 _NORM_INPUT = "final_norm_input"
 _LOOK_AT = "the loop over the layers in the model's forward, and the list that it runs over"
+# Layers that a finding names.
+_MOST_NAMED = 4
 # Largest error of a stream that is a given tensor, relative to each channel: that of one or two roundings.
 _MOST_ROUNDED, _MOST_IN_FLOAT32 = 1e-2, 1e-4
 # What it is must be nearer than what it should be by this factor.
@@ -45,8 +48,6 @@ class _Candidate:
     states: torch.Tensor  # [T,H]; NaN at tokens that it does not tell
     words: str
     mistake: str
-    what: str
-    look_at: str = "how the stream passes from one layer or stage to the next"
     other: int | None = None  # the layer whose output it is, -1 for the embedding; None for something else
     skipped: tuple[int, ...] = ()  # layers whose result is passed by
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +66,15 @@ def judge_stream(sides: Sides, num_layers: int) -> tuple[ModelFinding, ...]:
         reason = f"{place} is not what {expected} gave: "
         number = _first_pass(sides, given, before)
         if source is None:
-            return (_finding(number, layer, str(Site.INPUT), f"{reason}something in between changed it"),)
+            return (
+                ModelFinding(
+                    number=number,
+                    layer=layer,
+                    sites=(str(Site.INPUT),),
+                    reason=f"{reason}something in between changed it",
+                    look_at=_LOOK_AT,
+                ),
+            )
         return (_of_source(number, layer, str(Site.INPUT), reason, source),)
     return ()
 
@@ -115,7 +124,6 @@ def _find_source(
         states=scale * right_th,
         words=f"it is that, × {scale:.4g}",
         mistake="stream_scaled",
-        what="The stream between two layers is multiplied by a factor.",
         parameters={"factor": round(scale, 5)},
     )
     candidates = chain(_candidates(sides, before, layer=layer, num_layers=num_layers), [scaled])
@@ -134,9 +142,7 @@ def _candidates(sides: Sides, before: torch.Tensor, *, layer: int, num_layers: i
             yield _Candidate(
                 states=batch.rows(output, Site.OUTPUT).float(),
                 words=f"it is the output of layer {other}" if other >= 0 else "it is the embedding",
-                mistake=OUT_OF_ORDER,
-                what="Layers run in another order.",
-                look_at=_LOOK_AT,
+                mistake="layers_out_of_order",
                 other=other,
             )
     passes, mask = target.read_passes(), sides.reference.read_attention_mask()
@@ -151,8 +157,6 @@ def _candidates(sides: Sides, before: torch.Tensor, *, layer: int, num_layers: i
                 states=states,
                 words=f"it is that of other tokens of the pass, {words}",
                 mistake="tokens_exchanged",
-                what="The stream of a pass goes on with its tokens in other places.",
-                look_at="a transpose or reshape of [B,S,H] between layers",
                 parameters={"order": words},
             )
 
@@ -167,8 +171,7 @@ def _name_left_out(sides: Sides, found: _Candidate, *, layer: int) -> _Candidate
     return replace(
         found,
         words=f"{found.words}; layer{are.format(names)} left out",
-        mistake=LAYER_LEFT_OUT,
-        what="A layer's result is not used: the stream passes it by.",
+        mistake="layer_left_out",
         skipped=between,
     )
 
@@ -189,48 +192,20 @@ def _parts(sides: Sides, layer: int) -> Iterator[_Candidate]:
         for site in (Site.INPUT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, Site.MOE_DELTA, Site.OUTPUT)
         if site in sides.target.sites(layer)
     }
-    sums: tuple[tuple[str, str, str, tuple[Site, ...]], ...] = (
-        ("residual_lost", "what its experts added, without the residual", "the residual", (Site.MOE_DELTA,)),
-        (
-            "residual_lost",
-            "what its attention added, without the residual",
-            "the residual",
-            (Site.ATTN_DELTA,),
-        ),
-        (
-            "addend_lost",
-            "its stream without what its experts added",
-            "what experts add",
-            (Site.ATTN_RESIDUAL,),
-        ),
-        (
-            "addend_lost",
-            "its stream without what its attention added",
-            "what attention adds",
-            (Site.INPUT, Site.MOE_DELTA),
-        ),
-        (
-            "residual_twice",
-            "its output with the residual added twice",
-            "the residual",
-            (Site.OUTPUT, Site.ATTN_RESIDUAL),
-        ),
-        (
-            "addend_twice",
-            "its output with what its experts added twice",
-            "what experts add",
-            (Site.OUTPUT, Site.MOE_DELTA),
-        ),
+    sums: tuple[tuple[str, str, tuple[Site, ...]], ...] = (
+        ("residual_lost", "what its experts added, without the residual", (Site.MOE_DELTA,)),
+        ("residual_lost", "what its attention added, without the residual", (Site.ATTN_DELTA,)),
+        ("addend_lost", "its stream without what its experts added", (Site.ATTN_RESIDUAL,)),
+        ("addend_lost", "its stream without what its attention added", (Site.INPUT, Site.MOE_DELTA)),
+        ("residual_twice", "its output with the residual added twice", (Site.OUTPUT, Site.ATTN_RESIDUAL)),
+        ("addend_twice", "its output with what its experts added twice", (Site.OUTPUT, Site.MOE_DELTA)),
     )
-    for mistake, words, part, sites in sums:
+    for mistake, words, sites in sums:
         if all(site in shown and shown[site].shape == shown[sites[0]].shape for site in sites):
-            verb = "is added twice to" if mistake.endswith("twice") else "is missing in"
             yield _Candidate(
                 states=torch.stack([shown[site] for site in sites]).sum(dim=0),
                 words=f"it is {words}",
                 mistake=mistake,
-                what=f"{part[0].upper()}{part[1:]} {verb} the stream that a layer gives.",
-                look_at="what a layer or stage returns: the sum, or its two summands, and who adds them",
             )
 
 
@@ -240,22 +215,14 @@ def _of_source(
     """Return the finding of a stream that is something else; a layer that is left out is its place."""
     if source.skipped:
         layer, site = source.skipped[0], ORDER
-    return _finding(
-        number,
-        layer,
-        site,
-        reason + source.words,
-        mistake=source.mistake,
-        what=source.what,
-        look_at=source.look_at,
+    return named_finding(
+        source.mistake,
+        number=number,
+        layer=layer,
+        site=site,
+        reason=reason + source.words,
         parameters=source.parameters,
     )
-
-
-def _finding(
-    number: int | None, layer: int | None, site: str, reason: str, *, look_at: str = _LOOK_AT, **named: Any
-) -> ModelFinding:
-    return ModelFinding(number=number, layer=layer, sites=(site,), reason=reason, look_at=look_at, **named)
 
 
 def _first_pass(sides: Sides, given: torch.Tensor, before: torch.Tensor) -> int | None:
@@ -314,13 +281,6 @@ def _is_same(given: torch.Tensor, before: torch.Tensor, is_real: torch.Tensor | 
     return bool(((given == before) | (given.isnan() & before.isnan())).all())
 
 
-# Names of mistakes.
-LAYER_SKIPPED, _LAYER_TWICE = "layer_skipped", "layer_twice"
-_LOOK_AT = "the loop over the layers in the model's forward, and the list that it runs over"
-# Layers that a finding names.
-_MOST_NAMED = 4
-
-
 def judge_layer_order(sides: Sides, num_layers: int) -> tuple[ModelFinding, ...]:
     """Judge the order in which a whole port called its layers; if that is in order, the stream between them."""
     passes = sides.target.read_passes()
@@ -340,45 +300,19 @@ def _judge_calls(number: int, calls: Sequence[int], num_layers: int, *, where: s
     counts = Counter(calls)
     skipped = [layer for layer in range(num_layers) if not counts[layer]]
     repeated = [layer for layer, count in sorted(counts.items()) if count > 1]
-    if skipped:
-        return _order_finding(
-            number,
-            skipped[0],
-            mistake=LAYER_SKIPPED,
-            what="A layer never runs.",
-            reason=f"{_name(skipped)} never ran {where}",
-        )
-    if repeated:
-        return _order_finding(
-            number,
-            repeated[0],
-            mistake=_LAYER_TWICE,
-            what="A layer runs more than once in a pass.",
-            reason=f"{_name(repeated)} ran {counts[repeated[0]]} times {where}",
-        )
     misplaced = [layer for layer, called in enumerate(calls) if layer != called]
-    if misplaced:
-        order = ", ".join(str(layer) for layer in calls)
-        return _order_finding(
-            number,
-            misplaced[0],
-            mistake=OUT_OF_ORDER,
-            what="Layers run in another order.",
-            reason=f"the layers ran in the order {order} {where}",
-        )
-    return None
-
-
-def _order_finding(number: int, layer: int, *, mistake: str, what: str, reason: str) -> ModelFinding:
-    return ModelFinding(
-        number=number,
-        layer=layer,
-        sites=(ORDER,),
-        reason=reason,
-        mistake=mistake,
-        what=what,
-        look_at=_LOOK_AT,
-    )
+    if skipped:
+        mistake, layers, reason = LAYER_SKIPPED, skipped, f"{_name(skipped)} never ran {where}"
+    elif repeated:
+        times = counts[repeated[0]]
+        mistake, layers, reason = "layer_twice", repeated, f"{_name(repeated)} ran {times} times {where}"
+    elif misplaced:
+        order = ", ".join(map(str, calls))
+        mistake, layers = "layers_out_of_order", misplaced
+        reason = f"the layers ran in the order {order} {where}"
+    else:
+        return None
+    return named_finding(mistake, number=number, layer=layers[0], site=ORDER, reason=reason)
 
 
 def _name(layers: Sequence[int]) -> str:

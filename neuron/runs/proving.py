@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from compare.catalogue.repairs import lines_for_layers
 from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.layer_case import comparable_sites
-from compare.diagnosis.mistake import lines_for_layers
 from compare.diagnosis.proof.proof import (
     MistakeProof,
     ProofOutcome,
@@ -202,9 +202,7 @@ class PortProver:
         self, in_weights: tuple[Undo, ...], *, hidden: frozenset[Site] = frozenset()
     ) -> DeviceRequest:
         """Return the run with mistakes undone in the weights, without `hidden` sites, and those that this reorders."""
-        reordered = {
-            site for undo in in_weights if undo.mistake.repair for site in undo.mistake.repair.reorders
-        }
+        reordered = {site for undo in in_weights for site in undo.mistake.reorders}
         run = self._request.run
         sites = tuple(site for site in run.sites if site not in reordered | hidden)
         edits = {str(undo): undo.edit for undo in in_weights}

@@ -11,9 +11,8 @@ from typing import Any
 
 import port_runs
 
-from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.diagnose import diagnose
-from compare.diagnosis.evaluation import LayerInputs
 from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.proof.right_stages import RightStages
 from compare.diagnosis.proof.undo import Undo, undo_finding
@@ -24,6 +23,7 @@ from faults.plant import Kind, Plant
 from faults.port import PlantedLayer, PlantedPort
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import single_layer_run
+from minimax_tools.reference.evaluation import LayerInputs
 from neuron.devices.runtime import Runtime
 from neuron.ports.target import Target
 from neuron.runs.proving import PortProver

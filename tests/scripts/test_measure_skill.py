@@ -10,7 +10,7 @@ from types import ModuleType
 import click.testing
 import pytest
 
-from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.cli import main as mm2_diagnose
 from neuron.cli import main as mm2_test
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from compare.diagnosis.mistake import lines_for_layers
+from compare.catalogue.repairs import lines_for_layers
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Verdict
 from minimax_tools.text_enum import TextEnum

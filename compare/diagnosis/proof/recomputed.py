@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from compare.catalogue.mistake import Hypothesis
 from compare.diagnosis.layer_case import LayerCase, comparable_sites
-from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.naming import FAINT_RHO, is_explanation, most_left
 from compare.diagnosis.proof.proof import (
     MistakeProof,

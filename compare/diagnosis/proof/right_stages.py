@@ -12,11 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.diagnosis.evaluation import Evaluation, LayerInputs, finite_padding, spread_mask, with_given
-from compare.diagnosis.expert_pass import LayerWeights
 from compare.sides.golden_weights import GoldenWeights
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.reference.evaluation import (
+    Evaluation,
+    LayerInputs,
+    finite_padding,
+    spread_mask,
+    with_given,
+)
+from minimax_tools.reference.expert_pass import LayerWeights
 from minimax_tools.reference.float32_stages import has_all_tokens
 
 

@@ -10,18 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compare.diagnosis.catalogue.catalogue import find_mistakes
-from compare.diagnosis.evaluation import LayerInputs
-from compare.diagnosis.mistake import (
-    Hypothesis,
-    Mistake,
-    Parameters,
-    Tensors,
-    Value,
-    WeightRepair,
-    nothing_listed,
-)
+from compare.catalogue.candidates import Parameters, Value, nothing_listed
+from compare.catalogue.catalogue import CATALOGUE
+from compare.catalogue.mistake import Hypothesis, Mistake
+from compare.catalogue.repairs import Repair, Tensors, repair_lines, takes
+from compare.catalogue.words import Place, require_known
 from minimax_tools.errors import UsageError
+from minimax_tools.reference.evaluation import LayerInputs
 
 # Digits of a fitted parameter: more than a fit is sure of, and few enough to read.
 _DIGITS = 6
@@ -67,8 +62,8 @@ class Undo:
     @property
     def mistake(self) -> Mistake:
         """The entry of the catalogue."""
-        (mistake,) = find_mistakes((self.name,))
-        return mistake
+        require_known((self.name,), places=(Place.LAYER,))
+        return CATALOGUE[self.name]
 
     @property
     def is_in_weights(self) -> bool:
@@ -84,7 +79,7 @@ class Undo:
     def lines(self) -> tuple[str, ...]:
         """The lines for `convert_state_dict` that undo it; () if no change of the tensors does."""
         repair = self._repair
-        return () if repair is None else repair.lines(dict(self.parameters))
+        return () if repair is None else repair_lines(repair, dict(self.parameters))
 
     def may_show(self, inputs: LayerInputs) -> bool:
         """Decide whether the mistake can show on a layer and its tokens.
@@ -103,12 +98,12 @@ class Undo:
         """Undo it in a layer's tensors, which have the hub's relative names; they are changed in place."""
         repair = self._repair
         assert repair is not None, "only mistakes with a repair are undone in the tensors"
-        repair.edit(tensors, config, **dict(self.parameters))
+        repair(tensors, config, **dict(self.parameters))
 
     @property
-    def _repair(self) -> WeightRepair | None:
+    def _repair(self) -> Repair | None:
         repair = self.mistake.repair
-        return repair if repair is not None and repair.takes(dict(self.parameters)) else None
+        return repair if repair is not None and takes(repair, dict(self.parameters)) else None
 
     def __str__(self) -> str:
         return ",".join((self.name, *(f"{name}={value}" for name, value in self.parameters)))

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from compare.diagnosis.clues import WrongTokens
-from compare.diagnosis.evaluation import replace_stage
+from compare.catalogue.candidates import each, once, once_if, values_of
+from compare.catalogue.clues import WrongTokens
+from compare.catalogue.mistake import Hypothesis, Mistake, find_nothing
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
-from compare.diagnosis.mistake import Hypothesis, Mistake, each, find_nothing, once, once_if, values_of
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.reference.evaluation import replace_stage
 from minimax_tools.results.results import Blame, Verdict
 
 SPEC: Any = "spec"
@@ -26,17 +27,16 @@ def mistake(name: str, *sites: Site, **options: Any) -> Mistake:
             change = change.and_also(replace_stage(site, lambda _: torch.zeros(1)))
         return change
 
-    return Mistake(name=name, what=f"does {name}.", look_at=f"at {name}", build=build, **options)
+    return Mistake(name=name, build=build, **options)
 
 
 FIRST = mistake(
-    "first",
+    "rope_theta",
     Site.K_ROPE,
     Site.Q_ROPE,
-    sources=("a#1",),
     detail=lambda spec, parameters: f"{spec} {parameters['theta']}",
 )
-SECOND = mistake("second", Site.MOE_DELTA, sources=("b#2", "c#3"))
+SECOND = mistake("gate_up_swapped", Site.MOE_DELTA)
 
 
 def score(hypothesis: Hypothesis, *, explains: float = 0.5, is_decode_only: bool = False) -> Score:
@@ -58,20 +58,30 @@ class TestMistake:
         one = score(FIRST.with_parameters({"theta": 2.0}))
         alike = (one, score(SECOND.with_parameters({})), score(SECOND.with_parameters({})), one)
         found = MistakeFinding.of(3, one, spec=SPEC, alike=alike)
-        assert (found.layer, found.mistake, dict(found.parameters)) == (3, "first", {"theta": 2.0})
+        assert (found.layer, found.mistake, dict(found.parameters)) == (3, "rope_theta", {"theta": 2.0})
         assert (found.explains, found.leaves, found.amplitude, found.z) == (0.5, 1.1, 0.9, 7.0)
-        assert (found.what, found.look_at) == ("does first. spec 2.0", "at first")
-        assert (found.begins_at, found.sources) == ((("q_rope", "k_rope"),), ("a#1",))
-        assert (found.resembles, found.proof) == (("second",), None)
+        assert found.what == "The base of the frequencies is another one than rope_theta. spec 2.0"
+        assert found.look_at == "the default of rope_theta"
+        assert (found.begins_at, found.sources) == ((("q_rope", "k_rope"),), ("SpecForge#265",))
+        assert (found.resembles, found.proof) == (("gate_up_swapped",), None)
 
     def test_finding_of_two_together(self) -> None:
         pair = FIRST.with_parameters({"theta": 2.0}).and_also(SECOND.with_parameters({"scale": 3}))
         found = MistakeFinding.of(None, score(pair, explains=-0.5, is_decode_only=True), spec=SPEC)
-        assert (found.layer, found.mistake) == (None, "first + second")
-        assert dict(found.parameters) == {"first.theta": 2.0, "second.scale": 3, "rows": "decode"}
-        assert (found.what, found.look_at) == ("does first. spec 2.0 does second.", "at first; at second")
+        assert (found.layer, found.mistake) == (None, "rope_theta + gate_up_swapped")
+        assert dict(found.parameters) == {
+            "rope_theta.theta": 2.0,
+            "gate_up_swapped.scale": 3,
+            "rows": "decode",
+        }
+        assert "spec 2.0 Gate and up are exchanged" in found.what
+        assert found.look_at == "the default of rope_theta; the order of w1 and w3 in the fused weight"
         assert found.begins_at == (("q_rope", "k_rope"), ("moe_delta",))
-        assert (found.sources, found.resembles, found.explains) == (("a#1", "b#2", "c#3"), (), 0.0)
+        assert (found.sources, found.resembles, found.explains) == (
+            ("SpecForge#265", "sglang#32430", "Megatron-LM#6045"),
+            (),
+            0.0,
+        )
 
     def test_hypothesis_of_attention_begins_before_the_experts(self) -> None:
         first, second = FIRST.with_parameters({"theta": 2.0}), SECOND.with_parameters({})

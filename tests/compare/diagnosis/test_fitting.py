@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 
-from compare.diagnosis.evaluation import replace_stage
-from compare.diagnosis.mistake import Hypothesis, Mistake, values_of
+from compare.catalogue.candidates import values_of
+from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.diagnosis.score import Score
 from compare.diagnosis.screening import fit_parameters
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.evaluation import replace_stage
 
 
 def mistake(name: str = "scale", *candidates: float, is_whole: bool = False, fitted: bool = True) -> Mistake:
     return Mistake(
         name=name,
-        what="",
-        look_at="",
         build=lambda factor: replace_stage(Site.Q_PROJ if name == "scale" else Site.K_PROJ, lambda _: factor),
         candidates=values_of("factor", *candidates),
         fitted="factor" if fitted else None,

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.catalogue.candidates import nothing_listed
+from compare.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.layer_case import LayerCase
-from compare.diagnosis.mistake import nothing_listed
 from compare.diagnosis.trial import Trial
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture

@@ -11,9 +11,9 @@ import click.testing
 import pytest
 import torch
 
+from compare.catalogue.outside import MODEL_CATALOGUE
 from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
-from compare.diagnosis.model.search import MODEL_CATALOGUE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model import weight_names
 from minimax_tools.model.run import full_run

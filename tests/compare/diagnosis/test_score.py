@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from compare.diagnosis.evaluation import Change
-from compare.diagnosis.mistake import Hypothesis
+from compare.catalogue.mistake import Hypothesis
 from compare.diagnosis.score import Score, SitePrediction, score_predictions
-from compare.diagnosis.yardstick import Yardstick
+from compare.noise.yardstick import Yardstick
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.evaluation import Change
 
 HYPOTHESIS = Hypothesis(mistakes=(), parameters=(), change=Change())
 NUM_TOKENS, NUM_CHANNELS = 8, 4

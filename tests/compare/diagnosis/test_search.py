@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from compare.diagnosis.evaluation import replace_stage
-from compare.diagnosis.mistake import Hypothesis, Mistake
+from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.diagnosis.score import Score
 from compare.diagnosis.search import SearchOutcome, search_layer
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.evaluation import replace_stage
 
 # Far from an explanation, but no worse than no mistake.
 USUAL = {
@@ -38,8 +38,6 @@ PROVING, FIRST, SCREEN = 12, 24, 63
 def mistake(name: str, site: Site = Site.Q_PROJ, **options: Any) -> Mistake:
     return Mistake(
         name=name,
-        what="",
-        look_at="",
         build=lambda **_: replace_stage(site, lambda _: torch.zeros(1)),
         **options,
     )

@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage, replace_stage
-from compare.diagnosis.mistake import Hypothesis
+from compare.catalogue.mistake import Hypothesis
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial, settled_tokens
-from compare.diagnosis.yardstick import Yardstick
+from compare.noise.yardstick import Yardstick
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.evaluation import (
+    Change,
+    Evaluation,
+    GraphNode,
+    LayerInputs,
+    Stage,
+    replace_stage,
+)
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS = 8, 4, 4
 ALL = torch.ones(NUM_TOKENS, dtype=torch.bool)

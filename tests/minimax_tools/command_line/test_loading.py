@@ -76,6 +76,16 @@ def test_help_errors_of_usage_and_completion_load_no_heavy_library(line: str) ->
     assert "['--json']" in done.stdout
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_list_of_known_mistakes_loads_no_torch(options: tuple[str, ...]) -> None:
+    listing = [sys.executable, "-X", "importtime", "-m", "compare.diagnosis", "--list", *options]
+    done = subprocess.run(listing, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "gate_up_swapped" in done.stdout
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    # Tables are drawn by rich.
+    assert loaded & set(HEAVY) <= {"rich"}
+
+
 def test_library_that_help_loads_is_named() -> None:
     assert "AssertionError: ('--help',) loads click" in look("mm2-split memory", heavy=("click",)).stderr
 

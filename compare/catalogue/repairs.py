@@ -1,0 +1,204 @@
+"""Repairs: changes of a layer's tensors, before a port converts them, that undo a mistake.
+
+The lines that a report prints are the source of the function that was run.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from minimax_tools.model.sites import Site
+
+# A layer's tensors by the hub's relative names, as `convert_state_dict` gets them.
+Tensors = MutableMapping[str, torch.Tensor]
+_INDENT = " " * 4
+
+
+# `repair(tensors, config, **parameters)` changes a layer's tensors in place. Its body may use nothing but these names
+# and torch: it is printed to be pasted.
+Repair = Callable[..., None]
+# Sites whose heads hold their dims in another order once the rows of q_proj and k_proj do; they are not judged then.
+QUERIES_AND_KEYS = (Site.Q_PROJ, Site.K_PROJ, Site.Q_NORM, Site.K_NORM, Site.Q_ROPE, Site.K_ROPE)
+
+
+def takes(repair: Repair, parameters: Mapping[str, object]) -> bool:
+    """Decide whether a repair undoes the mistake with these parameters: one of some experts alone has more."""
+    return parameters.keys() <= inspect.signature(repair).parameters.keys()
+
+
+def repair_lines(repair: Repair, parameters: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the lines for the beginning of `convert_state_dict`: the parameters, and the body of a repair."""
+    source = textwrap.dedent(inspect.getsource(repair)).splitlines()
+    function = ast.parse("\n".join(source)).body[0]
+    assert isinstance(function, ast.FunctionDef), "a repair is a function"
+    after_docstring = function.body[1]
+    body = textwrap.dedent("\n".join(source[after_docstring.lineno - 1 : function.end_lineno]))
+    return (*(f"{name} = {value!r}" for name, value in parameters.items()), *body.splitlines())
+
+
+def lines_for_layers(
+    lines: tuple[str, ...], layers: tuple[int, ...], *, num_layers: int, has_conversion: bool = True
+) -> tuple[str, ...]:
+    """Return the lines as they are pasted into a port.
+
+    Unless all of the model's `num_layers` layers need them, they get a condition. A port without `convert_state_dict`
+    gets a whole one.
+    """
+    if len(layers) < num_layers:
+        condition = f"layer_idx == {layers[0]}" if len(layers) == 1 else f"layer_idx in {layers}"
+        lines = (f"if {condition}:", *(_INDENT + line for line in lines))
+    if has_conversion:
+        return lines
+    head = "def convert_state_dict(self, tensors, config, layer_idx):"
+    return (head, *(_INDENT + line for line in lines), f"{_INDENT}return tensors")
+
+
+def exchange_gate_and_up(tensors: Tensors, config: Any) -> None:
+    """Exchange w1 and w3 of every expert."""
+    for expert in range(config.num_local_experts):
+        gate = f"block_sparse_moe.experts.{expert}.w1.weight"
+        up = f"block_sparse_moe.experts.{expert}.w3.weight"
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def interleave_gate_and_up(tensors: Tensors, config: Any) -> None:
+    """Let rows of w1 and w3 take turns, so that even and odd rows of [w1 | w3] are gate and up."""
+    for expert in range(config.num_local_experts):
+        gate = f"block_sparse_moe.experts.{expert}.w1.weight"
+        up = f"block_sparse_moe.experts.{expert}.w3.weight"
+        rows = torch.stack((tensors[gate], tensors[up]), dim=1).flatten(0, 1)
+        tensors[gate], tensors[up] = rows.chunk(2)
+
+
+def part_gate_and_up(tensors: Tensors, config: Any) -> None:
+    """Spread w1 and w3 so that, with their rows taking turns, the first half is gate and the second up."""
+    for expert in range(config.num_local_experts):
+        gate = f"block_sparse_moe.experts.{expert}.w1.weight"
+        up = f"block_sparse_moe.experts.{expert}.w3.weight"
+        rows = torch.cat((tensors[gate], tensors[up]))
+        tensors[gate], tensors[up] = rows[0::2], rows[1::2]
+
+
+def shift_experts(tensors: Tensors, config: Any, offset: int) -> None:
+    """Put every expert where the port reads it: `offset` places further."""
+    hub = {name: tensors[name] for name in tensors if ".experts." in name}
+    num_experts = config.num_local_experts
+    for expert in range(num_experts):
+        for matrix in ("w1", "w2", "w3"):
+            place = f"block_sparse_moe.experts.{(expert + offset) % num_experts}.{matrix}.weight"
+            tensors[place] = hub[f"block_sparse_moe.experts.{expert}.{matrix}.weight"]
+
+
+def undo_text_order(tensors: Tensors, config: Any) -> None:
+    """Put every expert where the port reads it: at its place in the order 0, 1, 10, 11."""
+    hub = {name: tensors[name] for name in tensors if ".experts." in name}
+    for expert, place in enumerate(sorted(range(config.num_local_experts), key=str)):
+        for matrix in ("w1", "w2", "w3"):
+            name = f"block_sparse_moe.experts.{place}.{matrix}.weight"
+            tensors[name] = hub[f"block_sparse_moe.experts.{expert}.{matrix}.weight"]
+
+
+def exchange_experts(tensors: Tensors, config: Any, first: int, second: int) -> None:
+    """Exchange the weights of two experts."""
+    for matrix in ("w1", "w2", "w3"):
+        one = f"block_sparse_moe.experts.{first}.{matrix}.weight"
+        other = f"block_sparse_moe.experts.{second}.{matrix}.weight"
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def put_experts_in_place(tensors: Tensors, config: Any, order: str) -> None:
+    """Put every expert where the port reads it: number n computes with what lies at `order[n]`."""
+    hub = {name: tensors[name] for name in tensors if ".experts." in name}
+    for expert, place in enumerate(order.split()):
+        for matrix in ("w1", "w2", "w3"):
+            name = f"block_sparse_moe.experts.{place}.{matrix}.weight"
+            tensors[name] = hub[f"block_sparse_moe.experts.{expert}.{matrix}.weight"]
+
+
+def divide_down(tensors: Tensors, config: Any, factor: float) -> None:
+    """Divide w2 of every expert by the factor."""
+    for expert in range(config.num_local_experts):
+        name = f"block_sparse_moe.experts.{expert}.w2.weight"
+        tensors[name] = tensors[name] / factor
+
+
+def divide_output_projection(tensors: Tensors, config: Any, factor: float) -> None:
+    """Divide o_proj by the factor."""
+    tensors["self_attn.o_proj.weight"] = tensors["self_attn.o_proj.weight"] / factor
+
+
+def divide_projection(tensors: Tensors, config: Any, tensor: str, factor: float) -> None:
+    """Divide q_proj, k_proj or v_proj by the factor."""
+    name = f"self_attn.{tensor}.weight"
+    tensors[name] = tensors[name] / factor
+
+
+def divide_query_norm(tensors: Tensors, config: Any, factor: float) -> None:
+    """Divide the weight of q_norm by the factor."""
+    tensors["self_attn.q_norm.weight"] = tensors["self_attn.q_norm.weight"] / factor
+
+
+def divide_key_norm(tensors: Tensors, config: Any, factor: float) -> None:
+    """Divide the weight of k_norm by the factor."""
+    tensors["self_attn.k_norm.weight"] = tensors["self_attn.k_norm.weight"] / factor
+
+
+def subtract_one_from_input_norm(tensors: Tensors, config: Any) -> None:
+    """Subtract one from the weight of the input norm."""
+    tensors["input_layernorm.weight"] = tensors["input_layernorm.weight"] - 1
+
+
+def subtract_one_from_post_norm(tensors: Tensors, config: Any) -> None:
+    """Subtract one from the weight of the norm before the experts."""
+    tensors["post_attention_layernorm.weight"] = tensors["post_attention_layernorm.weight"] - 1
+
+
+def exchange_keys_and_values(tensors: Tensors, config: Any) -> None:
+    """Exchange k_proj and v_proj."""
+    key, value = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+    tensors[key], tensors[value] = tensors[value], tensors[key]
+
+
+def reorder_query_heads(tensors: Tensors, config: Any, order: str) -> None:
+    """Put the heads of q_proj in the order that the port's cut turns into the right one."""
+    num_groups = config.num_key_value_heads
+    num_outer = config.num_attention_heads // num_groups if order == "by group" else num_groups
+    heads = tensors["self_attn.q_proj.weight"].unflatten(0, (num_outer, -1, config.head_dim))
+    tensors["self_attn.q_proj.weight"] = heads.transpose(0, 1).flatten(0, 2)
+
+
+def spread_over_groups(tensors: Tensors, config: Any) -> None:
+    """Spread the rows [all Q | all K | all V] over q_proj, k_proj and v_proj as the port lays them out per kv group."""
+    names = [f"self_attn.{name}_proj.weight" for name in "qkv"]
+    groups = torch.cat([tensors[name] for name in names]).unflatten(0, (config.num_key_value_heads, -1))
+    sizes = [tensors[name].shape[0] // config.num_key_value_heads for name in names]
+    for name, rows in zip(names, groups.split(sizes, dim=1), strict=True):
+        tensors[name] = rows.flatten(0, 1)
+
+
+def interleave_rotated_dims(tensors: Tensors, config: Any) -> None:
+    """Put dim i + rotary_dim/2 of every head of queries and keys beside dim i."""
+    rotated = torch.arange(config.rotary_dim).unflatten(0, (2, -1)).T.flatten()
+    order = torch.cat((rotated, torch.arange(config.rotary_dim, config.head_dim)))
+    for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        heads = tensors[f"self_attn.{name}.weight"].unflatten(0, (-1, config.head_dim))
+        tensors[f"self_attn.{name}.weight"] = heads[:, order].flatten(0, 1)
+
+
+def move_rotated_dims_behind(tensors: Tensors, config: Any) -> None:
+    """Put the first rotary_dim dims of every head of queries and keys behind the others."""
+    for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        heads = tensors[f"self_attn.{name}.weight"].unflatten(0, (-1, config.head_dim))
+        tensors[f"self_attn.{name}.weight"] = heads.roll(-config.rotary_dim, dims=1).flatten(0, 1)
+
+
+def negate_correction_bias(tensors: Tensors, config: Any) -> None:
+    """Negate the correction bias."""
+    name = "block_sparse_moe.e_score_correction_bias"
+    tensors[name] = -tensors[name]

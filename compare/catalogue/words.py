@@ -1,0 +1,111 @@
+"""Words of the known mistakes, from `mistakes.toml`: names, sentences and the places where they act, without torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.errors import UsageError, did_you_mean
+from minimax_tools.text_enum import TextEnum
+from reports.canvas import Canvas, Column, Row
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_FILE = Path(__file__).with_name("mistakes.toml")
+
+
+class Place(TextEnum):
+    """Place where a mistake acts."""
+
+    LAYER = "layer"
+    OUTSIDE = "outside"  # the embedding, the final norm or the logits
+    DECODING = "decoding"  # what the decoded tokens of a layer read
+    CACHE = "cache"  # what a layer's cache holds
+    RUN = "run"  # the order of the layers, the stream between them, the chosen tokens, earlier prompts
+
+
+# Places whose mistakes a user may choose by name.
+_CHOSEN = (Place.LAYER, Place.OUTSIDE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """A known mistake in words."""
+
+    name: str
+    what: str = ""  # sentence that says what the port does
+    look_at: str = ""  # place to look at in the port's code
+    sources: tuple[str, ...] = ()  # public threads that report the mistake, as `repository#thread`
+
+
+@cache
+def read_words(place: Place) -> Mapping[str, Words]:
+    """Read the known mistakes of a place by name, in the order in which they are listed and named."""
+    record: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))[place]
+    return {
+        name: Words(
+            name=name,
+            what=entry["what"],
+            look_at=entry["look_at"],
+            sources=tuple(entry.get("sources", ())),
+        )
+        for name, entry in record.items()
+    }
+
+
+def words_of(name: str, place: Place) -> Words:
+    """Return a mistake in words; a description of a port that is no known mistake has none."""
+    return read_words(place).get(name) or Words(name=name)
+
+
+def require_known(names: tuple[str, ...], *, places: tuple[Place, ...] = _CHOSEN) -> None:
+    """Refuse names that no mistake of some places has.
+
+    Raises:
+        UsageError: A name is unknown.
+    """
+    known = [name for place in places for name in read_words(place)]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        near = did_you_mean(unknown[0], known)
+        raise UsageError(
+            f"no mistake is called {unknown[0]!r}",
+            next_step=f"{near} mm2-diagnose --list shows the catalogue.".strip(),
+        )
+
+
+def catalogue_record() -> dict[str, Any]:
+    """Return the catalogue as JSON."""
+    return {
+        "mistakes": [
+            {
+                "mistake": words.name,
+                "what": words.what,
+                "look_at": words.look_at,
+                "sources": list(words.sources),
+            }
+            for words in _listed()
+        ]
+    }
+
+
+def render_catalogue() -> str:
+    """Render the catalogue as a table."""
+    canvas = Canvas(width=None, is_terminal=None)
+    columns = [
+        Column(title="mistake", is_text=True),
+        Column(title="what the port does", is_text=True, is_broken=True),
+    ]
+    canvas.table(columns, [Row(cells=(words.name, words.what)) for words in _listed()])
+    return canvas.text
+
+
+def _listed() -> list[Words]:
+    return [words for place in _CHOSEN for words in read_words(place).values()]

@@ -1,0 +1,102 @@
+"""A small layer of random values at every site: what a change computes from them is known by hand."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, cast
+
+import pytest
+import torch
+
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference.evaluation import STAGES, Evaluation, ExpertValue, LayerInputs
+from minimax_tools.reference.expert_pass import LayerWeights
+
+# The second prompt is padded in front.
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+SPEC = ModelSpec(
+    hidden_size=12,
+    num_hidden_layers=12,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rotary_dim=4,
+    rope_theta=100.0,
+    rms_norm_eps=1e-2,
+    num_local_experts=12,
+    num_experts_per_tok=3,
+    intermediate_size=6,
+    vocab_size=16,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    raw=MappingProxyType({}),
+)
+WIDTHS = {
+    Site.Q_PROJ: 32,
+    Site.Q_NORM: 32,
+    Site.K_PROJ: 16,
+    Site.K_NORM: 16,
+    Site.V_PROJ: 16,
+    Site.ATTN_CONTEXT: 32,
+    Site.ROUTER_LOGITS: 12,
+    Site.ROUTER_WEIGHTS: 3,
+}
+
+
+class Weights:
+    """Weights of layer 2 of twelve but for its experts', as `LayerWeights` gives them; there is no layer 10."""
+
+    layer = 2
+
+    def __init__(self, seed: int = 1) -> None:
+        shapes = {
+            weight_names.INPUT_NORM: (12,),
+            weight_names.POST_NORM: (12,),
+            weight_names.Q_NORM: (32,),
+            weight_names.K_NORM: (16,),
+            weight_names.Q_PROJ: (32, 12),
+            weight_names.K_PROJ: (16, 12),
+            weight_names.V_PROJ: (16, 12),
+            weight_names.O_PROJ: (12, 32),
+            weight_names.GATE: (12, 12),
+            weight_names.CORRECTION_BIAS: (12,),
+        }
+        generator = torch.Generator().manual_seed(seed)
+        self._values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+    def kept_value(self, name: str) -> torch.Tensor:
+        return self._values[name]
+
+    def has_layer(self, layer: int) -> bool:
+        return layer != 10
+
+    def of_layer(self, layer: int) -> Weights:
+        return Weights(seed=100 + layer)
+
+
+@pytest.fixture(scope="session")
+def layer() -> Evaluation:
+    """The layer; its real tokens are the chosen ones."""
+    inputs = LayerInputs(
+        spec=SPEC,
+        weights=cast("LayerWeights", Weights()),
+        attention_mask=MASK,
+        position_ids=(MASK.cumsum(1) - 1).clamp(min=0),
+        decode_start=6,
+    )
+    generator = torch.Generator().manual_seed(0)
+    tokens = inputs.judged_tokens
+    values: dict[Any, torch.Tensor] = {}
+    for site in Site:
+        shape: tuple[int, ...] = (len(tokens), WIDTHS.get(site, 12))
+        if site.order < Site.ATTN_CONTEXT.order:
+            shape = (2, 6, WIDTHS.get(site, 12))
+        if site.has_heads_dim:
+            shape = (2, 4 if site is Site.Q_ROPE else 2, 6, 8)
+        values[site] = torch.randn(shape, generator=generator)
+    values[Site.ROUTER_EXPERTS] = torch.rand(len(tokens), 12, generator=generator).argsort(-1)[:, :3]
+    values[ExpertValue.EXPERT_NUMBERS] = values[Site.ROUTER_EXPERTS]
+    values[ExpertValue.EXPERT_OUTPUTS] = torch.randn(len(tokens), 3, 12, generator=generator)
+    return Evaluation(inputs, STAGES, tokens=tokens, values=values)

@@ -1,0 +1,167 @@
+"""Weights that a port takes from another layer, or reads wrongly from FP8 codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from compare.catalogue.catalogue import CATALOGUE
+from compare.catalogue.low_bits import ROUNDINGS, fp8_groups
+from compare.catalogue.misread import has_fp8_weights
+from compare.catalogue.mistake import Mistake
+from minimax_tools.checkpoint.fp8 import decode_codes
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import EXPERT_MATRICES
+from minimax_tools.reference.evaluation import Evaluation, ExpertValue
+from minimax_tools.reference.expert_pass import Allocate, Decoding, LayerWeights
+
+
+def find(name: str) -> Mistake:
+    return CATALOGUE[name]
+
+
+def of_layer_5(layer: Evaluation, name: str) -> torch.Tensor:
+    return layer.weights.of_layer(5).kept_value(name)
+
+
+@pytest.mark.parametrize(
+    ("site", "expected"),
+    [
+        (
+            Site.INPUT_NORM,
+            lambda layer: (
+                layer[Site.INPUT]
+                / (layer[Site.INPUT].square().mean(-1, keepdim=True) + 1e-2).sqrt()
+                * of_layer_5(layer, weight_names.INPUT_NORM)
+            ),
+        ),
+        (Site.K_PROJ, lambda layer: layer[Site.INPUT_NORM] @ of_layer_5(layer, weight_names.K_PROJ).T),
+        (Site.ATTN_DELTA, lambda layer: layer[Site.ATTN_CONTEXT] @ of_layer_5(layer, weight_names.O_PROJ).T),
+        (
+            Site.ROUTER_EXPERTS,
+            lambda layer: (
+                (layer[Site.ROUTER_LOGITS].sigmoid() + of_layer_5(layer, weight_names.CORRECTION_BIAS))
+                .topk(3)
+                .indices
+            ),
+        ),
+    ],
+)
+def test_layer_computes_with_the_weights_of_another(
+    layer: Evaluation, site: Site, expected: Callable[[Evaluation], torch.Tensor]
+) -> None:
+    change = find("weights_of_another_layer").build(source_layer=5)
+    torch.testing.assert_close(change.stages[site](layer), expected(layer))
+    assert change.recipe is not None
+    assert change.recipe.changed == EXPERT_MATRICES
+
+
+def test_likely_layers_are_neighbours_the_first_and_those_of_text_order(layer: Evaluation) -> None:
+    # As text, layer 2 stands at place 4, and layer 10, which the checkpoint lacks, at place 2.
+    tried = [one["source_layer"] for one in find("weights_of_another_layer").candidates(layer.inputs)]
+    assert tried == [1, 3, 4, 0]
+
+
+CODES = (100 * torch.randn(256, 384, generator=torch.Generator().manual_seed(0))).to(torch.float8_e4m3fn)
+SCALES = torch.tensor([[1.0, 0.3, 5.0], [2.0, 0.7, 0.1]])
+BLOCKS = SCALES.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+class Fp8Weights:
+    """Weights that are stored in FP8, but for some."""
+
+    def __init__(self, *others: str) -> None:
+        self._others = others
+
+    def is_fp8(self, name: str) -> bool:
+        return name not in self._others
+
+    def value(self, _: str, decoding: Decoding, *, allocate: Allocate = torch.empty) -> torch.Tensor:
+        return decode_codes(
+            CODES,
+            decoding.scales(SCALES),
+            numbers=decoding.numbers,
+            dtype=torch.float32,
+            out=allocate(CODES.shape),
+        )
+
+
+class Projection(dict[Site, torch.Tensor]):
+    weights = Fp8Weights()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "expected"),
+    [
+        ("fp8_scale_missing", {"tensor": "q_proj"}, CODES.float()),
+        ("fp8_scale_averaged", {"tensor": "q_proj"}, CODES.float() * SCALES.mean()),
+        ("fp8_clipped", {"limit": 240}, CODES.float().clamp(-240, 240) * BLOCKS),
+        ("fp8_scale_power_of_two", {}, CODES.float() * 2 ** BLOCKS.log2().ceil()),
+        (
+            "fp8_scale_transposed",
+            {"tensor": "q_proj"},
+            CODES.float()
+            * torch.tensor([[1.0, 2.0, 0.3], [0.7, 5.0, 0.1]])
+            .repeat_interleave(128, 0)
+            .repeat_interleave(128, 1),
+        ),
+        ("fp8_codes_as_integers", {"tensor": "q_proj"}, CODES.view(torch.uint8).float() * BLOCKS),
+    ],
+)
+def test_projection_is_read_as_the_port_reads_it(
+    name: str, parameters: dict[str, Any], expected: torch.Tensor
+) -> None:
+    projection = cast("Evaluation", Projection({Site.INPUT_NORM: torch.eye(384)}))
+    change = find(name).build(**parameters)
+    torch.testing.assert_close(change.stages[Site.Q_PROJ](projection), expected.T)
+    assert (change.recipe is None) is ("tensor" in parameters)
+
+
+def test_matrix_of_the_experts_is_read_so_too() -> None:
+    recipe = find("fp8_scale_missing").build(tensor="w2").recipe
+    assert recipe is not None
+    assert recipe.changed == ("w2",)
+    assert torch.equal(recipe.read(cast("LayerWeights", Fp8Weights()), 3, "w2", torch.empty), CODES.float())
+
+
+def test_only_what_is_stored_in_fp8_is_tried(layer: Evaluation) -> None:
+    def inputs(*others: str) -> Any:
+        return replace(layer.inputs, weights=cast("LayerWeights", Fp8Weights(*others)))
+
+    some = inputs(weight_names.K_PROJ, weight_names.expert_weight(0, "w3"))
+    tried = [one["tensor"] for one in find("fp8_scale_missing").candidates(some)]
+    assert sorted(map(str, tried)) == ["o_proj", "q_proj", "v_proj", "w1", "w2"]
+    for name, parameters in (("fp8_clipped", {"limit": 240}), ("fp8_scale_power_of_two", {})):
+        assert find(name).candidates(inputs()) == (parameters,)
+        assert find(name).candidates(some) == ()
+    assert has_fp8_weights(some)
+
+
+def test_activations_are_quantised_before_both_products(layer: Evaluation) -> None:
+    change = find("fp8_activations").build()
+    expected = fp8_groups(layer[Site.POST_NORM])
+    assert torch.equal(change.stages[ExpertValue.EXPERT_INPUT](layer), expected)
+    gate, up = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
+    assert change.recipe is not None
+    found = change.recipe.mix(gate, up, torch.ones(5))
+    torch.testing.assert_close(found, fp8_groups(gate * gate.sigmoid() * up))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("bfloat16", [127.0, 3.296875, -600.0]),
+        ("float16", [127.0, 3.30078125, -600.0]),
+        ("float8_e4m3fn", [128.0, 3.25, -448.0]),
+        ("float8_e4m3fn with a scale for each row", [128.571428, 3.3482142, -600.0]),
+        ("int8 with a scale for each row", [127.559055, 4.7244094, -600.0]),
+    ],
+)
+def test_rows_are_rounded_to_each_dtype(dtype: str, expected: list[float]) -> None:
+    rows = torch.tensor([[127.0, 3.3, -600.0]])
+    assert ROUNDINGS[dtype](rows)[0].tolist() == pytest.approx(expected)

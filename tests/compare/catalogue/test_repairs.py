@@ -1,0 +1,168 @@
+"""A repair undoes its mistake: the layer with both is the right layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compare.catalogue.candidates import Parameters
+from compare.catalogue.catalogue import CATALOGUE
+from compare.catalogue.repairs import lines_for_layers, repair_lines
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference.evaluation import STAGES, Evaluation, LayerInputs
+from minimax_tools.reference.expert_pass import LayerWeights
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+PARAMETERS: dict[str, Parameters] = {
+    "expert_ids_shifted": {"offset": 1},
+    "experts_exchanged": {"first": 5, "second": 6},
+    # Experts 3, 4 and 5 take turns.
+    "experts_rearranged": {"order": " ".join(map(str, (0, 1, 2, 4, 5, 3, *range(6, 32))))},
+    "moe_delta_scaled": {"factor": 2.0},
+    "attention_delta_scaled": {"factor": 8.0},
+    "projection_scaled": {"tensor": "v_proj", "factor": 64.0},
+    "q_norm_scaled": {"factor": 0.5},
+    "k_norm_scaled": {"factor": 0.35},
+    "q_heads_interleaved": {"order": "by group"},
+}
+REPAIRED = [name for name, mistake in CATALOGUE.items() if mistake.repair is not None]
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayerTensors]:
+    """A layer in float32, whose weights a repair changes without rounding."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "float32"
+    model = SyntheticModel(num_hidden_layers=1)
+    synthesize(folder, model=model, dtype=torch.float32, shard_size_bytes=100_000_000, seed=3)
+    with CheckpointReader(folder) as reader:
+        yield LayerTensors.open(reader, ModelSpec.from_folder(folder), 0, torch.float32)
+
+
+def evaluate(tensors: LayerTensors) -> Evaluation:
+    """The layer with these weights, on random states."""
+    spec = ModelSpec.from_folder(tensors.reader.folder)
+    states = torch.randn(1, LENGTH, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    inputs = LayerInputs(
+        spec=spec,
+        weights=LayerWeights(tensors),
+        attention_mask=torch.ones(1, LENGTH, dtype=torch.int64),
+        position_ids=torch.arange(LENGTH)[None],
+        decode_start=LENGTH,
+    )
+    return Evaluation(inputs, STAGES, tokens=inputs.judged_tokens, values={Site.INPUT: states})
+
+
+def config_of(tensors: LayerTensors) -> SimpleNamespace:
+    return SimpleNamespace(**ModelSpec.from_folder(tensors.reader.folder).quantities())
+
+
+def outputs(
+    name: str, parameters: Parameters, tensors: LayerTensors
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The right output, that of the mistake, and that of the mistake on repaired weights."""
+    mistake = CATALOGUE[name]
+    change = mistake.with_parameters(parameters).change
+    repaired = tensors.copy()
+    assert mistake.repair is not None
+    mistake.repair(repaired, config_of(tensors), **parameters)
+    with torch.no_grad():
+        right = evaluate(tensors)
+        return (
+            right[Site.OUTPUT],
+            right.changed(change)[Site.OUTPUT],
+            evaluate(repaired).changed(change)[Site.OUTPUT],
+        )
+
+
+@pytest.mark.parametrize("name", REPAIRED)
+def test_mistake_on_repaired_weights_is_right(name: str, tensors: LayerTensors) -> None:
+    right, mistaken, repaired = outputs(name, PARAMETERS.get(name, {}), tensors)
+    error = (mistaken - right).norm()
+    assert error > 1e-3 * right.norm()
+    assert (repaired - right).norm() < 1e-2 * error
+
+
+@pytest.mark.parametrize("order", ["by group", "by place"])
+def test_query_heads_are_put_back_from_either_order(order: str, tensors: LayerTensors) -> None:
+    right, mistaken, repaired = outputs("q_heads_interleaved", {"order": order}, tensors)
+    assert (repaired - right).norm() < 1e-2 * (mistaken - right).norm()
+
+
+def test_repair_with_another_parameter_does_not_undo_the_mistake(tensors: LayerTensors) -> None:
+    repaired = tensors.copy()
+    repair = CATALOGUE["expert_ids_shifted"].repair
+    assert repair is not None
+    repair(repaired, config_of(tensors), offset=2)
+    change = CATALOGUE["expert_ids_shifted"].with_parameters({"offset": 1}).change
+    with torch.no_grad():
+        right, found = evaluate(tensors)[Site.OUTPUT], evaluate(repaired).changed(change)[Site.OUTPUT]
+    assert (found - right).norm() > 1e-2 * right.norm()
+
+
+@pytest.mark.parametrize("name", REPAIRED)
+def test_lines_do_what_the_repair_does(name: str, tensors: LayerTensors) -> None:
+    parameters = PARAMETERS.get(name, {})
+    repair = CATALOGUE[name].repair
+    assert repair is not None
+    lines = repair_lines(repair, parameters)
+    assert all(len(line) <= 110 for line in lines)
+    by_edit, by_lines = tensors.copy(), tensors.copy()
+    repair(by_edit, config_of(tensors), **parameters)
+    # As pasted into a port whose file imports torch and nothing else.
+    names: dict[str, Any] = {"torch": torch}
+    exec("\n".join(lines_for_layers(lines, (0,), num_layers=1, has_conversion=False)), names)
+    names["convert_state_dict"](None, by_lines, config_of(tensors), 0)
+    assert all(by_edit[key].equal(by_lines[key]) for key in tensors)
+    assert any(not by_edit[key].equal(tensors[key]) for key in tensors)
+
+
+LINES = ("for name in names:", "    tensors[name] = -tensors[name]")
+
+
+def test_lines_for_some_layers_have_a_condition() -> None:
+    assert lines_for_layers(LINES, (5,), num_layers=8)[0] == "if layer_idx == 5:"
+    assert lines_for_layers(LINES, (1, 5), num_layers=8)[0] == "if layer_idx in (1, 5):"
+    assert lines_for_layers(LINES, (1, 5), num_layers=8)[2] == "        tensors[name] = -tensors[name]"
+
+
+def test_lines_for_all_layers_have_none() -> None:
+    assert lines_for_layers(LINES, (0, 1), num_layers=2) == LINES
+
+
+def test_port_without_a_conversion_gets_a_whole_one() -> None:
+    lines = lines_for_layers(LINES, (0, 1), num_layers=2, has_conversion=False)
+    assert lines[0] == "def convert_state_dict(self, tensors, config, layer_idx):"
+    assert lines[1] == "    for name in names:"
+    assert lines[-1] == "    return tensors"
+
+
+def negate(tensors: Any, config: Any, *, name: str, scale: float) -> None:
+    """Turn the sign of a tensor."""
+    for _ in range(1):
+        tensors[name] = -scale * tensors[name]
+    # The last statement ends here.
+    assert config is None
+
+
+def test_lines_are_the_parameters_and_what_was_run() -> None:
+    lines = repair_lines(negate, {"name": "a", "scale": 2.0})
+    assert lines == (
+        "name = 'a'",
+        "scale = 2.0",
+        "for _ in range(1):",
+        "    tensors[name] = -scale * tensors[name]",
+        "# The last statement ends here.",
+        "assert config is None",
+    )
+    tensors = {"a": torch.ones(1)}
+    exec("\n".join(lines), {"tensors": tensors, "config": None})
+    assert float(tensors["a"]) == -2.0
