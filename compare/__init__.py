@@ -8,6 +8,7 @@
 - `chains/`: runs of several layers, and the search for wrong ones
 - `prompts/`: next-token distributions of prompts, judged token by token
 - `evidence/`: what the captures show beside the figures, for reports
+- `catalogue/`: the known porting mistakes
 - `diagnosis/`: the known mistake that explains a wrong layer (`mm2-diagnose`)
 - `cli`: the command `mm2-compare`
 - `options`: options of every command that judges; both sides as a command's options name them

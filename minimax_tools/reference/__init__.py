@@ -10,5 +10,7 @@
 - `rounded_layer`: copies of a layer that round in their own ways; those samples, computed
 - `plausible_flips`: the experts that copies of a model choose, some with the flips that noise may cause
 - `rounded_model`: such copies of the whole model, chained from the embedding to the logits
+- `evaluation`: the float32 layer as a graph of which a change replaces stages
+- `expert_pass`: the experts of many such layers at once; a layer's weights, FP8 codes too
 - `variant_names`: the names of samples of other right ways to compute a layer
 """
