@@ -10,8 +10,8 @@ from pathlib import Path
 from compare.comparer import JudgedRun
 from compare.diagnosis.finding import Diagnosis, confirm_causes
 from compare.diagnosis.report import render_diagnosis
+from compare.diagnosis.view import word_diagnosis
 from compare.evidence.collection import collect_evidence
-from compare.evidence.mistakes import word_diagnosis
 from minimax_tools.command_line.console import print_text
 from reports.folder import Report, WrittenReport, write_report
 from reports.page.origins import origin_rows

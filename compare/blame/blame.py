@@ -200,14 +200,12 @@ def _sort_failures(
 
 
 def _is_merely_inherited(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
-    """Decide whether a site's error is merely inherited from a failure further upstream."""
     if not any(_fails(results, source) for source in _all_sources(site, results)):
         return False
     return is_inherited(results[site], [results[known] for known in ancestry.known if known in results])
 
 
 def _all_sources(site: Site, results: Mapping[Site, SiteResult]) -> frozenset[Site]:
-    """Return every site that a site is computed from, however far upstream."""
     sources: set[Site] = set()
     waiting = list(_inputs(site, results))
     while waiting:
@@ -309,8 +307,6 @@ def _in_order(sites: frozenset[Site] | set[Site]) -> list[Site]:
 def _build_group(
     causes: list[tuple[Blame, ...]], by_site: Mapping[tuple[int | None, str], SiteResult]
 ) -> BlameGroup:
-    """Build the group of one cause in several layers."""
-
     def results_of(cause: tuple[Blame, ...]) -> list[SiteResult]:
         places = ((blame.layer, site) for blame in cause for site in blame.sites)
         return [by_site[place] for place in places if place in by_site]

@@ -87,7 +87,6 @@ def _shared_layers(blame: Iterable[Blame], sites: Iterable[str]) -> set[int | No
 
 
 def _are_alike(first: SiteResult, second: SiteResult) -> bool:
-    """Decide whether two sites have errors about as large, at the same tokens and dims."""
     size, other = _size(first), _size(second)
     if size is None or other is None:
         # Failures without a figure, such as NaN, are alike.
@@ -116,7 +115,6 @@ def _agree(first: Sequence[WrongRegion], second: Sequence[WrongRegion]) -> bool:
 
 
 def _pattern(regions: Iterable[WrongRegion]) -> dict[str, Any]:
-    """Return what some regions narrow down, by field."""
     named = (
         (kind, getattr(region, kind)) for region in regions for kind in (*_OF_TOKENS, *_RANGES, *_OF_HEADS)
     )
@@ -124,7 +122,6 @@ def _pattern(regions: Iterable[WrongRegion]) -> dict[str, Any]:
 
 
 def _is_same_range(first: tuple[Range, ...], second: tuple[Range, ...]) -> bool:
-    """Decide whether two lists of ranges hold about the same numbers."""
     held, others = (
         {number for low, high in ranges for number in range(low, high + 1)} for ranges in (first, second)
     )

@@ -459,7 +459,6 @@ class RecomputingJudge:
 
 
 def _name_inputs(result: SiteResult) -> SiteResult:
-    """Add the inputs that a result rests on to its reason."""
     if not result.reason:
         return result
     inputs = sorted(SITE_INPUTS[Site(result.site)], key=lambda site: site.order)

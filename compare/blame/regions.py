@@ -327,7 +327,6 @@ def channel_regions(wrong: torch.Tensor, head_dim: int | None, word: str) -> Ite
 
 
 def _name_range(kind: str, low: int, high: int) -> dict[str, Any]:
-    """Return the numbers from low to high as a field of `WrongRegion`, `kind`."""
     return {kind: tuple(range(low, high + 1)) if kind in _LISTED else ((low, high),)}
 
 
@@ -344,7 +343,6 @@ def _log_chance(wrong: torch.Tensor, items: torch.Tensor, num_choices: float) ->
 
 
 def _log_ways(total: int, num_chosen: int) -> float:
-    """Return the logarithm of the number of ways to choose `num_chosen` of `total`."""
     return math.lgamma(total + 1) - math.lgamma(num_chosen + 1) - math.lgamma(total - num_chosen + 1)
 
 

@@ -95,7 +95,6 @@ def _find_origin(site: Site, results: Results) -> Site:
 
 
 def _blamed_by(site: Site, origin: Site, results: Results) -> SiteResult:
-    """Let a site fail by whose error another fails."""
     broken, result = results[site].nearest, results[origin]
     assert broken is not None, "a site that others' errors make fail has a figure"
     assert result.noise is not None, "an inherited error has figures"

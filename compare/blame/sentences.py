@@ -274,7 +274,6 @@ def _tell_least(ratios: torch.Tensor) -> Where:
 def _find_wrong_tokens(
     rows: Rows, ratios: torch.Tensor, bounds: Bounds, is_right: IsRight, facts: TokenFacts
 ) -> _Part | None:
-    """Find the tokens without which a site is right; None without any."""
     # The limit of one token is far above right ones, and an error may be small in many tokens: those that are half way
     # to it, as factors go, are wrong too, if they have something in common, or if all others are far below them.
     off, wrong = ratios > min(bounds.token, bounds.token**0.5), ratios > bounds.token
@@ -356,7 +355,6 @@ def _find_wrong_channels(
 
 
 def _tell_tokens(subject: str, part: _Part, rows: Rows) -> Where:
-    """Tell wrong tokens, by their region or as a list."""
     num_wrong, places = int(part.wrong.sum()), rows.places[part.wrong].tolist()
     few = tuple((row, token) for row, token in places) if num_wrong <= MOST_LISTED else ()
     if part.region is not None:
@@ -372,7 +370,6 @@ def _tell_tokens(subject: str, part: _Part, rows: Rows) -> Where:
 
 
 def _tell_channels(part: _Part, channel_word: str) -> Where:
-    """Tell wrong channels, by their region or as a list."""
     if part.region is not None:
         return _tell_region(f"wrong {channel_word}s", part)
     words, found = list_channels(part.wrong, channel_word)

@@ -21,12 +21,10 @@ from minimax_tools.reference.float32_stages import attend, normalise, product_st
 
 
 def _attend_with(**options: Any) -> Change:
-    """Compute attention with other options of `float32_stages.attend`."""
     return replace_stage(Site.ATTN_CONTEXT, partial(attend, **options))
 
 
 def _keys_and_values_swapped() -> Change:
-    """Compute k_proj with the weight of v_proj, and v_proj with that of k_proj."""
     return Change(
         stages={
             Site.K_PROJ: product_stage(Site.INPUT_NORM, weight_names.V_PROJ),
@@ -94,7 +92,6 @@ def _not_transposed(layer: Evaluation) -> torch.Tensor:
 
 
 def _windows(inputs: LayerInputs) -> tuple[int, ...]:
-    """List windows that hide a key from some query."""
     longest = int(inputs.attention_mask.sum(-1).max())
     sizes = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
     return tuple(size for size in sizes if size < longest)

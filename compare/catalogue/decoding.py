@@ -41,12 +41,10 @@ _BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def _reading(view: Callable[[Evaluation], CacheView]) -> Change:
-    """Build the change of decoded tokens that read the cache so."""
     return replace_stage(Site.ATTN_CONTEXT, lambda layer: attend_view(layer, view(layer)))
 
 
 def _of_decoded(is_whole_run: Callable[[DecodedInputs], bool]) -> Candidates:
-    """Build the candidates of a mistake without parameters."""
     return once_if(lambda inputs: isinstance(inputs, DecodedInputs) and is_whole_run(inputs))
 
 
@@ -55,8 +53,6 @@ def _each_of(name: str, values: Callable[[DecodedInputs], Iterable[int | str]]) 
 
 
 def _rotated(of: str, positions: _Positions) -> Change:
-    """Rotate the queries or keys of decoded tokens by other positions, or both."""
-
     def rotate(layer: Evaluation, *, source: Site, site: Site) -> torch.Tensor:
         inputs, spec = decoded_inputs(layer), layer.spec
         angles = positions(inputs).float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)

@@ -125,8 +125,6 @@ def _text_order(layer: Evaluation, experts: torch.Tensor) -> torch.Tensor:
 
 
 def _exchange(first: int, second: int) -> Callable[[Evaluation, torch.Tensor], torch.Tensor]:
-    """Map each of two numbers to the other."""
-
     def renumber(_: Evaluation, experts: torch.Tensor) -> torch.Tensor:
         exchanged = torch.where(experts == first, second, experts)
         return torch.where(experts == second, first, exchanged)
@@ -235,8 +233,6 @@ def _scale(matrix: str, factors: str) -> Change:
 
 
 def _count(times: int, experts: str) -> Change:
-    """Add some experts `times` times, 0 for never."""
-
     def stage(layer: Evaluation) -> torch.Tensor:
         counts = torch.ones(layer.spec.num_local_experts)
         counts[list(parse_experts(experts))] = times

@@ -29,8 +29,6 @@ _TENSORS = (*_SITES, *EXPERT_MATRICES)
 
 
 def _decode_with(decoding: Decoding, *tensors: str) -> Change:
-    """Read these tensors by another decoding."""
-
     def product(site: Site) -> Stage:
         source, weight_name = PROJECTIONS[site]
         return lambda layer: layer[source] @ layer.weights.value(weight_name, decoding).T
@@ -99,8 +97,6 @@ def _is_all_fp8(inputs: LayerInputs) -> bool:
 
 
 def _of_layer(source_layer: int) -> Change:
-    """Compute all stages with the weights of another layer."""
-
     def norm(source: Site, weight: str) -> Stage:
         return lambda layer: normalise(
             layer[source],

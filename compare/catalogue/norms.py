@@ -42,8 +42,6 @@ _FACTORS = (8**-0.5, 8**0.5, 4**-0.5, 2.0, 2**-0.5, 2**0.5, 0.25, 4.0, 0.125, 8.
 
 
 def _replace(sites: tuple[Site, ...], norm: _PortNorm) -> Change:
-    """Compute the norms of some sites by `norm`."""
-
     def stage(site: Site) -> Stage:
         source, weight_name = NORMS[site]
         return lambda layer: norm(layer, layer[source], layer.weight(weight_name))
@@ -76,8 +74,6 @@ def _mean_subtracted(layer: Evaluation, states: torch.Tensor, weight: torch.Tens
 
 
 def _in_groups(num_groups: int) -> _PortNorm:
-    """Take the mean square of each group of neighbouring channels alone."""
-
     def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         groups = states.unflatten(-1, (num_groups, -1))
         return _rms_norm(layer, groups, weight.unflatten(0, (num_groups, -1))).flatten(-2)
@@ -163,8 +159,6 @@ def _low_precision(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor
 
 
 def _after_rope() -> Change:
-    """Rotate the projections, then norm them."""
-
     def stage(norm_site: Site) -> Stage:
         source, weight_name = NORMS[norm_site]
 
@@ -190,7 +184,6 @@ def _tp_degrees(inputs: LayerInputs) -> tuple[int, ...]:
 
 
 def _tell_heads(spec: ModelSpec, parameters: Parameters) -> str:
-    """Say so if each head is a part of its own."""
     is_each_head = parameters["tp_degree"] == spec.num_attention_heads
     return "Here there are as many parts as heads: each head is normed alone." if is_each_head else ""
 

@@ -146,7 +146,6 @@ _shifts = values_of("by", 1, -1, 2, -2, 3, -3, 4, -4, 8, -8, 16, -16)
 
 
 def _vocabulary_orders(inputs: ModelInputs) -> tuple[Parameters, ...]:
-    """List wrong orders in which shards may be put together."""
     return tuple(
         MappingProxyType({"tp_degree": degree, "order": order})
         for degree in degrees(inputs.spec.vocab_size)

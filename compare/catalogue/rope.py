@@ -38,8 +38,6 @@ _DTYPES = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16
 
 
 def _rotate_by(reposition: _Reposition, of: tuple[Site, ...] = (Site.Q_ROPE, Site.K_ROPE)) -> Change:
-    """Rotate queries and keys, or one of them, by other positions."""
-
     def rotate(layer: Evaluation, source: Site) -> torch.Tensor:
         spec = layer.spec
         positions = reposition(layer.position_ids).float()[:, :, None]
@@ -110,7 +108,6 @@ def _from_first_wrong(clues: Clues, name: str, *, shift: int = 0) -> tuple[Param
 
 
 def _shows(inputs: LayerInputs, reposition: _Reposition) -> bool:
-    """Decide whether the position of some real token changes."""
     # In float64: next to a BF16 tensor, torch would compare the integers in BF16 too.
     differs = reposition(inputs.position_ids).double() != inputs.position_ids
     return bool((differs & inputs.attention_mask.bool()).any())
@@ -138,8 +135,6 @@ def _positions(layer: Evaluation) -> torch.Tensor:
 
 
 def _with_frequencies(**changed: Any) -> Change:
-    """Rotate with other frequencies; `changed` are the arguments of `frequencies` that the port has wrong."""
-
     def angles(layer: Evaluation) -> torch.Tensor:
         arguments: dict[str, Any] = {"rotary_dim": layer.spec.rotary_dim, "theta": layer.spec.rope_theta}
         return _positions(layer) * frequencies(**(arguments | changed))

@@ -58,7 +58,6 @@ def _softmax(layer: Evaluation) -> torch.Tensor:
 
 
 def _top_k(k: int) -> Change:
-    """Choose another number of experts."""
     return replace_stage(
         Site.ROUTER_EXPERTS, lambda layer: choose_experts(router_scores(layer) + correction_bias(layer), k)
     )
@@ -91,7 +90,6 @@ _GATE_FORMATS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingPro
 
 
 def _quantised(stored: str) -> Change:
-    """Quantise the gate to one of `_GATE_FORMATS`."""
     return _logits_by(lambda states, gate: states @ _GATE_FORMATS[stored](gate).T)
 
 

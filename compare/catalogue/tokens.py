@@ -80,7 +80,6 @@ def _parse_token(text: str, length: int) -> int:
 
 
 def _orders(inputs: LayerInputs) -> tuple[Parameters, ...]:
-    """List the orders that move some real token."""
     every, is_real = torch.arange(inputs.attention_mask.numel()), inputs.attention_mask.flatten().bool()
     moving = [order for order in _ORDERS if bool(((inputs.sources(_ORDERS[order]) != every) & is_real).any())]
     return tuple({"site": str(site), "order": order} for site in _SITES for order in moving)

@@ -4,7 +4,8 @@
 - `kept_diagnosis`: a diagnosis that is kept beside its run; whether its port has changed since
 - `diagnose`: the library's entry: two captures and a checkpoint to a diagnosis
 - `finding`: named mistakes, and what was close; sites of one operation that one named mistake explains
-- `report`: a diagnosis as text and JSON; its parts in words, for text and pages
+- `view`: a diagnosis in words, for text and pages
+- `report`: a diagnosis as text and JSON
 - `layer_group`: layers with one finding, told together
 - `layer_case`: one layer of two captures
 - `score`: fit of a hypothesis to the values of the port

@@ -169,6 +169,5 @@ def main(
 
 
 def _chosen(layer_pattern: str | None, mistakes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the options that choose layers and mistakes, as a command takes them."""
     layers = () if layer_pattern is None else ("--layer-pattern", layer_pattern)
     return (*layers, *(word for name in mistakes for word in ("--mistake", name)))

@@ -206,7 +206,6 @@ def _is_of_sites(blame: Blame) -> bool:
 
 
 def _has_finite_input(run: JudgedRun, layer: int) -> bool:
-    """Decide whether both sides hold a layer's input, and it is finite."""
     captured = run.inputs.get(layer)
     return (
         captured is not None and captured.is_recorded and (captured.error is None or captured.error.is_finite)
@@ -342,7 +341,6 @@ def _is_any_wrong_on_port_input(run: JudgedRun, diagnoses: Sequence[LayerDiagnos
 
 
 def _is_explained(blame: Blame, layers: Sequence[LayerDiagnosis], sites: Sequence[SiteDiagnosis]) -> bool:
-    """Decide whether a named mistake explains a blame."""
     if blame.layer is not None:
         return any(diagnosis.named for diagnosis in layers if blame in diagnosis.blame)
     return any(diagnosis.named for diagnosis in sites if diagnosis.site in blame.sites)

@@ -183,7 +183,6 @@ class Diagnosis:
 
 
 def _parameters(score: Score) -> Iterator[tuple[str, Value]]:
-    """Yield the parameters of all mistakes of a hypothesis, by name."""
     hypothesis = score.hypothesis
     for mistake, parameters in zip(hypothesis.mistakes, hypothesis.parameters, strict=True):
         for name, value in parameters.items():
@@ -210,5 +209,4 @@ def confirm_causes(run: JudgedRun, diagnosis: Diagnosis) -> Comparison:
 
 
 def _begins_at(named: Sequence[MistakeFinding], sites: tuple[Site, Site]) -> bool:
-    """Decide whether one of the mistakes of a finding begins at both sites of an operation."""
     return any(set(sites) <= set(begins) for finding in named for begins in finding.begins_at)

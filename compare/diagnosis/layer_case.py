@@ -149,7 +149,6 @@ class LayerCase:
         )
 
     def _evaluate_on_own_values(self, given: Mapping[Site, torch.Tensor]) -> Evaluation:
-        """Evaluate the right layer on the port's values of the own sites."""
         mask = self.inputs.attention_mask
         own = {site: finite_padding(self._target.read(self._layer, site), site, mask) for site in self._own}
         return Evaluation(self.inputs, with_given({**given, **own}), tokens=self.inputs.judged_tokens)
@@ -252,17 +251,14 @@ def _read_inputs(
 
 
 def _read_given(reference: CaptureSource, target: CaptureSource, layer: int) -> dict[Site, torch.Tensor]:
-    """Read the golden's values of the layer's input, and of all other sites that the run was given."""
     return {site: _upcast(reference.read(layer, site)) for site in {Site.INPUT, *fed_sites(target)}}
 
 
 def _upcast(value: torch.Tensor) -> torch.Tensor:
-    """Return float32 values, or int64 numbers of experts."""
     return value.float() if value.is_floating_point() else value.long()
 
 
 def _logit_noise(reference: CaptureSource, base: Evaluation, batch: Batch, layer: int) -> float:
-    """Return the standard deviation of the golden's error on the router's logits."""
     exact = base[Site.ROUTER_LOGITS]
     if Site.ROUTER_LOGITS in reference.sites(layer):
         golden = batch.rows(reference.read(layer, Site.ROUTER_LOGITS), Site.ROUTER_LOGITS).float()

@@ -187,7 +187,6 @@ def _word_rare(left: Mapping[str, Sequence[int]], taken: Sequence[MistakeFinding
 
 
 def _belong_together(first: LayerDiagnosis, second: LayerDiagnosis) -> bool:
-    """Decide whether `second` belongs to the group whose first layer is `first`."""
     if first.is_right or second.is_right:
         return first.is_right and second.is_right
     if not first.named or not second.named:
@@ -198,7 +197,6 @@ def _belong_together(first: LayerDiagnosis, second: LayerDiagnosis) -> bool:
 
 
 def _summarise(diagnoses: list[LayerDiagnosis]) -> LayerGroup:
-    """Build a group: find the shared mistake in each of its layers, and gather the other findings."""
     named: list[MistakeFinding] = []
     others: list[MistakeFinding] = []
     for diagnosis in diagnoses:
@@ -225,7 +223,6 @@ def gather_alike(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFindi
 
 
 def _are_alike(first: MistakeFinding, second: MistakeFinding) -> bool:
-    """Decide whether two findings are one mistake with about the same parameters."""
     if first.mistake != second.mistake or first.parameters.keys() != second.parameters.keys():
         return False
     for name, value in first.parameters.items():

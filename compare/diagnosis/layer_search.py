@@ -163,7 +163,6 @@ class LayerSearch:
         )
 
     def _word_regions(self, suspects: frozenset[Site]) -> Iterator[str]:
-        """Say where the wrong tokens and channels of the sites lie."""
         for result in self.run.comparison.of_layer(self.layer):
             if not suspects or Site(result.site) in suspects:
                 for sentence in result.where:

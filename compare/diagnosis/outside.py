@@ -335,7 +335,6 @@ def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: 
 
 
 def _try_mistakes(case: SiteCase, mistakes: Sequence[ModelMistake], null: float) -> Iterator[MistakeFinding]:
-    """Compare the port with every mistake and each of its candidates."""
     for mistake in filter(case.may_have, mistakes):
         for parameters in case.candidates(mistake):
             prediction = case.predict(mistake, parameters)

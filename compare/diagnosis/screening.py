@@ -174,7 +174,6 @@ def _narrow(
 
 
 def _with_value(hypothesis: Hypothesis, number: int, value: float) -> Hypothesis:
-    """Replace the fitted parameter of mistake `number`."""
     parameters = list(hypothesis.parameters)
     parameters[number] = MappingProxyType(
         {**parameters[number], str(hypothesis.mistakes[number].fitted): value}
@@ -189,7 +188,6 @@ def _with_value(hypothesis: Hypothesis, number: int, value: float) -> Hypothesis
 
 
 def _first_bracket(trial: Trial, hypothesis: Hypothesis, number: int) -> _Bracket:
-    """Return the bracket between the neighbours of a parameter among the catalogue's candidates."""
     mistake, value = hypothesis.mistakes[number], _fitted_value(hypothesis, number)
     candidates = sorted(
         float(parameters[str(mistake.fitted)]) for parameters in mistake.candidates(trial.base.inputs)

@@ -169,7 +169,6 @@ class _Search:
         return bool(self._named) or self._description is not None
 
     def _turns(self, mistakes: Sequence[Mistake], expected: Sequence[Hypothesis]) -> Iterator[_Turn]:
-        """Yield turns 1 to 4."""
         names = {hypothesis.name for hypothesis in expected}
         by_name = [mistake for mistake in mistakes if mistake.name in names]
         listed = _listed(self._trial, by_name)
@@ -262,7 +261,6 @@ class _Search:
         return judge_faint(self._trial, self._screen, [*self._on_first, *self._on_screen, *self._finals])
 
     def _try_pairs(self) -> None:
-        """Try pairs of mistakes, of which one leads somewhere."""
         pairs = _pair_up(self._first.error, self._on_first)
         if pairs:
             self._num_tried += len(pairs)
@@ -287,7 +285,6 @@ class _Search:
 
 
 def _listed(trial: Trial, mistakes: Sequence[Mistake]) -> list[Hypothesis]:
-    """Return the hypotheses of the catalogue's candidates."""
     return [hypothesis for mistake in mistakes for hypothesis in mistake.hypotheses(trial.base.inputs)]
 
 

@@ -183,7 +183,6 @@ def _shows_both(target: CaptureSource, layer: int) -> bool:
 
 
 def _own_pair(target: CaptureSource, layer: int, right: CachePair) -> CachePair | None:
-    """Read the port's own keys and values; None if it does not show both."""
     if not _shows_both(target, layer):
         return None
     if target.read(layer, Site.K_ROPE).shape != right[0].shape:
@@ -200,7 +199,6 @@ def _is_cast(pair: CachePair, own: CachePair, mask: torch.Tensor) -> bool:
 
 
 def _noise(golden: CaptureSource, layer: int, rounded: CachePair, mask: torch.Tensor) -> CachePair:
-    """Return the relative noise of right keys and values."""
     twins = golden.read_twin(layer, Site.K_ROPE), golden.read_twin(layer, Site.V_PROJ)
     exact_keys, exact_values = (
         part if twin is None else _as_heads(twin, part) for twin, part in zip(twins, rounded, strict=True)

@@ -140,12 +140,10 @@ def _coincidence(choices: Sequence[Choice], columns: Sequence[int]) -> float:
 
 
 def _fits(choices: Sequence[Choice], columns: Sequence[int]) -> bool:
-    """Decide whether each choice is the likeliest token of its column."""
     return all(column in choice.columns for choice, column in zip(choices, columns, strict=True))
 
 
 def _prompt_rules(choices: Sequence[Choice], wrong: Sequence[Choice]) -> Iterator[ChoiceRule]:
-    """Try the likeliest tokens of other prompts."""
     likeliest = {(choice.number, choice.row): choice.likeliest for choice in choices}
     num_rows = 1 + max(choice.row for choice in choices)
     num_tokens = len(set(likeliest.values()))
@@ -241,7 +239,6 @@ def _wrong_choices(passes: ModelPasses) -> list[Choice]:
 
 
 def _judge_placing(passes: ModelPasses) -> ModelFinding | None:
-    """Find logits that are those of another token than the prompt's last."""
     if not passes.misplaced:
         return None
     first = passes.misplaced[0]
@@ -257,7 +254,6 @@ def _judge_placing(passes: ModelPasses) -> ModelFinding | None:
 
 
 def _judge_padding(passes: ModelPasses) -> ModelFinding | None:
-    """Find columns beyond the vocabulary that are not masked."""
     above = passes.padded_logits_above
     if not passes.num_padded_logits or above is None or above <= _MASKED:
         return None

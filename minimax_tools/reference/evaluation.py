@@ -345,7 +345,6 @@ def _constant(value: torch.Tensor) -> Stage:
 
 @cache
 def _downstream(nodes: frozenset[GraphNode]) -> frozenset[GraphNode]:
-    """Return the nodes, and all that are computed from them."""
     reached, num_before = set(nodes), 0
     while len(reached) > num_before:
         num_before = len(reached)

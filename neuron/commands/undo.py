@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from compare.diagnosis.proof.proof import render_proof
 from compare.diagnosis.proof.undo import Undo
+from compare.diagnosis.report import render_proof
 from compare.next_commands import after_proof
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture

@@ -27,6 +27,7 @@ class TriedMistake:
     is_named: bool  # whether it explains the error; if not, it came nearest, which is a hint and no cause
     leaves: str  # ρ that is left with the mistake in the float32 layer
     explains: str  # percentage of the error's energy that it takes away
+    fit: str = ""  # sentence on how well it explains the error
     what: str
     look_at: str
     layers: str = ""  # layers of the place that it was tried on; empty for all

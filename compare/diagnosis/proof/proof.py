@@ -5,15 +5,11 @@ Wording: a proof as sentences, and the lines that `convert_state_dict` needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-from compare.catalogue.repairs import lines_for_layers
-from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Verdict
 from minimax_tools.text_enum import TextEnum
-from reports.canvas import Canvas
 from reports.wording import word_figure
 
 
@@ -99,89 +95,6 @@ PROVE_THE_PLACE = (
     "They prove the place. The fault is where conversion and forward disagree: if the weights are right "
     "(mm2-test weights), mend the forward instead."
 )
-_MOST_EDITS = 3  # lines that differ by a number from layer to layer are told for so many layers
-
-
-class Provable(Protocol):
-    """A finding that may have a proof."""
-
-    @property
-    def layer(self) -> int | None:
-        """The layer; None outside the layers."""
-
-    @property
-    def proof(self) -> MistakeProof | None:
-        """The proof; None if none was asked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProvedEdit:
-    """Lines that undo a mistake in the weights."""
-
-    lines: tuple[str, ...]
-    has_conversion: bool  # whether they belong into `convert_state_dict`, rather than into the port's class
-
-
-def render_proof(proof: MistakeProof, *, layer: int, undone: str) -> str:
-    """Render the proof of one layer as text; `undone` words the mistakes."""
-    canvas = Canvas(width=None, is_terminal=None)
-    canvas.line(f"Layer {layer} without {undone}: {proof.outcome}", style="bold")
-    for sentence in word_proof(proof):
-        canvas.paragraph(sentence)
-    if proof.is_proved:
-        draw_lines(canvas, proof.lines, has_conversion=proof.has_conversion)
-        canvas.line(MEND_FIRST, style="bold")
-    return canvas.text
-
-
-def draw_proofs(canvas: Canvas, findings: Sequence[Provable]) -> None:
-    """Draw the proofs of one mistake, a finding for each layer; nothing if there are none."""
-    for sentence in word_proofs(findings):
-        canvas.paragraph(sentence)
-    edits = proved_edits(findings)
-    for edit in edits[:_MOST_EDITS]:
-        draw_lines(canvas, edit.lines, has_conversion=edit.has_conversion)
-    if len(edits) > _MOST_EDITS:
-        canvas.paragraph(f"{len(edits) - _MOST_EDITS} more, with other numbers: see --json.")
-
-
-def word_proofs(findings: Sequence[Provable]) -> tuple[str, ...]:
-    """Return sentences on the proofs of one mistake, a finding for each layer; () if there are none.
-
-    Layers of one outcome are told together, by the first of them.
-    """
-    proofs = _proofs(findings)
-    sentences: list[str] = []
-    for outcome in ProofOutcome:
-        alike = [(layer, proof) for layer, proof in proofs if proof.outcome is outcome]
-        if alike:
-            where = "" if len(proofs) == 1 else f"{_in_layers(alike)}: "
-            first, *others = word_proof(alike[0][1])
-            sentences += [where + first, *others]
-    return tuple(sentences)
-
-
-def proved_edits(findings: Sequence[Provable]) -> tuple[ProvedEdit, ...]:
-    """Return the lines that undo a mistake in the weights, as the proofs ran them; those for several layers once."""
-    layers_by_edit: dict[tuple[str, ...], list[int]] = {}
-    proofs = [(layer, proof) for layer, proof in _proofs(findings) if proof.is_proved]
-    for layer, proof in proofs:
-        if proof.edit and layer is not None:
-            layers_by_edit.setdefault(proof.edit, []).append(layer)
-    edits = []
-    for edit, layers in layers_by_edit.items():
-        proof = next(proof for _, proof in proofs if proof.edit == edit)
-        lines = lines_for_layers(
-            edit, tuple(layers), num_layers=proof.num_layers, has_conversion=proof.has_conversion
-        )
-        edits.append(ProvedEdit(lines=lines, has_conversion=proof.has_conversion))
-    return tuple(edits)
-
-
-def word_outcomes(findings: Sequence[Provable]) -> str:
-    """Word the outcomes of the proofs of a mistake's findings; an empty text without proofs."""
-    outcomes = dict.fromkeys(str(finding.proof.outcome) for finding in findings if finding.proof is not None)
-    return f" ({', '.join(outcomes)})" if outcomes else ""
 
 
 def word_proof(proof: MistakeProof) -> Iterator[str]:
@@ -209,29 +122,10 @@ def word_proof(proof: MistakeProof) -> Iterator[str]:
         yield f"What is left matches {proof.remaining[0]}."
 
 
-def draw_lines(canvas: Canvas, lines: tuple[str, ...], *, has_conversion: bool) -> None:
-    """Draw the lines to paste, never broken; nothing if there are none."""
-    if not lines:
-        return
-    canvas.paragraph(word_lines_place(has_conversion=has_conversion))
-    for line in lines:
-        canvas.line(f"      {line}")
-    canvas.paragraph(PROVE_THE_PLACE)
-
-
 def word_lines_place(*, has_conversion: bool) -> str:
     """Return the words over lines to paste."""
     place = "at the beginning of convert_state_dict" if has_conversion else "in the port's class"
     return f"Lines that undo it, {place}:"
-
-
-def _proofs(findings: Sequence[Provable]) -> list[tuple[int | None, MistakeProof]]:
-    return [(finding.layer, finding.proof) for finding in findings if finding.proof is not None]
-
-
-def _in_layers(proofs: Sequence[tuple[int | None, MistakeProof]]) -> str:
-    words = word_layers(layer for layer, _ in proofs)
-    return words[0].upper() + words[1:]
 
 
 def _word_replaced(proof: MistakeProof) -> str:

@@ -104,7 +104,6 @@ class PortProcess:
 
 
 def _find_error(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the message of a command that failed."""
     try:
         return decode(_Failure, parse_json(done.stdout)).error.rstrip(".")
     except ValueError:
@@ -205,7 +204,6 @@ def _prove_outside(site: SiteDiagnosis, finding: MistakeFinding, diagnosis: Diag
 
 
 def _source_notes(diagnosis: Diagnosis, target: CaptureSource) -> tuple[str, ...]:
-    """Note that the port's source has changed since the run."""
     description = target.known_description
     if description is None or not description.provenance.target_digest:
         return ()

@@ -136,7 +136,6 @@ def join_hypotheses(undone: Iterable[Undo]) -> Hypothesis:
 
 
 def _kinds(parameters: Parameters) -> dict[str, bool]:
-    """Return whether each parameter is text."""
     return {name: isinstance(value, str) for name, value in parameters.items()}
 
 

@@ -1,41 +1,130 @@
-"""The answer where a diagnosis named nothing to prove: each place and each note once."""
+"""The report of a diagnosis, as text and as JSON values, and that of a proof."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from compare.diagnosis.finding import Diagnosis, LayerDiagnosis
-from compare.diagnosis.report import render_nothing_to_prove
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
+from compare.diagnosis.proof.proof import MEND_FIRST, PROVE_THE_PLACE, MistakeProof, ProofOutcome, ProofWay
+from compare.diagnosis.report import (
+    diagnosis_record,
+    render_diagnosis,
+    render_nothing_to_prove,
+    render_proof,
+)
+from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame
+
+NOTHING = "Nothing to prove: no mistake was named."
+
+
+def finding(mistake: str, **parts: Any) -> MistakeFinding:
+    return MistakeFinding(
+        **{
+            "layer": 1,
+            "mistake": mistake,
+            "parameters": {"eps": 0.5},
+            "explains": 0.9,
+            "leaves": 1.1,
+            "amplitude": 1.0,
+            "z": 9.0,
+            "what": "It does.",
+            "look_at": "it",
+            **parts,
+        }
+    )
 
 
 def layer(number: int, *blame: Blame, **parts: Any) -> LayerDiagnosis:
-    return LayerDiagnosis(layer=number, sites=(), unexplained=9.0, blame=blame, **parts)
+    return LayerDiagnosis(layer=number, sites=(Site.OUTPUT,), unexplained=90.0, blame=blame, **parts)
 
 
-def test_places_and_notes_are_told_once() -> None:
+def diagnosis(*layers: LayerDiagnosis, **parts: Any) -> Diagnosis:
+    return Diagnosis(reference="golden", target="run", is_failed=True, layers=layers, **parts)
+
+
+def told(found: Diagnosis, **options: Any) -> str:
+    return render_diagnosis(found, width=300, is_terminal=False, **options)
+
+
+def test_text_tells_the_mistake_what_is_like_it_and_the_lines_that_undo_it() -> None:
+    proof = MistakeProof(
+        outcome=ProofOutcome.PROVED, way=ProofWay.WEIGHTS, edit=("tensors['w'] *= 2",), num_layers=1
+    )
+    named = finding("norm_eps", sources=("vllm#1", "vllm#2"), proof=proof)
+    others = tuple(finding(f"mistake_{number}") for number in range(5))
+    found = diagnosis(
+        layer(1, named=(named, *others), num_hypotheses=7, notes=("of it",)), notes=("on the whole",)
+    )
+    lines = [line.strip() for line in told(found).splitlines() if line.strip()]
+    assert lines == [
+        "FAIL: layer 1, norm_eps (eps 0.5)",
+        "golden  golden",
+        "run     run",
+        "Layer 1 matches norm_eps (eps 0.5): leaves ρ 1.10 of 90.0",
+        "It does.",
+        "Look at it.",
+        "Explains 90 % of the error; amplitude 1.000, 9.00 times its uncertainty.",
+        "Seen in vllm#1, vllm#2.",
+        "Proved: with the weights changed before the port converts them, the port's layer is right.",
+        "Lines that undo it, at the beginning of convert_state_dict:",
+        "tensors['w'] *= 2",
+        PROVE_THE_PLACE,
+        "Cannot be told from: mistake_0 (eps 0.5), which leaves ρ 1.10; mistake_1 (eps 0.5), which leaves ρ 1.10; "
+        "mistake_2 (eps 0.5), which leaves ρ 1.10; 2 more.",
+        "7 hypotheses tried, judged by output",
+        "- of it",
+        "- on the whole",
+        MEND_FIRST,
+    ]
+
+
+def test_nothing_to_prove_is_said_where_proofs_were_asked_for() -> None:
+    assert NOTHING in told(diagnosis(), proves=True)
+    assert NOTHING not in told(diagnosis())
+    assert NOTHING not in told(diagnosis(layer(1, named=(finding("norm_eps"),))), proves=True)
+
+
+def test_answer_without_a_name_tells_places_and_notes_once() -> None:
     blame = [
         Blame(layer=number, sites=("k_norm",), reason="error", right=("k_proj",)) for number in (1, 2, 3)
     ]
-    without = Blame(layer=4, sites=("q_norm",), reason="error")
     shapes = layer(3, blame[2], is_of_shape=True, notes=("k_norm is [1,2]", "k_norm is [1,2]"))
-    diagnosis = Diagnosis(
-        reference="golden",
-        target="run",
-        is_failed=True,
-        layers=(layer(1, blame[0], notes=("of layer 1",)), layer(2, blame[1]), shapes, layer(4, without)),
-        unexplained_blame=(*blame, without),
+    found = diagnosis(
+        layer(1, blame[0], notes=("of layer 1",)),
+        layer(2, blame[1]),
+        shapes,
+        unexplained_blame=tuple(blame),
         notes=("a note on the whole",),
     )
-    text = render_nothing_to_prove(diagnosis)
-    assert "FAIL" in text.splitlines()[0]
-    for words in ("k_norm is [1,2]", "a note on the whole"):
+    text = render_nothing_to_prove(found)
+    assert text.startswith("FAIL")
+    for words in (NOTHING, "k_norm is [1,2]", "a note on the whole", "k_proj (right)"):
         assert text.count(words) == 1, text
-    assert "k_proj" in text
     assert "of layer 1" not in text
-    of_shape = render_nothing_to_prove(
-        Diagnosis(
-            reference="golden", target="run", is_failed=True, layers=(shapes,), unexplained_blame=(blame[2],)
-        )
+    of_shape = diagnosis(shapes, unexplained_blame=(blame[2],))
+    assert "k_proj" not in render_nothing_to_prove(of_shape)
+
+
+def test_record_tells_what_explains_each_part() -> None:
+    blame = Blame(layer=2, sites=("k_norm",), reason="error")
+    right = SiteDiagnosis(site=ModelSite.LOGITS, unexplained=1.0)
+    record = diagnosis_record(
+        diagnosis(layer(1, named=(finding("norm_eps"),)), sites=(right,), unexplained_blame=(blame,))
     )
-    assert "k_proj" not in of_shape
+    (of_layer,), (of_site,) = record["layers"], record["sites"]
+    assert (of_layer["is_explained"], of_layer["is_right"]) == (True, False)
+    assert (of_site["is_explained"], of_site["is_right"]) == (False, True)
+    assert list(record["unexplained_blame"][0]["formulas"]) == ["k_norm"]
+    # A proof is a key only where it was asked for.
+    assert "proof" not in record["diagnosis"][0]
+
+
+def test_rendered_proof_shows_lines_that_were_proved() -> None:
+    proved = MistakeProof(outcome=ProofOutcome.PROVED, way=ProofWay.WEIGHTS, lines=("tensors['w'] *= 2",))
+    text = render_proof(proved, layer=3, undone="norm_eps")
+    assert text.startswith("Layer 3 without norm_eps: proved\n")
+    assert "\n      tensors['w'] *= 2\n" in text
+    assert MEND_FIRST in text
+    refuted = MistakeProof(outcome=ProofOutcome.NOT_PROVED, lines=proved.lines)
+    assert MEND_FIRST not in render_proof(refuted, layer=3, undone="norm_eps")
