@@ -1,11 +1,8 @@
 """Blame: a site is to blame if it fails and nothing that it is computed from does.
 
-- A failing site behind another failure is excused: its error may come from there. If it fails again when it is
-  recomputed from the port's own values, it is to blame all the same.
-- A site that passes may carry a small error from a failure further upstream. A failing site behind it is to blame only
-  for more than it inherits (see `is_inherited`).
-- For a site that was not compared, the nearest compared sites upstream count. The blame then names every site that may
-  hold the fault.
+A failing site behind another failure is excused, unless it fails again on the port's own values; behind a small error
+that passes, it is to blame only for more than it inherits. Of sites that were not compared, the blame names all that
+may hold the fault.
 """
 
 from __future__ import annotations

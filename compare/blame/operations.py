@@ -1,9 +1,4 @@
-"""Operations: two blamed sites that one operation computes are one cause, if they are wrong alike.
-
-One operation computes q_rope and k_rope, another q_norm and k_norm (see `SHARED_OPERATIONS`). Sites are wrong alike if
-their errors are about as large, and lie at the same tokens and dims, as far as the comparison could tell. What is not
-alike may still be one mistake, such as a norm of a rank's own heads: that takes a diagnosis to tell.
-"""
+"""Operations: two blamed sites that one operation computes are one cause, if they are wrong alike."""
 
 from __future__ import annotations
 

@@ -1,15 +1,7 @@
 """Recomputation: a site computed in float32 from the port's own values of its inputs, so that it is judged alone.
 
-A site that fails behind a failing one may be right, and only inherit its error. So mm2's own float32 layer computes it
-from the port's values; the remaining difference is the site's own error. The noise to expect is the golden's noise
-floor, scaled to these values.
+The noise to expect is the golden's noise floor, scaled to these values.
 T real tokens, t of them judged, k experts per token, F channels of a site.
-
-SiteInputs: the inputs of one site, as both sides show them, and the inputs that the port may have computed with.
-
-T real tokens, F channels of a site.
-
-RecomputingJudge: judges sites of one layer, each recomputed from the port's own values of its inputs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""Regions: named sets of tokens or channels that may hold all wrong ones, and the search for the likeliest.
+"""Regions: named sets of tokens or channels that may hold all wrong ones; scales: constant factors on a site.
 
-A mistake that is in no catalogue still has a place: rows of the batch, a range of their tokens, every so many of them,
-tokens of an expert, a head, a run of channels. A region counts only if chance is unlikely to put all wrong items into
-one as small; of several, that in which chance is the least likely to put them. Few items are listed, too.
-T judged tokens, F channels of a site, k experts per token. `wrong` always holds at least one item. `within` holds the
-items of a region that a new one shall narrow down, or all. A region that is yielded may reach beyond it: `&` cuts it.
-
-Scales: a site that is right but for constant factors: one for all values, one for each head, channel or token.
-
-T judged tokens, F channels of a site, D channels of a head.
+A region counts only if chance is unlikely to put all wrong items into one as small. `wrong` always holds at least one
+item; `within` holds the items of a region that a new one shall narrow down, or all.
+T judged tokens, F channels of a site, D channels of a head, k experts per token.
 """
 
 from __future__ import annotations

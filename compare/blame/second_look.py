@@ -1,10 +1,8 @@
 """Second look: results of a layer that the sites around a failing one correct, with the weights at hand.
 
-- A scale is folded: each channel of a site is a multiple of the golden's, and what is computed from it is right for the
-  golden's values, and would be wrong for those that the port shows. So its weights undo the scale, as AWQ and
-  SmoothQuant do. The site passes, and its reason says so. A reader that does not undo the scale is the one that fails.
-- A site fails only by the error of an input that passes, and it is right given that input. Then the input fails: a
-  mistake in few tokens may be below the limit of one site and beyond that of the next.
+- A scale is folded: each channel of a site is a multiple of the golden's, and the weights of all that reads it undo
+  that, as AWQ and SmoothQuant do: the site passes, and a reader that does not undo it fails.
+- A site fails only by the error of an input that passes, and it is right given that input: then the input fails.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """Sentences on where the error of a site lies, and on what the wrong values are.
 
-Tokens, or channels, are told to be wrong only if the others are right: the site passes on these alone. Else the error
-is everywhere, and more or less of it tells no place. A token's ρ is its error in units of the noise floor (see
-noise/rho.py); a region is a named set of tokens or channels (see `regions`).
-T judged tokens, F channels of a site, D channels of a head, k experts per token.
-
-Reordering: a site's right values in another order, such as a missing transpose or reversed channels.
-
-An order is told only if the golden in that order explains the port's values, and as they are they do not.
-T judged tokens, F channels, D channels of a head, S tokens of a row without padding.
+Tokens or channels are told to be wrong, and an order of the right values to be another, only if that explains the port.
+T judged tokens, F channels of a site, D channels of a head, S tokens of a row, k experts per token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Mistakes of attention, and of the residual stream around it.
 
-`layer[site]` is a value of the layer with the mistake, `layer.base[site]` that of the layer without it: [B,S,F] before
-attn_context, from there on [T,F]. B batch, S sequence, T judged tokens, F channels.
+B batch, S sequence, T judged tokens, F channels: sites are [B,S,F] before attn_context, from there on [T,F].
 """
 
 from __future__ import annotations

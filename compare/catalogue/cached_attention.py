@@ -1,6 +1,4 @@
-"""Attention of decoded tokens over a cache that may hold, or show, something wrong.
-
-Decoded are the tokens of all passes but the first: of steps, which take one token of each prompt, or of chunks.
+"""Attention over a cache, right or wrong, of the tokens of all passes but the first: of steps, or of chunks.
 
 B prompts, S columns of the batch, P entries that may be read, N heads, K kv heads, D head_dim, T chosen tokens.
 """

@@ -1,10 +1,6 @@
 """Clues: what the port's values say by themselves, by which mistakes with too many parameter values find theirs.
 
-B prompts, S tokens of each, T judged tokens, W wrong ones, E experts, k experts per token, F channels.
-
-ExpertClues: what each chosen number of an expert added to the port's values, by least squares over the tokens.
-
-T tokens, k experts per token, E experts, H hidden, V variants of the experts' outputs.
+B prompts, S tokens of each, T judged tokens, W wrong ones, E experts, k experts per token, F channels, H hidden.
 """
 
 from __future__ import annotations

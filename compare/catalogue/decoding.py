@@ -1,8 +1,5 @@
-"""The catalogue of mistakes of decoding: what a pass reads of the cache, and where it thinks that its tokens stand.
+"""Mistakes of decoding: what a pass reads of the cache, and where it thinks that its tokens stand.
 
-A pass is a step, which decodes one token of each prompt, or a chunk of several.
-
-`build` makes a change of the float32 layer whose decoded tokens make the mistake (see `cached_attention`).
 B prompts, S columns of the batch, P entries that may be read, K kv heads, D head_dim, T decoded tokens.
 """
 

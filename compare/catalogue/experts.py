@@ -1,8 +1,6 @@
 """Mistakes of the experts: what they compute, which of them do, and how their outputs are added.
 
-`build(**parameters)` of a mistake makes the `Change` of the right layer for one of its `candidates`, or for a value of
-the `fitted` parameter between them. `layer[node]` is the value of a site, or of a node within the experts, in the
-changed layer. T judged tokens, k experts per token, I intermediate, n tokens of one expert.
+T judged tokens, k experts per token, E experts, I intermediate, n tokens of one expert.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Mistakes outside the layers, at the embedding, the final norm and the logits, each a prediction of what a port gives.
 
-`predict(inputs, correct, **parameters)` of a mistake gets the port's own inputs, the correct values on them [T,F], and
-one of its `candidates`. T judged tokens, V the vocabulary, C judged columns of it, H hidden, F channels: H, or C at the
-logits.
+T judged tokens, V the vocabulary, C judged columns of it, H hidden, F channels: H, or C at the logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Repairs: changes of a layer's tensors, before a port converts them, that undo a mistake.
-
-The lines that a report prints are the source of the function that was run.
-"""
+"""Repairs: changes of a layer's tensors, before a port converts them, that undo a mistake."""
 
 from __future__ import annotations
 

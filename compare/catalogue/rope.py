@@ -1,10 +1,6 @@
-"""Mistakes of rotary embedding: its width, frequencies, pairing of dims, and precision.
+"""Mistakes of rotary embedding: its width, frequencies, pairing of dims, precision, and positions.
 
 B batch, S sequence, D head_dim; angles are [B,S,width/2], where `width` dims of a head are rotated.
-
-Mistakes of the positions that rotary embedding rotates by. B batch, S sequence.
-
-Most show only at large positions: on prompts that are too short for it, these mistakes have no candidates.
 """
 
 from __future__ import annotations

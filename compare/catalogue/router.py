@@ -1,8 +1,6 @@
 """Mistakes of the router: the experts' scores, their choice, and the weights of the chosen.
 
-T tokens, E experts, k experts per token. `layer[site]` is a value of the layer with the mistake.
-`candidates`: parameters of `build` that are tried. `fitted`: the parameter that is also searched between them.
-Of two mistakes that explain an output alike, the earlier in `ROUTER_MISTAKES` is named.
+T tokens, E experts, k experts per token, H hidden.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Mistakes of which token's values stand where: rows that are rearranged, and ranks that add parts of other tokens.
 
-They happen within a call: `inputs.sources` maps each token of the batch to the one whose values it gets.
 B prompts, S tokens of each, T judged tokens, F channels.
 """
 

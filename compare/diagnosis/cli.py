@@ -102,7 +102,7 @@ def main(
     """
     with loading():
         from compare.diagnosis.diagnose import diagnose
-        from compare.diagnosis.kept_diagnosis import DiagnosisQuestion, KeptDiagnosis, note_change
+        from compare.diagnosis.kept_diagnosis import KeptDiagnosis, digest_question, note_change
         from compare.diagnosis.proof.proving import prove_diagnosis
         from compare.diagnosis.report import (
             diagnosis_record,
@@ -123,7 +123,7 @@ def main(
     reference, target = sides.open()
     # None stands for the layers that the comparison blames; --layer comes as a pattern too.
     layers = None if layer_pattern is None else select_layers(reference, target, layer_pattern)
-    question = DiagnosisQuestion.of(reference, target, model=model, layers=layers, mistakes=mistakes)
+    question = digest_question(reference, target, model=model, layers=layers, mistakes=mistakes)
     kept = KeptDiagnosis.find(target.directory, question) if proves and question and not report_path else None
     # A report draws the comparison too, which a kept diagnosis does not hold.
     judged: list[JudgedRun] = []

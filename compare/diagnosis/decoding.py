@@ -1,7 +1,6 @@
 """The diagnosis of decoding: the known mistake that explains a layer's decoded tokens, on the port's own input.
 
-It needs no cache to be readable: attention of the decoded tokens is computed in float32 with each mistake.
-B prompts, S columns of the batch, T decoded tokens, H hidden.
+B prompts, S columns of the batch, K kv heads, D head_dim.
 """
 
 from __future__ import annotations

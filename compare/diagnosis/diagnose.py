@@ -1,8 +1,4 @@
-"""The diagnosis of a device run: the known mistakes that explain its layers.
-
-`diagnose` judges the run as mm2-compare does, then searches mistakes for the blamed layers, and for the sites outside
-the layers: embedding, final norm and logits.
-"""
+"""The diagnosis of a device run: the known mistakes that explain its layers, and the sites outside them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Findings of a diagnosis: mistakes that explain layers, other close ones, and unexplained blame.
-
-Confirmed causes: two sites of one operation that one named mistake explains are one cause.
-
-The comparison joins such sites only if they are wrong alike. A mistake that begins at both tells it for sure, even
-where their errors differ: a norm over a rank's own heads is further off for queries than for keys.
-"""
+"""Findings of a diagnosis: mistakes that explain layers, other close ones, and unexplained blame."""
 
 from __future__ import annotations
 

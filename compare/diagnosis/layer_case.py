@@ -1,6 +1,5 @@
 """LayerCase: one layer of two captures and its weights, from which its hypotheses are judged.
 
-A hypothesis is the layer with a mistake of the catalogue. `spread_tokens` thins out the tokens of a search.
 B batch, S sequence, T real tokens, F channels.
 """
 

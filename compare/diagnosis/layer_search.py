@@ -1,9 +1,4 @@
-"""LayerSearch: the mistakes that explain one layer of a run, cause by cause.
-
-Descriptions of a port's values that are no known mistakes: a site is off by a factor.
-
-They compete with the mistakes: where a factor explains the port, what only resembles it is no name.
-"""
+"""LayerSearch: the mistakes that explain one layer of a run, cause by cause."""
 
 from __future__ import annotations
 
@@ -16,13 +11,13 @@ from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.comparer import JudgedRun
 from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
 from compare.diagnosis.layer_case import LayerCase, comparable_sites
-from compare.diagnosis.proof.right_stages import sites_behind
 from compare.diagnosis.score import Score
 from compare.diagnosis.search import SearchOutcome, search_layer
 from compare.sides.golden_weights import GoldenWeights
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import scaled
+from minimax_tools.reference.right_stages import sites_behind
 from minimax_tools.results.results import Blame
 from reports.wording import word_figure
 

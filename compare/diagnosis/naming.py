@@ -1,12 +1,7 @@
-"""Naming: decides which scores explain a layer, and which only come near.
+"""Naming: decides which scores explain a layer, and which only come near; all limits are calibrated on right ports.
 
-There are two ways to explain an error. A clear one must be taken away down to the noise. A faint one, which the noise
-covers, must correlate with the predicted error beyond chance. All limits are calibrated on right ports.
-
-Figures of a score: `unexplained` and `leaves` are ρ of the port without the mistake and with it, `misfit` is the mean
-ρ² with it, `explains` the share of the error's energy that it takes away. `amplitude` is the factor on the predicted
-error that fits best (1 for the cause), `z` the same over its uncertainty, `likeness` the squared correlation of both,
-`unevenness` how far the amplitudes of single tokens lie from the common one.
+A clear error must be taken away down to the noise. A faint one, which the noise covers, must correlate with the
+predicted error beyond chance.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Screening: hypotheses that are judged on few tokens first, and the best of them on more.
+"""Screening: hypotheses are judged on few tokens first, and the best of them on more; their parameters are fitted.
 
-A mistake of attention changes the experts' input, and costs a run of all experts: what does not resemble the error on
-the first tokens goes no further. Where the error is large, the first tokens may prove a mistake.
-
-Fitting: the parameter of a mistake that explains the port best, searched between the catalogue's candidates.
+A mistake of attention costs a run of all experts: what does not resemble the error on the first tokens goes no
+further. Where the error is large, the first tokens may prove a mistake.
 """
 
 from __future__ import annotations

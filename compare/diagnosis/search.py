@@ -1,11 +1,6 @@
 """The search: the hypotheses of one layer, screened on some tokens, fitted, and judged on all of them.
 
-A hypothesis is one or two mistakes with parameters; its name has the mistakes alone. Of its score, `misfit` is the mean
-ρ² that it leaves, `leaves` the largest ρ, `explains` the share of the error that it takes away, `likeness` the squared
-correlation of its predicted error with the port's, and `z` its certainty.
-
-Of all parameters of a mistake, `best_first` keeps the best alone, once for all tokens and once for decoded ones. The
-numbers below count these. A later value replaces an earlier one only if it is clearly better.
+Of all parameters of a mistake, the best alone is kept, once for all tokens and once for decoded ones.
 """
 
 from __future__ import annotations

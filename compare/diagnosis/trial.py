@@ -1,7 +1,4 @@
-"""Trial: computes the layer under each hypothesis, and scores it by what the port gave at the judging sites.
-
-A trial holds all tokens of the layer, or a few of them. T tokens.
-"""
+"""Trial: some tokens of a layer, computed under each hypothesis and scored by what the port gave. T tokens."""
 
 from __future__ import annotations
 

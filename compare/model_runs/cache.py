@@ -1,7 +1,7 @@
-"""The cache of a whole port, judged: its keys and values against the right ones on the port's own input of the layer.
+"""The cache of a whole port, judged by the right keys and values on the port's own input of the layer.
 
-A right port may keep its cache in a form that mm2 does not know. So a cache that is alike wrong in all passes is a
-finding only if decoding is wrong too; else it is a note. B prompts, K kv heads, S columns, D head_dim.
+A right port may keep its cache in a form that mm2 does not know: one that is alike wrong in all passes is a finding
+only if decoding is wrong too. B prompts, K kv heads, S columns, D head_dim.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Choices: tokens that a whole port chose itself, and columns of its logits beyond the vocabulary.
+"""Choices: tokens that a whole port chose itself, the rule behind the wrong ones, and padded columns of its logits.
 
-Choice rules: the one rule that explains all tokens that a port chose wrongly, if no chance does.
-
-A rule is told only if it fits every choice, the right ones too, and if so many hits are no coincidence: with few wrong
-tokens a rule that many others stand beside fits too easily. V the vocabulary.
+A rule is told only if it fits every choice, the right ones too, and if so many hits are no coincidence.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Chunks: a whole port's run in passes of several tokens behind a cache, judged, and joined to that of its steps.
+"""Chunks and repetitions: a whole port's run in passes of several tokens behind a cache, and of its prompts once more.
 
-What the steps' run shows is not said again of the chunks: what is wrong in a layer there is wrong in chunks too, and so
-is a port whose prompts depend on what ran before them.
-
-Repeated: prompts that a whole port computed more than once, which must have the same logits each time.
-
-The prompts come again in other rows of the batch. Where that changes their logits, further runs of the port have told
-what they depend on. T tokens, V the vocabulary.
+What the steps' run shows is not said again of the chunks. T tokens, V the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""The passes of a whole port's run: the tokens of the prefill and of each step, and the first pass that is wrong.
-
-Next tokens: how far a run's distributions are from the golden's own; of a whole port in each pass.
-
-The errors of all layers are in them, so they judge nothing: noise grows through a chain. They show what a user of the
-port would see.
-"""
+"""The passes of a whole port's run: tokens of the prefill and of each step, the first wrong one, and next tokens."""
 
 from __future__ import annotations
 

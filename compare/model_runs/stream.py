@@ -1,9 +1,6 @@
-"""Stream: whether each layer of a whole port, and its final norm, is given what the layer before gave.
+"""Stream: whether each layer of a whole port ran in its turn, and is given what the layer before gave.
 
-Where it is not, the port's own values tell what it is: what another layer gave, a part of a sum, other tokens.
 B prompts, S columns, T real tokens, H hidden, w columns of a pass.
-
-Layer order: whether each layer of a whole port ran once, in its turn.
 """
 
 from __future__ import annotations

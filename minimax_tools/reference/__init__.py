@@ -12,5 +12,6 @@
 - `rounded_model`: such copies of the whole model, chained from the embedding to the logits
 - `evaluation`: the float32 layer as a graph of which a change replaces stages
 - `expert_pass`: the experts of many such layers at once; a layer's weights, FP8 codes too
+- `right_stages`: the right values of stages from a port's own inputs of them; where its mistake is cut off
 - `variant_names`: the names of samples of other right ways to compute a layer
 """

@@ -1,7 +1,6 @@
 """Evaluation: the decoder layer in float32 as a graph of stages, one for each site; a change replaces some stages.
 
-Nodes upstream of a change are read from the base, the layer without it. Nodes downstream are computed when they are
-asked for. B batch, S sequence, H hidden, D head_dim, k experts per token, T tokens, F channels of any site.
+B batch, S sequence, H hidden, D head_dim, k experts per token, T tokens, F channels of any site.
 """
 
 from __future__ import annotations

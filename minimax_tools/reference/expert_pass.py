@@ -1,17 +1,8 @@
-"""Expert pass: the experts of many evaluations at once, which share what they compute alike.
+"""Expert pass: the experts of many evaluations at once, and the weights of their layer.
 
-| shared | by evaluations |
-|---|---|
-| float32 values of a matrix | whose mistakes do not change it |
-| gate and up of a token | with the same input of the experts |
-| the output of an expert for a token | with the same input, whose mistakes leave the expert right |
-
-T tokens, k experts per token, H hidden, I intermediate, n tokens of one expert.
-
-LayerWeights: one decoder layer's weights as the float32 layer computes with them, and their FP8 codes.
-
-Tensors that were read are kept: FP8 as codes and scales, others in the golden's dtype. An expert's matrix is float32
-only while it is in use; all other weights stay in float32 too. R rows and C columns of a matrix.
+Evaluations share the float32 values of a matrix that none of them changes, gate and up of equal inputs, and what an
+expert gives for a token, where all compute it rightly.
+T tokens, k experts per token, H hidden, I intermediate, n tokens of one expert, R rows and C columns of a matrix.
 """
 
 from __future__ import annotations

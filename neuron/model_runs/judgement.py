@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from compare.comparer import JudgedRun, judge_run
+from compare.diagnosis.decoding import diagnose_decoding
 from compare.diagnosis.diagnose import diagnose_run
 from compare.diagnosis.finding import Diagnosis, MistakeFinding, confirm_causes
 from compare.limits.criteria import Criteria
 from compare.model_runs.findings import add_findings, join_verdicts
-from compare.diagnosis.decoding import diagnose_decoding
 from compare.model_runs.passes import split_passes
 from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
 from compare.prompts.prompt_judge import PortLogits

@@ -24,13 +24,6 @@ from compare.diagnosis.proof.proof import (
     not_provable,
 )
 from compare.diagnosis.proof.recomputed import fit_on_own_input
-from compare.diagnosis.proof.right_stages import (
-    RightStages,
-    cut_behind,
-    readers_of,
-    sites_behind,
-    waves,
-)
 from compare.diagnosis.proof.undo import Undo, join_hypotheses, undo_finding
 from compare.diagnosis.score import Score
 from compare.limits.criteria import Criteria
@@ -38,6 +31,13 @@ from compare.sides.golden_weights import GoldenWeights, WeightSource
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.reference.right_stages import (
+    RightStages,
+    cut_behind,
+    readers_of,
+    sites_behind,
+    waves,
+)
 from minimax_tools.results.results import Comparison, SiteStatus
 from neuron.devices.runtime import Runtime
 from neuron.runs.device_request import DeviceRequest
@@ -121,7 +121,7 @@ class PortProver:
 
     def _prove(self, undone: tuple[Undo, ...]) -> MistakeProof:
         with self._weights.open_layer(self._layer, self._golden) as weights:
-            right = RightStages.of(weights, self._golden.read_inputs())
+            right = RightStages.of(weights.spec, weights.tensors, self._golden.read_inputs())
             hidden = [str(undo) for undo in undone if not undo.may_show(right.inputs)]
             if hidden:
                 return not_provable(f"{' and '.join(hidden)} cannot show in this model on these tokens")

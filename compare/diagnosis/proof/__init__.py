@@ -1,8 +1,6 @@
 """Proofs: a named mistake is undone in the port, and the port is judged again.
 
 - `undo`: a mistake to undo, as `mm2-test --undo` takes it
-- `right_stages`: the right values of a stage, from the port's own inputs of it; the sites at which what the port
-  gives is replaced
 - `proof`: the outcome of a proof; a proof as text
 - `recomputed`: a proof without a port, from the sites of a dump; what a stage gave, held against the mistake on the
   port's own inputs

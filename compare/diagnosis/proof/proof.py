@@ -1,7 +1,4 @@
-"""MistakeProof: what became of a port when a named mistake was undone in it.
-
-Wording: a proof as sentences, and the lines that `convert_state_dict` needs.
-"""
+"""MistakeProof: what became of a port when a named mistake was undone in it; the same in sentences."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Proving: a proof for each named mistake of a diagnosis.
-
-PortProcess: proofs in a process of `mm2-test`, which runs the port of a capture again, a layer at a time.
+"""Proving: a proof for each named mistake of a diagnosis, by a process of `mm2-test` or from what a dump shows.
 
 `compare` knows nothing of ports: it starts the command, and reads what this prints.
 """
@@ -13,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from compare.comparer import compare_captures
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
@@ -31,20 +28,6 @@ from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.sites import ModelSite
 
 _MODULE = "neuron"  # the package of `mm2-test`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Report:
-    """The key of the command's JSON that holds its proof."""
-
-    proof: MistakeProof
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
-    """The key of the JSON of a command that could not run that holds the reason."""
-
-    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +68,8 @@ class PortProcess:
                 check=False,
             )
         try:
-            return decode(_Report, parse_json(done.stdout)).proof
-        except ValueError:
+            return decode(MistakeProof, parse_json(done.stdout)["proof"])
+        except (ValueError, LookupError, TypeError):
             return not_provable(f"the port did not run: {_find_error(done)}", "Give its place with --target.")
 
     def _arguments(self, layer: int, undone: tuple[Undo, ...], folder: str) -> Iterator[str]:
@@ -105,19 +88,14 @@ class PortProcess:
 
 def _find_error(done: subprocess.CompletedProcess[str]) -> str:
     try:
-        return decode(_Failure, parse_json(done.stdout)).error.rstrip(".")
-    except ValueError:
+        return str(parse_json(done.stdout)["error"]).rstrip(".")
+    except (ValueError, LookupError, TypeError):
         lines = done.stderr.strip().splitlines()
         return lines[-1] if lines else f"it ended with exit code {done.returncode}"
 
 
 # From the number of proofs to the context of their progress.
 OpenProgress = Callable[[int], AbstractContextManager[Progress]]
-
-
-class _Prover(Protocol):
-    def prove(self, layer: int, undone: tuple[Undo, ...]) -> MistakeProof:
-        """Prove mistakes in a layer."""
 
 
 def prove_diagnosis(
@@ -165,7 +143,9 @@ def prove_diagnosis(
     return replace(proved, notes=(*diagnosis.notes, *_source_notes(proved, target)))
 
 
-def _find_prover(reference: CaptureSource, target: CaptureSource, *, model: str, port: str | None) -> _Prover:
+def _find_prover(
+    reference: CaptureSource, target: CaptureSource, *, model: str, port: str | None
+) -> PortProcess | RecomputedProofs:
     process = PortProcess.of(reference, target, model=model, target=port)
     if process is not None:
         return process
@@ -180,7 +160,9 @@ def _find_prover(reference: CaptureSource, target: CaptureSource, *, model: str,
     return RecomputedProofs(golden=reference, dump=target, comparison=comparison, weights=weights)
 
 
-def _prove_finding(prover: _Prover, layer: LayerDiagnosis, finding: MistakeFinding) -> MistakeProof:
+def _prove_finding(
+    prover: PortProcess | RecomputedProofs, layer: LayerDiagnosis, finding: MistakeFinding
+) -> MistakeProof:
     parameters = dict(finding.parameters)
     if parameters.pop("rows", None) is not None:
         return not_provable(

@@ -1,9 +1,6 @@
 """Recomputed proofs: of a dump there is no port to run, but what it shows may prove a mistake.
 
-What the dump gives at the mistake's stage must be what the mistake gives on the dump's own inputs of it. And all else
-that the dump shows of the layer must be right, computed from the dump's own values.
-
-Own input: what a port's stage gave, held against a mistake and against the right stage, on the port's own inputs.
+What it gives at the mistake's stage must be what the mistake gives on its own inputs; all else must be right.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from compare.diagnosis.proof.proof import (
     StageProof,
     not_provable,
 )
-from compare.diagnosis.proof.right_stages import cut_behind, sites_behind
 from compare.diagnosis.proof.undo import Undo, join_hypotheses
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial
@@ -33,6 +29,7 @@ from compare.sides.golden_weights import GoldenWeights, WeightSource
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.reference.right_stages import cut_behind, sites_behind
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
 

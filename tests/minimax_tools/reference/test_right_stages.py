@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compare.diagnosis.proof.right_stages import cut_behind, sites_behind, waves
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.right_stages import cut_behind, sites_behind, waves
 
 ALL = frozenset(Site) - {Site.INPUT, Site.OUTPUT}
 

@@ -1,8 +1,6 @@
 """RightStages: the right values of a layer's stages, in float32, from the port's own inputs of them.
 
 B batch, S sequence, T real tokens.
-
-Stage cut: the sites at which what a port gives is replaced, so that a mistake shows no further on.
 """
 
 from __future__ import annotations
@@ -12,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.sides.golden_weights import GoldenWeights
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import (
     Evaluation,
     LayerInputs,
@@ -78,12 +77,12 @@ class RightStages:
     inputs: LayerInputs
 
     @classmethod
-    def of(cls, weights: GoldenWeights, inputs: Inputs) -> RightStages:
+    def of(cls, spec: ModelSpec, tensors: LayerTensors, inputs: Inputs) -> RightStages:
         """Build the stages of a layer from its weights and the batch."""
         return cls(
             inputs=LayerInputs(
-                spec=weights.spec,
-                weights=LayerWeights(weights.tensors),
+                spec=spec,
+                weights=LayerWeights(tensors),
                 attention_mask=inputs.attention_mask,
                 position_ids=inputs.position_ids,
                 decode_start=inputs.sequence_length,
