@@ -88,11 +88,6 @@ def is_black_box(target: CaptureSource) -> bool:
     return not shown & {Site.INPUT, Site.OUTPUT}
 
 
-def real_tokens(sides: Sides) -> torch.Tensor | None:
-    """Return the mask of real tokens, bool [B,S]; None if neither side keeps it."""
-    return sides.reference.read_kept_mask()
-
-
 def compare_passes(sides: Sides, split: PassSplit | None) -> tuple[PassLogits, ...]:
     """Compare the logits of each pass, or of all tokens without a `split`, with the golden's.
 

@@ -15,7 +15,6 @@ import torch
 
 from compare.limits.limits import computes_in_float32
 from compare.model_runs.findings import named_finding
-from compare.model_runs.passes import real_tokens
 from compare.noise.rows import TINY_FLOAT32
 from compare.sides.golden_weights import HeadWeights
 from compare.sides.sides import Sides, exchanged_tokens
@@ -52,7 +51,7 @@ class _Candidate:
 
 def judge_stream(sides: Sides, num_layers: int) -> tuple[ModelFinding, ...]:
     """Find the first layer whose input is not what the layer before it, or the embedding, gave."""
-    target, is_real = sides.target, real_tokens(sides)
+    target, is_real = sides.target, sides.reference.read_kept_mask()
     for layer in range(num_layers):
         given, before = _read_input(target, layer), _read_output(target, layer - 1)
         if given is None or before is None or _is_same(given, before, is_real):
@@ -175,7 +174,7 @@ def _name_left_out(sides: Sides, found: _Candidate, *, layer: int) -> _Candidate
 
 def _is_taken(sides: Sides, layer: int, *, but: Collection[int]) -> bool:
     """Decide whether a layer's output is the input of another one than those in `but`."""
-    output, is_real = _read_output(sides.target, layer), real_tokens(sides)
+    output, is_real = _read_output(sides.target, layer), sides.reference.read_kept_mask()
     inputs = (_read_input(sides.target, other) for other in sides.target.layers if other not in but)
     return output is not None and any(
         given is not None and _is_same(given, output, is_real) for given in inputs

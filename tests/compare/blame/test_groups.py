@@ -59,10 +59,6 @@ def test_layer_that_fails_without_a_figure_is_the_worst() -> None:
     assert (group.worst_layer, group.reason) == (3, "error of layer 3")
 
 
-def test_no_blame_no_group() -> None:
-    assert group_blame([], [result(0, "q_norm", 0.5)]) == ()
-
-
 def test_worst_layer_is_told_by_what_the_blame_rests_on() -> None:
     """A site that was judged twice, the second time without the error that it was handed."""
     (group,) = group_blame(

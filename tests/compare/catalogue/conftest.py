@@ -69,6 +69,9 @@ class Weights:
     def kept_value(self, name: str) -> torch.Tensor:
         return self._values[name]
 
+    def is_fp8(self, name: str) -> bool:
+        return True
+
     def has_layer(self, layer: int) -> bool:
         return layer != 10
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from compare.catalogue.candidates import Parameters, Value
+from compare.catalogue.candidates import Parameters
 from compare.catalogue.catalogue import CATALOGUE
 from compare.catalogue.mistake import Mistake
 from minimax_tools.model import weight_names
@@ -229,15 +229,6 @@ def test_dims_behind_are_rotated_in_all_heads_but_one_of_a_period(layer: Evaluat
     torch.testing.assert_close(found[:, 1], turned(layer, angles, first=(4, 5), second=(6, 7))[:, 1])
 
 
-def test_heads_of_places_are_read_as_those_of_groups(layer: Evaluation) -> None:
-    # With two heads in each of two groups both orders are the same exchange.
-    by_group, by_place = (
-        find("q_heads_interleaved").build(order=order).stages[Site.Q_PROJ](layer)
-        for order in ("by group", "by place")
-    )
-    assert torch.equal(by_group, by_place)
-
-
 def test_rotation_before_the_norm_norms_what_was_rotated(layer: Evaluation) -> None:
     found = find("qk_norm_swapped_order").build().stages[Site.K_ROPE](layer)
     flat = layer[Site.K_PROJ]
@@ -251,41 +242,3 @@ def test_rotation_before_the_norm_norms_what_was_rotated(layer: Evaluation) -> N
     cos, sin = angles[:, None].cos(), angles[:, None].sin()
     expected[..., :2], expected[..., 2:4] = one * cos - other * sin, other * cos + one * sin
     torch.testing.assert_close(found, expected / norm[:, None] * weight[None, :, None])
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "projection_scaled",
-            [
-                (tensor, factor)
-                for tensor in ("q_proj", "k_proj", "v_proj")
-                for factor in (2.0, 0.5, 8.0, 0.125, 64.0, 1 / 64)
-            ],
-        ),
-        (
-            "attention_scale",
-            [
-                (pytest.approx(factor),)
-                for factor in (8**0.5, 8**-0.5, 2**0.5, 2.0, 0.5, 0.9, 1.1, 2**-0.5, 4.0, 0.25)
-            ],
-        ),
-        ("attention_heads_missing", [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)]),
-        ("q_heads_interleaved", [("by group",), ("by place",)]),
-        ("sliding_window", []),
-        ("rope_width", [(8,), (6,), (2,)]),
-        ("rope_theta", [(1e4,), (1e6,), (5e5,), (1e5,), (1e7,), (5e7,), (1e3,)]),
-        ("rope_position_scaled", [(factor,) for factor in (0.5, 2.0, 0.25, 4.0, 0.125, 8.0, 1 / 16, 1 / 32)]),
-        ("rope_frequency_width", [(8,), (2,), (16,), (12,)]),
-        ("rope_low_precision", [("angles",), ("frequencies",), ("all",)]),
-        ("rope_wrong_slice", [(2,), (4,)]),
-        ("rope_positions_modulo", []),
-        ("rope_positions_clamped", []),
-        ("rope_positions_low_precision", []),
-        ("rope_positions_counted", [()]),
-        ("rope_positions_at_chunk_edges", []),
-    ],
-)
-def test_parameters_that_are_tried(layer: Evaluation, name: str, expected: list[tuple[Value, ...]]) -> None:
-    assert [tuple(parameters.values()) for parameters in find(name).candidates(layer.inputs)] == expected

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 
-from compare.catalogue.candidates import Value, degrees, rank_of, share
+from compare.catalogue.candidates import Parameters, Value, degrees, rank_of, share
 from compare.catalogue.catalogue import CATALOGUE
 from compare.catalogue.clues import Clues, WrongTokens
-from compare.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups, offset_groups
+from compare.catalogue.decoding import DECODING_MISTAKES
 from compare.catalogue.mistake import Mistake
+from compare.catalogue.outside import MODEL_CATALOGUE, ModelInputs
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import Evaluation, LayerInputs
+
+# All parameters that are tried on small models; delete it to have it written anew.
+GOLDEN = Path(__file__).with_name("candidates.json")
 
 
 def find(name: str) -> Mistake:
@@ -24,6 +31,39 @@ def find(name: str) -> Mistake:
 
 def clues(wrong: WrongTokens) -> Clues:
     return cast("Clues", SimpleNamespace(wrong_tokens=wrong))
+
+
+def listed(candidates: Iterable[Parameters]) -> list[str]:
+    return [
+        ", ".join(
+            f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in one.items()
+        )
+        for one in candidates
+    ]
+
+
+def test_what_is_tried_is_what_the_golden_file_lists(
+    layer: Evaluation, open_layer: Callable[..., Evaluation]
+) -> None:
+    outside = SimpleNamespace(
+        spec=replace(layer.spec, vocab_size=48),
+        exchanged={"rows rolled": None},
+        weights=SimpleNamespace(layer_norms={"0.input_layernorm": None}),
+    )
+    decoded = open_layer(torch.ones(2, 9, dtype=torch.int64), num_decoded=3).inputs
+    found = {
+        **{f"layer {name}": listed(one.candidates(layer.inputs)) for name, one in CATALOGUE.items()},
+        **{
+            f"outside {name}": listed(one.candidates(cast("ModelInputs", outside)))
+            for name, one in MODEL_CATALOGUE.items()
+        },
+        **{f"decoding {one.name}": listed(one.candidates(decoded)) for one in DECODING_MISTAKES},
+    }
+    if not GOLDEN.exists():
+        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+        pytest.fail(f"{GOLDEN.name} was written anew: look at what changed")
+    assert found == json.loads(GOLDEN.read_text())
 
 
 def test_sizes_are_spread_over_powers_of_two_and_three_times_those() -> None:
@@ -124,26 +164,3 @@ def test_experts_whose_tokens_are_wrong_are_tried_as_exchanged() -> None:
 def test_norm_of_each_head_is_told(layer: Evaluation, degree: int, is_each_head: bool) -> None:
     told = find("qk_norm_per_rank").describe(layer.spec, {"tp_degree": degree})
     assert ("each head is normed alone." in told) is is_each_head
-
-
-class TestLowBits:
-    """Scales map the largest number of a block to the largest of the format."""
-
-    def test_blocks_have_a_scale_each(self) -> None:
-        weight = torch.tensor([[448.0, 101.0, 1.0], [3.3, 0.0, 0.0]])
-        # 3.3 is rounded in steps of 0.25 where the largest is 448; 1.0 is the largest of its own block.
-        assert fp8_blocks(weight, block=2).tolist() == [[448.0, 104.0, 1.0], [3.25, 0.0, 0.0]]
-
-    def test_groups_of_a_row_have_a_scale_each(self) -> None:
-        states = torch.tensor([[448.0, 3.3, 4.48, 0.033]])
-        assert fp8_groups(states, width=2)[0].tolist() == pytest.approx([448.0, 3.25, 4.48, 0.0325])
-
-    def test_groups_with_an_offset_have_even_steps_from_the_least(self) -> None:
-        weight = torch.tensor([[1.0, 1.3, 2.0, -4.0, -1.0, 0.0]])
-        found = offset_groups(weight, 3, num_steps=4)[0].tolist()
-        assert found == pytest.approx([1.0, 1.25, 2.0, -4.0, -1.0, 0.0])
-
-    def test_integers_have_steps_of_the_largest(self) -> None:
-        weight = torch.tensor([[7.0, 2.4, -7.0, 0.24, 0.7, 0.0]])
-        found = integer_groups(weight, 3, largest=7.0)[0].tolist()
-        assert found == pytest.approx([7.0, 2.0, -7.0, 0.2, 0.7, 0.0])

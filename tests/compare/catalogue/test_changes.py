@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from compare.catalogue.candidates import Parameters, Value
+from compare.catalogue.candidates import Parameters
 from compare.catalogue.catalogue import CATALOGUE
 from compare.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups, offset_groups
 from compare.catalogue.mistake import Mistake
@@ -426,64 +426,6 @@ def test_gate_and_up_are_combined_as_the_port_does(
     recipe = find(name).build(**parameters).recipe
     assert recipe is not None
     torch.testing.assert_close(recipe.mix(GATE, UP, torch.ones(5)), expected)
-
-
-CANDIDATES: list[tuple[str, list[tuple[Value, ...]]]] = [
-    (
-        "norm_eps",
-        [("all", eps) for eps in (1e-5, 1e-12, 1e-8, 1e-4, 1e-3)]
-        + [
-            (norms, 1e-4)
-            for norms in (
-                *("input_norm and post_norm", "q_norm and k_norm"),
-                *("input_norm", "post_norm", "q_norm", "k_norm"),
-            )
-        ],
-    ),
-    ("norm_sum_partial", [(2,), (3,), (4,), (6,), (12,)]),
-    ("post_norm_slice_twice", [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0), (4, 1), (4, 2), (4, 3)]),
-    ("qk_norm_per_rank", [(2,), (4,)]),
-    ("k_norm_weight_of_q_norm", [("first",), ("of each group",)]),
-    ("router_top_k", [(1,), (2,), (4,), (6,), (5,)]),
-    ("experts_local_only", [(degree, rank) for degree in (2, 3, 4, 6) for rank in range(degree)] + [(12, 0)]),
-    ("experts_width_partial", [(degree, rank) for degree in (2, 3, 6) for rank in range(degree)]),
-    ("expert_ids_shifted", [(1,), (-1,), (6,), (3,), (-3,)]),
-    ("experts_in_text_order", [()]),
-    ("experts_exchanged", [(0, 1)]),
-    (
-        "expert_capacity",
-        [
-            (factor, counted)
-            for counted in ("all", "real", "columns", "room")
-            for factor in (1.0, 1.25, 1.5, 2.0, 0.5)
-        ],
-    ),
-    (
-        "up_clamped",
-        [(limit, side) for limit in (7.0, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5) for side in ("above", "both")],
-    ),
-    *(
-        (
-            name,
-            [
-                (pytest.approx(factor),)
-                for factor in (8**-0.5, 8**0.5, 0.5, 2.0, 2**-0.5, 2**0.5, 0.25, 4.0, 0.125, 8.0)
-            ],
-        )
-        for name in ("k_norm_scaled", "q_norm_scaled")
-    ),
-    ("router_weights_scaled", [(factor,) for factor in (2.0, 0.5, 2.5, 4.0, 8.0, 0.25, 0.125, 1.5)]),
-    ("moe_delta_scaled", [(factor,) for factor in (2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 64.0, 1.05)]),
-    (
-        "attention_delta_scaled",
-        [(factor,) for factor in (2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 32.0, 64.0, 0.9)],
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "expected"), CANDIDATES)
-def test_parameters_that_are_tried(layer: Evaluation, name: str, expected: list[tuple[Value, ...]]) -> None:
-    assert [tuple(parameters.values()) for parameters in find(name).candidates(layer.inputs)] == expected
 
 
 def test_numbers_of_experts_near_the_right_one_are_tried(layer: Evaluation) -> None:

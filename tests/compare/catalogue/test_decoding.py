@@ -284,18 +284,6 @@ def parameters_of(name: str, inputs: DecodedInputs) -> list[tuple[int | str | fl
     return [tuple(parameters.values()) for parameters in find(name).candidates(inputs)]
 
 
-def test_positions_rows_and_entries_are_tried_to_both_sides(layer: Evaluation) -> None:
-    inputs = decoded_inputs(layer)
-    rotated = ("queries and keys", "queries", "keys")
-    assert parameters_of("decode_positions_off", inputs) == [
-        (by, of) for by in (1, -1, 2, -2) for of in rotated
-    ]
-    assert parameters_of("cache_one_row_off", inputs) == [
-        (by, reads) for by in (1, -1) for reads in ("before it writes", "after it writes")
-    ]
-    assert parameters_of("cache_keys_rotated_wrongly", inputs) == [(-1,), (1,)]
-
-
 def test_layer_that_decodes_nothing_is_not_asked_for_its_cache(layer: Evaluation) -> None:
     inputs = layer.inputs
     plain = LayerInputs(**{field.name: getattr(inputs, field.name) for field in fields(LayerInputs)})

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from compare.catalogue.candidates import each, once, once_if, values_of
-from compare.catalogue.clues import WrongTokens
-from compare.catalogue.mistake import Hypothesis, Mistake, find_nothing
+from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.evaluation import replace_stage
-from minimax_tools.results.results import Blame, Verdict
+from minimax_tools.results.results import Verdict
 
 SPEC: Any = "spec"
 
@@ -97,20 +95,6 @@ class TestMistake:
         assert not rounding.and_also(SECOND.with_parameters({})).is_rounding
         assert not Hypothesis(mistakes=(), parameters=(), change=rounding.change).is_rounding
 
-    def test_candidates_and_what_wrong_tokens_speak_for(self) -> None:
-        inputs: Any = 5
-        tokens = WrongTokens(
-            is_wrong=torch.zeros(0), experts=torch.zeros(0), positions=torch.zeros(0), num_experts=0
-        )
-        assert [dict(found) for found in once(inputs)] == [{}]
-        assert [len(once_if(lambda value, most=most: value > most)(inputs)) for most in (4, 5)] == [1, 0]
-        assert [dict(found) for found in each("n", range)(3)] == [{"n": 0}, {"n": 1}, {"n": 2}]
-        assert [dict(found) for found in values_of("n", 7, 8)(inputs)] == [{"n": 7}, {"n": 8}]
-        assert find_nothing(tokens) == ()
-        found = replace(SECOND, candidates=values_of("n", 7, 8), find=lambda _: ({"n": 9},))
-        assert [dict(one.parameters[0]) for one in found.hypotheses(inputs)] == [{"n": 7}, {"n": 8}]
-        assert [dict(one.parameters[0]) for one in found.found_hypotheses(tokens)] == [{"n": 9}]
-
 
 FINDING = MistakeFinding.of(1, score(SECOND.with_parameters({})), spec=SPEC)
 
@@ -154,18 +138,6 @@ class TestRight:
             named=(FINDING,) if is_named else (),
         )
         assert site.is_right is is_right
-
-    def test_parts_count_as_blamed_and_not_of_shape_unless_told(self) -> None:
-        layer = LayerDiagnosis(layer=1, sites=(), unexplained=1.0)
-        assert (layer.is_blamed, layer.is_of_shape, layer.num_hypotheses) == (True, False, 0)
-
-    def test_layers_are_alike_by_the_sites_of_their_blame(self) -> None:
-        blame = (
-            Blame(layer=1, sites=("q_proj", "q_norm"), reason=""),
-            Blame(layer=1, sites=("output",), reason=""),
-        )
-        layer = LayerDiagnosis(layer=1, sites=(), unexplained=1.0, blame=blame)
-        assert layer.place == (("q_proj", "q_norm"), ("output",))
 
 
 class TestDiagnosis:

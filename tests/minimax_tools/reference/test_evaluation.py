@@ -22,7 +22,6 @@ from minimax_tools.reference.evaluation import (
     finite_padding,
     replace_stage,
     scaled,
-    spread_mask,
     with_given,
 )
 from minimax_tools.reference.expert_pass import Recipe
@@ -111,15 +110,6 @@ def test_heads_of_the_chosen_tokens_lie_side_by_side() -> None:
     assert layer.base(torch.tensor([4])).rows(Site.Q_ROPE).tolist() == [
         [*heads[1, 0, 1].tolist(), *heads[1, 1, 1].tolist()]
     ]
-
-
-def test_other_value_at_a_node_keeps_the_change() -> None:
-    changed = Layer().base().changed(replace_stage(Q_NORM, lambda found: found[Q_PROJ] + 3.0))
-    other = changed.with_value(DELTA, torch.full((5, 2), 9.0))
-    assert other[DELTA].tolist() == [[9.0, 9.0]] * 5
-    assert other[CONTEXT].tolist() == [[3.0, 3.0]] * 5
-    changed.set_value(CONTEXT, torch.zeros(5, 2))
-    assert changed[DELTA].tolist() == [[0.0, 0.0]] * 5
 
 
 def test_some_tokens_keep_the_values_that_are_known() -> None:
@@ -244,17 +234,6 @@ class TestChange:
         both = first.and_also(replace_stage(K_PROJ, lambda _: torch.zeros(1)))
         assert both.sites == {Q_PROJ, K_PROJ}
 
-    def test_one_of_two_recipes_is_kept(self) -> None:
-        one, other = Recipe(changed=("w1",)), Recipe(changed=("w2",))
-        assert Change(recipe=one).and_also(Change()).recipe is one
-        assert Change().and_also(Change(recipe=other)).recipe is other
-        assert Change(recipe=one).and_also(Change(recipe=other)).recipe is other
-
-    def test_experts_show_at_their_sum(self) -> None:
-        change = replace_stage(ExpertValue.EXPERT_NUMBERS, lambda _: torch.zeros(1))
-        assert change.sites == {Site.MOE_DELTA}
-        assert Change().sites == frozenset()
-
 
 class TestGiven:
     def test_given_sites_stand_in_for_their_stages(self) -> None:
@@ -285,7 +264,3 @@ class TestGiven:
         assert found.dtype == torch.int64
         assert found[1, 2].tolist() == [0] * 4
         assert int((found == 7).sum()) == 20
-
-    def test_mask_spreads_over_channels_and_heads(self) -> None:
-        assert spread_mask(MASK, Q_PROJ).shape == (2, 3, 1)
-        assert spread_mask(MASK, Site.Q_ROPE).shape == (2, 1, 3, 1)

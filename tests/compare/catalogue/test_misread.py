@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compare.catalogue.catalogue import CATALOGUE
-from compare.catalogue.low_bits import ROUNDINGS, fp8_groups
+from compare.catalogue.low_bits import ROUNDINGS, fp8_blocks, fp8_groups, integer_groups, offset_groups
 from compare.catalogue.misread import has_fp8_weights
 from compare.catalogue.mistake import Mistake
 from minimax_tools.checkpoint.fp8 import decode_codes
@@ -165,3 +165,26 @@ def test_activations_are_quantised_before_both_products(layer: Evaluation) -> No
 def test_rows_are_rounded_to_each_dtype(dtype: str, expected: list[float]) -> None:
     rows = torch.tensor([[127.0, 3.3, -600.0]])
     assert ROUNDINGS[dtype](rows)[0].tolist() == pytest.approx(expected)
+
+
+class TestLowBits:
+    """Scales map the largest number of a block to the largest of the format."""
+
+    def test_blocks_have_a_scale_each(self) -> None:
+        weight = torch.tensor([[448.0, 101.0, 1.0], [3.3, 0.0, 0.0]])
+        # 3.3 is rounded in steps of 0.25 where the largest is 448; 1.0 is the largest of its own block.
+        assert fp8_blocks(weight, block=2).tolist() == [[448.0, 104.0, 1.0], [3.25, 0.0, 0.0]]
+
+    def test_groups_of_a_row_have_a_scale_each(self) -> None:
+        states = torch.tensor([[448.0, 3.3, 4.48, 0.033]])
+        assert fp8_groups(states, width=2)[0].tolist() == pytest.approx([448.0, 3.25, 4.48, 0.0325])
+
+    def test_groups_with_an_offset_have_even_steps_from_the_least(self) -> None:
+        weight = torch.tensor([[1.0, 1.3, 2.0, -4.0, -1.0, 0.0]])
+        found = offset_groups(weight, 3, num_steps=4)[0].tolist()
+        assert found == pytest.approx([1.0, 1.25, 2.0, -4.0, -1.0, 0.0])
+
+    def test_integers_have_steps_of_the_largest(self) -> None:
+        weight = torch.tensor([[7.0, 2.4, -7.0, 0.24, 0.7, 0.0]])
+        found = integer_groups(weight, 3, largest=7.0)[0].tolist()
+        assert found == pytest.approx([7.0, 2.0, -7.0, 0.2, 0.7, 0.0])
