@@ -35,10 +35,7 @@ _JUDGED_WITH_PORTS: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ancestry:
-    """Sites that a site is computed from, back to those of which something is known.
-
-    Known are the nearest sites upstream that were compared, were given to the layer, or are shown right by others.
-    """
+    """Sites that a site is computed from, back to those of which something is known."""
 
     known: frozenset[Site]
     hidden: frozenset[Site]  # the sites in between, which were not compared
@@ -86,10 +83,7 @@ def excused_sites(results: Mapping[Site, SiteResult], *, given: tuple[Site, ...]
 
 
 def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
-    """Group causes by the sites that they name; `blame` is that of all layers, ascending.
-
-    `grounds` are the results of all sites, which tell the worst layer; of a site judged again, the later one counts.
-    """
+    """Group causes by the sites that they name; `blame` is that of all layers, ascending."""
     by_site = {(result.layer, result.site): result for result in grounds}
     groups: dict[tuple[tuple[tuple[str, ...], str], ...], list[tuple[Blame, ...]]] = {}
     for cause in join_causes(blame):
@@ -124,10 +118,7 @@ def badness(result: SiteResult) -> float:
 def inputs_carrying(
     site: Site, results: Mapping[Site, SiteResult], *, broken: NearestLimit | None = None
 ) -> tuple[Site, ...]:
-    """Return the inputs of a site that pass, and whose error may be all that makes it fail.
-
-    Their figure is at least half of the one that `broken` a limit, by default the site's own.
-    """
+    """Return the inputs of a site that pass, and whose error may be all that makes it fail."""
     own = results[site].nearest if broken is None else broken
     if own is None:
         return ()
@@ -141,10 +132,7 @@ def inputs_carrying(
 
 
 def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
-    """Decide whether a failing site breaks its limit by no more than the errors of its inputs account for.
-
-    A failure without a figure, such as NaN or a wrong shape, is not inherited.
-    """
+    """Decide whether a failing site breaks its limit by no more than the errors of its inputs account for."""
     # The figure that breaks its limit most; `excess` is the figure divided by the limit.
     broken = result.nearest
     if broken is None or not broken.excess > 1.0:
@@ -156,10 +144,7 @@ def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
 
 
 def carries(source: SiteResult, broken: NearestLimit) -> float:
-    """Return the square of the error that a site passes on, in the unit of the figure broken behind it.
-
-    That figure is of ρ, in units of the noise floor, or the relative error. A choice of experts has none of these.
-    """
+    """Return the square of the error that a site passes on, in the unit of the figure broken behind it."""
     if source.noise is not None:
         value: float | None = getattr(source.noise, broken.figure, None)
         # Up to 1, the error is the floor's own, which the site behind counts in its floor already.

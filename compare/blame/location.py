@@ -40,11 +40,7 @@ def locate_blamed(
     recomputed: Mapping[Site, Recomputed],
     sides: Sides,
 ) -> Mapping[Site, SiteResult]:
-    """Add where wrong tokens and channels lie to the results of the blamed sites of one layer.
-
-    The layer's input must be the golden's, as in an isolated run. A site that was recomputed is located by the values
-    that its second judgement used.
-    """
+    """Add where wrong tokens and channels lie to the results of the blamed sites of one layer."""
     # The classic limits (cosine and the like) judge whole outputs, no single tokens.
     if sides.is_classic:
         return results
@@ -118,10 +114,7 @@ def _find_later_rows(sides: Sides) -> tuple[int, ...]:
 
 
 def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:
-    """Return the experts of each judged token, [T,k]: the port's if it shows them, else the golden's.
-
-    None if the golden lacks them, or the router's logits, which tell the number of experts.
-    """
+    """Return the experts of each judged token, [T,k]: the port's if it shows them, else the golden's."""
     reference, target = sides.reference, sides.target
     if not {Site.ROUTER_EXPERTS, Site.ROUTER_LOGITS} <= set(reference.sites(layer)):
         return None

@@ -25,11 +25,7 @@ _SAME_RANGE = 0.8
 
 
 def join_alike(blame: tuple[Blame, ...], grounds: Iterable[SiteResult]) -> tuple[Blame, ...]:
-    """Mark the blame of two sites of one operation that are wrong alike, in the layers where both are blamed.
-
-    `grounds` are the results that the blame rests on; of a site judged again, the later one counts. The layer in which
-    an operation is the furthest off decides for all layers.
-    """
+    """Mark the blame of two sites of one operation that are wrong alike, in the layers where both are blamed."""
     results = {(result.layer, result.site): result for result in grounds}
     for operation, sites in SHARED_OPERATIONS.items():
         pairs = {

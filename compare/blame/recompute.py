@@ -45,10 +45,7 @@ class SiteInputs:
 
     @classmethod
     def read(cls, site: Site, *, sides: Sides, layer: int, prompt_of: torch.Tensor) -> SiteInputs | None:
-        """Read both sides' inputs of a site; None if a side lacks one, or holds it in another shape.
-
-        `prompt_of` [T] is the prompt that each token belongs to.
-        """
+        """Read both sides' inputs of a site; None if a side lacks one, or holds it in another shape."""
         if site is Site.ATTN_CONTEXT and sides.reference.keeps_last_tokens:
             # Attention reads the keys and values of every token, and those of the last are here.
             return None
@@ -67,12 +64,7 @@ class SiteInputs:
         return cls(site=site, golden=golden, port=port, usable=usable)
 
     def possible_inputs(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
-        """Yield possible inputs of the port's site, to recompute it from each: first the values that the port shows.
-
-        What a port shows may be copies of the values that it computes with, scaled or in another order. So next, values
-        of `doubted` sites, which may be wrong by themselves, are replaced by the golden's. For `moe_delta`, `router`
-        holds the inputs of the router's weights, to recompute these from the port's logits; it is None for other sites.
-        """
+        """Yield possible inputs of the port's site, to recompute it from each: first the values that the port shows."""
         groups = [[source] for source in SITE_INPUTS[self.site]]
         if self.site is Site.MOE_DELTA:
             # A choice and its weights go together.
@@ -124,10 +116,7 @@ _KEYS_AND_VALUES = (Site.K_ROPE, Site.V_PROJ)
 
 
 class Recomputation:
-    """Sites of one layer, computed from the port's values; the golden of `sides` is mm2's own.
-
-    `open_weights` opens the layer's weights; it is called once, when they are needed.
-    """
+    """Sites of one layer, computed from the port's values; the golden of `sides` is mm2's own."""
 
     def __init__(self, sides: Sides, *, layer: int, open_weights: Callable[[], GoldenWeights]) -> None:
         self._sides = sides
@@ -355,10 +344,7 @@ class Recomputed:
 
 
 class RecomputingJudge:
-    """Judges sites of one layer on the port's own values of their inputs; the layer's input is the golden's.
-
-    A context manager: the weights are opened when the first site needs them, and closed with the block.
-    """
+    """Judges sites of one layer on the port's own values of their inputs; the layer's input is the golden's."""
 
     def __init__(self, sides: Sides, *, layer: int, judge: LayerJudge) -> None:
         self._sides = sides
@@ -408,11 +394,7 @@ class RecomputingJudge:
         return judged
 
     def judgements(self, site: Site, *, doubted: frozenset[Site]) -> Iterator[Recomputed]:
-        """Yield the judgements of one site on each of its possible inputs; none if it cannot be computed.
-
-        Possible are the port's values, which come first, and the golden's in place of those of `doubted` sites (see
-        `Recomputation.rows`).
-        """
+        """Yield the judgements of one site on each of its possible inputs; none if it cannot be computed."""
         reference, target = self._sides.reference, self._sides.target
         if self._recomputation is None:
             return

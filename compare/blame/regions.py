@@ -46,10 +46,7 @@ class Scale:
 def find_scale(
     rows: Rows, *, head_dim: int | None, is_right: Callable[[Rows], bool], channel_word: str = "channel"
 ) -> Scale | None:
-    """Find the factors, as few as possible, without which the port's values are right; None if there are none.
-
-    `head_dim` is D if the channels are heads side by side; else None. `channel_word` is the noun for one channel.
-    """
+    """Find the factors, as few as possible, without which the port's values are right; None if there are none."""
     for scale in _scales(rows, head_dim, channel_word):
         is_usable = bool((scale.factors.isfinite() & (scale.factors.abs() > TINY_FLOAT32)).all())
         if is_usable and is_right(unscaled(rows, scale)):
@@ -325,10 +322,7 @@ def _name_range(kind: str, low: int, high: int) -> dict[str, Any]:
 
 
 def _log_chance(wrong: torch.Tensor, items: torch.Tensor, num_choices: float) -> float:
-    """Return the logarithm of the chance that some region of that size holds all wrong items.
-
-    It is 0, certainty, for a region that does not hold them all.
-    """
+    """Return the logarithm of the chance that some region of that size holds all wrong items."""
     if bool((wrong & ~items).any()) or not bool(wrong.any()):
         return 0.0
     num_wrong = int(wrong.sum())

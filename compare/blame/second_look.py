@@ -107,10 +107,7 @@ def _blamed_by(site: Site, origin: Site, results: Results) -> SiteResult:
 def _find_folded(
     site: Site, results: Results, *, judge: LayerJudge, recomputing: RecomputingJudge
 ) -> dict[Site, SiteResult]:
-    """Find the sites that a folded scale changes, from the first on, and the readers that do not undo it.
-
-    {} if the channels are not off by constant factors, or nothing shows that these are undone.
-    """
+    """Find the sites that a folded scale changes, from the first on, and the readers that do not undo it."""
     scaled = _find_scaled(site, results, judge)
     if not scaled:
         return {}

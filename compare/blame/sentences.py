@@ -42,10 +42,7 @@ _FEWEST_TOKENS, _MOST_CHANNELS = 16, 8192
 
 
 def describe_order(rows: Rows, head_dim: int | None, channel_word: str = "channel") -> str | None:
-    """Describe the order in which a site holds the golden's values; None if it is the right one, or not known.
-
-    `head_dim` is D if the channels are heads side by side; else None. `channel_word` is the noun for one channel.
-    """
+    """Describe the order in which a site holds the golden's values; None if it is the right one, or not known."""
     golden, port = rows.reference.float(), rows.target.float()
     error = float((port - golden).norm())
     if rows.num_tokens < _FEWEST_TOKENS or error <= TINY_FLOAT32:
@@ -327,10 +324,7 @@ def _find_worse_tokens(rows: Rows, wrong: torch.Tensor, facts: TokenFacts) -> _P
 def _find_wrong_channels(
     rows: Rows, bounds: Bounds, is_right: IsRight, head_dim: int | None, channel_word: str
 ) -> _Part | None:
-    """Find the channels without which a site is right; None without any, and if nothing tells.
-
-    Nothing does without a twin or a limit on channels, and if the layer inherits an error.
-    """
+    """Find the channels without which a site is right; None without any, and if nothing tells."""
     if rows.twin is None or bounds.channel is None or rows.input_error is not None:
         return None
     twin = rows.twin.float()

@@ -34,10 +34,7 @@ class DecodedInputs(LayerInputs):
 
     @property
     def is_changed(self) -> torch.Tensor:
-        """Tokens on which mistakes act, bool [B,S]: of chunks, those of passes of several tokens.
-
-        What is wrong with a single token is wrong in a step too.
-        """
+        """Tokens on which mistakes act, bool [B,S]: of chunks, those of passes of several tokens."""
         if not self.is_chunked:
             return self.is_decoded
         widths = self._counts().max(dim=0).values

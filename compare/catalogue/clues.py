@@ -344,10 +344,7 @@ class Clues:
         return None if site is None else ExpertClues.of(self.base, self.yardsticks[site], self.settled)
 
     def moved_tokens(self, site: Site) -> Mapping[int, int]:
-        """Return the tokens that hold another token's right values of a site, as indices among all B·S, and whose.
-
-        Nothing is returned unless nearly all wrong tokens do.
-        """
+        """Return the tokens that hold another token's right values of a site, as indices among all B·S, and whose."""
         shown = self._shows(site)
         is_wrong = self.wrong_tokens.is_wrong
         if shown is None or not bool(is_wrong.any()) or self.base.attention_mask.numel() < 2:

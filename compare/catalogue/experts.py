@@ -48,10 +48,7 @@ _COUNTED = ("all", "real", "columns", "room")
 
 
 def _mix_with(mix: Mix, experts: str = "") -> Change:
-    """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its routing weights [n].
-
-    `experts` are the numbers of those that do, if the others are right.
-    """
+    """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its routing weights [n]."""
     return Change(recipe=Recipe(mix=mix, experts=frozenset(parse_experts(experts)) if experts else None))
 
 

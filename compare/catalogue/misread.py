@@ -124,10 +124,7 @@ def _of_layer(source_layer: int) -> Change:
 
 
 def _likely_layers(inputs: LayerInputs) -> list[int]:
-    """List the layers whose weights are likeliest to be taken for this one's, as far as the checkpoint has them.
-
-    They are the neighbours, the first, and those that change places when numbers are sorted as text: 0, 1, 10, 11, 2.
-    """
+    """List the layers whose weights are likeliest to be taken for this one's, as far as the checkpoint has them."""
     count, layer = inputs.spec.num_hidden_layers, inputs.weights.layer
     as_text = sorted(range(count), key=str)
     likely = (layer - 1, layer + 1, as_text[layer], as_text.index(layer), 0)

@@ -58,10 +58,7 @@ class ModelWeights:
 
     @cached_property
     def layer_norms(self) -> Mapping[str, torch.Tensor]:
-        """Weights of the norms before attention and experts, float32 [H], by names such as `2.input_layernorm`.
-
-        A port may load one of them as its final norm. A folder with a slice of the model lacks the other layers' norms.
-        """
+        """Weights of the norms before attention and experts, float32 [H], by names such as `2.input_layernorm`."""
         weights = {}
         for layer in range(self._spec.num_hidden_layers):
             for name in _LAYER_NORMS:
@@ -74,10 +71,7 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelInputs:
-    """Inputs of one side, the golden's or the port's, to the sites outside the layers; a tensor not held is None.
-
-    Judged are some of the real tokens (those that are not padding).
-    """
+    """Inputs of one side, the golden's or the port's, to the sites outside the layers; a tensor not held is None."""
 
     spec: ModelSpec
     weights: ModelWeights
@@ -198,10 +192,7 @@ def _by_embedded(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def _offset_of_rank_0(inputs: ModelInputs, correct: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
-    """Look tokens up on ranks that all subtract 0, rank 0's first row, and keep the ids below their number of rows.
-
-    So each rank answers rank 0's tokens from its own rows, and other tokens with zeros; the all-reduce adds these up.
-    """
+    """Look tokens up on ranks that all subtract 0, rank 0's first row, and keep the ids below their number of rows."""
     num_rows = inputs.spec.vocab_size // tp_degree
     summed = torch.zeros_like(correct)
     is_of_rank_0 = inputs.token_ids < num_rows

@@ -42,11 +42,7 @@ def repair_lines(repair: Repair, parameters: Mapping[str, object]) -> tuple[str,
 def lines_for_layers(
     lines: tuple[str, ...], layers: tuple[int, ...], *, num_layers: int, has_conversion: bool = True
 ) -> tuple[str, ...]:
-    """Return the lines as they are pasted into a port.
-
-    Unless all of the model's `num_layers` layers need them, they get a condition. A port without `convert_state_dict`
-    gets a whole one.
-    """
+    """Return the lines as they are pasted into a port."""
     if len(layers) < num_layers:
         condition = f"layer_idx == {layers[0]}" if len(layers) == 1 else f"layer_idx in {layers}"
         lines = (f"if {condition}:", *(_INDENT + line for line in lines))

@@ -114,10 +114,7 @@ def diagnose_run(
     mistakes: tuple[str, ...] = (),
     open_progress: OpenProgress = lambda _: nullcontext(NoProgress()),
 ) -> Diagnosis:
-    """Name the known mistakes that explain a run that was judged, as `diagnose` does.
-
-    `includes_outside` is whether to diagnose the sites outside the layers.
-    """
+    """Name the known mistakes that explain a run that was judged, as `diagnose` does."""
     comparison, reference, target = run.comparison, run.sides.reference, run.sides.target
     sites, site_notes = (
         diagnose_outside(run, reference, weights, _chosen(MODEL_CATALOGUE, mistakes))
@@ -343,10 +340,7 @@ def _is_explained(blame: Blame, layers: Sequence[LayerDiagnosis], sites: Sequenc
 
 
 def _chain_notes(run: JudgedRun, blamed: tuple[int, ...]) -> tuple[str, ...]:
-    """Note layers of a chained run in which the comparison may have missed a mistake, and how to look closer.
-
-    Nothing is noted if all of them are blamed, and so diagnosed, anyway.
-    """
+    """Note layers of a chained run in which the comparison may have missed a mistake, and how to look closer."""
     inherited = [
         layer
         for layer, captured in run.inputs.items()

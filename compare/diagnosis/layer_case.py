@@ -197,10 +197,7 @@ class LayerCase:
 def _judging_sites(
     reference: CaptureSource, target: CaptureSource, layer: int, suspects: frozenset[Site]
 ) -> tuple[Site, ...]:
-    """Return the sites that judge a layer: the suspects that both sides hold, else the nearest site behind them.
-
-    A layer without suspects is judged by `attn_delta`, `moe_delta` and the last common site.
-    """
+    """Return the sites that judge a layer: the suspects that both sides hold, else the nearest site behind them."""
     given = fed_sites(target)  # sites whose golden values the run was given
     common = sorted(
         comparable_sites(reference, target, layer) - {Site.INPUT, *given}, key=lambda site: site.order

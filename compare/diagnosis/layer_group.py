@@ -27,11 +27,7 @@ _FACTOR = "factor"  # name of the fitted parameter of a mistake that multiplies 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Layers that share a finding.
-
-    `others` are the mistakes that explain these layers as well as the shared one, the commonest first, each with its
-    findings.
-    """
+    """Layers that share a finding."""
 
     diagnoses: tuple[LayerDiagnosis, ...]  # diagnoses of the layers, ascending
     named: tuple[MistakeFinding, ...]  # findings of the shared mistake; empty if nothing explains the layers
@@ -103,10 +99,7 @@ def withdraw_unequal(diagnoses: Sequence[LayerDiagnosis]) -> tuple[LayerDiagnosi
 def withdraw_rare(
     diagnoses: Sequence[LayerDiagnosis], passed_over: Sequence[PassedOver]
 ) -> tuple[LayerDiagnosis, ...]:
-    """Take back a mistake that explains no more layers than it leaves at the same sites: it fits by chance.
-
-    Layers that were passed over, since they are like others that nothing explains, count among these.
-    """
+    """Take back a mistake that explains no more layers than it leaves at the same sites: it fits by chance."""
     at_place: dict[object, list[LayerDiagnosis]] = {}
     for diagnosis in diagnoses:
         if not diagnosis.is_right:

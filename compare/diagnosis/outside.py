@@ -103,10 +103,7 @@ class SiteNoise:
         return self.variance * growth.clamp(min=1.0, max=1e12)
 
     def rho(self, port: torch.Tensor, prediction: torch.Tensor) -> float:
-        """Return ρ of the port's values [T,F] against a prediction; 1 is as good as the golden.
-
-        Tokens without a prediction, NaN, are left out.
-        """
+        """Return ρ of the port's values [T,F] against a prediction; 1 is as good as the golden."""
         is_predicted = prediction.isfinite().all(dim=-1)
         if not bool(is_predicted.any()):
             return math.inf
@@ -154,10 +151,7 @@ class SiteCase:
 
 
 class ModelCases:
-    """Opens the sites outside the layers of a run that ends with `last_layer`; the golden is mm2's own.
-
-    `weights` are those of any layer; tensors outside the layers are read from the same checkpoint.
-    """
+    """Opens the sites outside the layers of a run that ends with `last_layer`; the golden is mm2's own."""
 
     def __init__(
         self,
@@ -214,10 +208,7 @@ class ModelCases:
         )
 
     def _read_inputs(self, side: CaptureSource, *, has_norm: bool) -> ModelInputs:
-        """Read the inputs of one side, for all real tokens; without `has_norm`, the final norm is computed.
-
-        `has_norm` is whether the port holds the final norm.
-        """
+        """Read the inputs of one side, for all real tokens; without `has_norm`, the final norm is computed."""
         tokens = self._golden.read_inputs()
         is_real = tokens.is_kept
         ids = tokens.input_ids[is_real]
@@ -303,10 +294,7 @@ def _select(inputs: ModelInputs, indices: torch.Tensor) -> ModelInputs:
 
 
 def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: bool) -> SiteDiagnosis:
-    """Find which mistakes explain a site; if the site is right on the port's own input, none is tried.
-
-    `is_blamed` says whether the comparison blames the site. `null` is ρ of the port without a mistake.
-    """
+    """Find which mistakes explain a site; if the site is right on the port's own input, none is tried."""
     null = case.noise.rho(case.port, case.correct)
     if null <= RIGHT_RHO:
         return SiteDiagnosis(site=case.site, unexplained=null, is_blamed=is_blamed, notes=case.notes)

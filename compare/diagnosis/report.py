@@ -77,10 +77,7 @@ def render_diagnosis(
     width: int | None = None,
     is_terminal: bool | None = None,
 ) -> str:
-    """Render the diagnosis as text, the verdict first; see `reports.terminal.render_comparison`.
-
-    With `proves`, proofs were asked for: it is said if there is nothing to prove.
-    """
+    """Render the diagnosis as text, the verdict first; see `reports.terminal.render_comparison`."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     run = word_diagnosis(diagnosis)
     _draw_headline(canvas, run.headline, is_wrong=diagnosis.exit_code != 0)

@@ -27,10 +27,7 @@ _NONE = torch.zeros(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Score:
-    """Fit of a hypothesis to the port's values, over the tokens that count.
-
-    ρ of a site is here the root of the mean of (error / noise)², each channel and token in units of its own noise.
-    """
+    """Fit of a hypothesis to the port's values, over the tokens that count."""
 
     hypothesis: Hypothesis  # the supposed mistake
     is_decode_only: bool  # whether the mistake was assumed in decoded tokens alone
@@ -61,10 +58,7 @@ class Score:
         return _is_beyond_chance(self.misfits - misfits)
 
     def is_better_than(self, misfits: torch.Tensor) -> bool:
-        """Decide whether the hypothesis leaves less of the error than other misfits [T] do, beyond chance.
-
-        Misfits are compared by their size on each token: one that is huge on a few tokens is no less clearly larger.
-        """
+        """Decide whether the hypothesis leaves less of the error than other misfits [T] do, beyond chance."""
         return _is_beyond_chance(misfits.log1p() - self.misfits.log1p())
 
 
@@ -101,10 +95,7 @@ def score_predictions(
     is_decode_only: bool,
     keeps_predicted: bool = False,
 ) -> Score:
-    """Score the predictions of a hypothesis by the port's values; `judged`, bool [T], are the tokens that count.
-
-    With `keeps_predicted` the score holds the predicted error itself.
-    """
+    """Score the predictions of a hypothesis by the port's values; `judged`, bool [T], are the tokens that count."""
     # Mean squares of the port's error in units of noise, at each site: against the hypothesis, and against the right
     # layer with its own noise and with the hypothesis's.
     left, without, without_widened = [], [], []

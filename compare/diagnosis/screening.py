@@ -244,10 +244,7 @@ def open_first(trial: Trial, null: Score) -> tuple[Trial, bool]:
 
 
 def _in_long_rows(trial: Trial, is_chosen: torch.Tensor, most: int) -> Trial | None:
-    """Return the trial of some of the tokens, bool [T], in as few rows as hold so many; None if there are too few.
-
-    Attention is computed for these rows alone.
-    """
+    """Return the trial of some of the tokens, bool [T], in as few rows as hold so many; None if there are too few."""
     rows = trial.base.tokens // trial.base.attention_mask.shape[1]
     counts = torch.bincount(rows[is_chosen], minlength=int(rows.max()) + 1)
     by_length = counts.argsort(descending=True, stable=True)
@@ -344,10 +341,7 @@ def hypotheses_of(scores: Sequence[Score]) -> list[Hypothesis]:
 
 
 def most_alike(scores: Sequence[Score], most: int = _MOST_ALIKE) -> list[Score]:
-    """Return the scores whose predicted error is nearest to the port's in direction, whatever its size.
-
-    They are `most` at most, and no less than half as near as the nearest.
-    """
+    """Return the scores whose predicted error is nearest to the port's in direction, whatever its size."""
     ranked = sorted(scores, key=lambda score: score.likeness, reverse=True)[:most]
     return [score for score in ranked if score.likeness >= _LEAST_AS_ALIKE * ranked[0].likeness]
 

@@ -184,10 +184,7 @@ class _Search:
         return [hypothesis for hypothesis in hypotheses if not self._first.refutes(hypothesis)]
 
     def _judge_found(self, mistakes: Sequence[Mistake], *, at_last: bool = False) -> list[Hypothesis]:
-        """Judge on all tokens what the port's values give of the experts; return what they give of attention.
-
-        Few tokens need not hold those of two experts.
-        """
+        """Judge on all tokens what the port's values give of the experts; return what they give of attention."""
         clues = self._trial.clues
         found = [one for mistake in mistakes for one in mistake.found_hypotheses(clues, at_last=at_last)]
         if self._suspects:

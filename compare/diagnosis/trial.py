@@ -62,10 +62,7 @@ class Trial:
         )
 
     def judge(self, hypotheses: Sequence[Hypothesis], *, keeps_predicted: bool = False) -> list[Score]:
-        """Score hypotheses; if tokens were decoded, each is also scored as a mistake of these tokens alone.
-
-        With `keeps_predicted` the scores of all tokens hold the predicted errors.
-        """
+        """Score hypotheses; if tokens were decoded, each is also scored as a mistake of these tokens alone."""
         scores = []
         settled = self.settled
         for hypothesis, evaluation in self.evaluate(hypotheses):
@@ -107,10 +104,7 @@ class Trial:
         return scores
 
     def refutes(self, hypothesis: Hypothesis) -> bool:
-        """Decide whether a shown site at which a hypothesis begins, beside other sites, refutes it.
-
-        Such sites cost next to nothing, and a hypothesis that replaces the whole layer a pass over other experts.
-        """
+        """Decide whether a shown site at which a hypothesis begins, beside other sites, refutes it."""
         begins = hypothesis.sites
         if len(begins) < 2 or not bool(self.is_usable.any()):
             return False
@@ -212,10 +206,7 @@ class Trial:
         judged_if_right: torch.Tensor,
         keeps_predicted: bool = False,
     ) -> list[Score]:
-        """Score a mistake of all tokens, and the same of decoded tokens alone.
-
-        `judged` are the tokens that count where the mistake is made, `judged_if_right` those that count elsewhere.
-        """
+        """Score a mistake of all tokens, and the same of decoded tokens alone."""
         scores = [
             score_predictions(
                 hypothesis,

@@ -236,10 +236,7 @@ def _most(sides: Sides) -> float:
 
 
 def _error(given: torch.Tensor, states: torch.Tensor) -> float:
-    """Return the error of [T,H] against a candidate, relative to each channel: a massive one hides no other.
-
-    Tokens that are not finite are left out: a candidate does not tell them all.
-    """
+    """Return the error of [T,H] against a candidate, relative to each channel: a massive one hides no other."""
     if given.shape != states.shape:
         return torch.inf
     is_told = (states.isfinite() & given.isfinite()).all(dim=-1)
@@ -264,10 +261,7 @@ def _read_output(target: CaptureSource, layer: int) -> torch.Tensor | None:
 
 
 def _is_same(given: torch.Tensor, before: torch.Tensor, is_real: torch.Tensor | None) -> bool:
-    """Decide whether two tensors [B,S,H] have the same values on real tokens, in the coarser of their dtypes.
-
-    NaN equals NaN.
-    """
+    """Decide whether two tensors [B,S,H] have the same values on real tokens, in the coarser of their dtypes."""
     if given.shape != before.shape:
         return False
     if is_real is not None and given.shape[:2] == is_real.shape:

@@ -43,10 +43,7 @@ class PortProcess:
     def of(
         cls, golden: CaptureSource, run: CaptureSource, *, model: str, target: str | None
     ) -> PortProcess | None:
-        """Return the process of a run's port; None if the run is another tool's dump, which names no port.
-
-        `target` names the port if it lies elsewhere than the run says; None to take the run's.
-        """
+        """Return the process of a run's port; None if the run is another tool's dump, which names no port."""
         description = run.known_description
         if description is None:
             return None
