@@ -31,10 +31,10 @@ from faults.trained_model import TrainedModel
 from figures import Figure, benchmark_parser, print_figures
 from port_runs import request_run, run_port
 
+from compare.catalogue.undo import undo_finding
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.finding import MistakeFinding
 from compare.diagnosis.proof.proof import ProofOutcome
-from compare.diagnosis.proof.undo import undo_finding
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.model.run import single_layer_run, sweep_run
 from minimax_tools.model.span import Span

@@ -14,6 +14,7 @@
 - `misread`: FP8 codes and scales; the weights of another layer
 - `low_bits`: numbers rounded to fewer bits
 - `repairs`: changes of the layer's tensors that undo some of them
+- `undo`: a mistake to undo, as `mm2-test --undo` takes it
 - `outside`: mistakes of the embedding, the final norm and the head
 - `decoding`: mistakes of what decoded tokens read of a cache
 - `cached_attention`: attention of decoded tokens over a cache, right or wrong

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from compare.diagnosis.proof.undo import Undo
+from compare.catalogue.undo import Undo
 from compare.diagnosis.report import render_proof
 from compare.next_commands import after_proof
 from compare.sides.golden_weights import CheckpointWeights

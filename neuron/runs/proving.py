@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from compare.catalogue.repairs import lines_for_layers
+from compare.catalogue.undo import Undo, join_hypotheses, undo_finding
 from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.layer_case import comparable_sites
@@ -24,7 +25,6 @@ from compare.diagnosis.proof.proof import (
     not_provable,
 )
 from compare.diagnosis.proof.recomputed import fit_on_own_input
-from compare.diagnosis.proof.undo import Undo, join_hypotheses, undo_finding
 from compare.diagnosis.score import Score
 from compare.limits.criteria import Criteria
 from compare.sides.golden_weights import GoldenWeights, WeightSource

@@ -22,7 +22,7 @@ import torch
 from port_runs import request_run
 from torch import nn
 
-from compare.diagnosis.proof.undo import Undo
+from compare.catalogue.undo import Undo
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors

@@ -1,6 +1,5 @@
 """Proofs: a named mistake is undone in the port, and the port is judged again.
 
-- `undo`: a mistake to undo, as `mm2-test --undo` takes it
 - `proof`: the outcome of a proof; a proof as text
 - `recomputed`: a proof without a port, from the sites of a dump; what a stage gave, held against the mistake on the
   port's own inputs

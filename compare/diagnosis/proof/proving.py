@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+from compare.catalogue.undo import Undo, undo_finding
 from compare.comparer import compare_captures
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.proof.proof import MistakeProof, ProofOutcome, ProofWay, StageProof, not_provable
 from compare.diagnosis.proof.recomputed import RecomputedProofs
-from compare.diagnosis.proof.undo import Undo, undo_finding
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from compare.catalogue.mistake import Hypothesis
+from compare.catalogue.undo import Undo, join_hypotheses
 from compare.diagnosis.layer_case import LayerCase, comparable_sites
 from compare.diagnosis.naming import FAINT_RHO, is_explanation, most_left
 from compare.diagnosis.proof.proof import (
@@ -22,7 +23,6 @@ from compare.diagnosis.proof.proof import (
     StageProof,
     not_provable,
 )
-from compare.diagnosis.proof.undo import Undo, join_hypotheses
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial
 from compare.sides.golden_weights import GoldenWeights, WeightSource

@@ -12,11 +12,11 @@ from typing import Any
 import click.testing
 import pytest
 
+from compare.catalogue.undo import Undo
 from compare.comparer import compare_captures
 from compare.diagnosis.cli import main as mm2_diagnose
 from compare.diagnosis.proof.proof import MistakeProof
 from compare.diagnosis.proof.recomputed import RecomputedProofs
-from compare.diagnosis.proof.undo import Undo
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compare.diagnosis.proof.undo import Undo, join_hypotheses, undo_finding
+from compare.catalogue.undo import Undo, join_hypotheses, undo_finding
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import Site
 
