@@ -85,7 +85,8 @@ def render_diagnosis(
         canvas.line(_NOTHING_TO_PROVE)
     canvas.facts([("golden", diagnosis.reference), ("run", diagnosis.target)])
     for place in run.places:
-        canvas.gap()
+        if place.method or not place.is_right:
+            canvas.gap()
         _draw_place(canvas, place)
     if diagnosis.notes:
         canvas.gap()
