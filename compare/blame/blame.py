@@ -53,10 +53,9 @@ def blame_layer(
 ) -> tuple[Blame, ...]:
     """Return the sites of one layer to blame, in execution order, as `results` are.
 
-    `given` are sites whose values were given to the layer, which are right by construction. If the
-    layer inherits errors (`is_chained`), its blame shows only where errors begin. `recomputed` are results of excused
-    sites, judged on the port's own values of their inputs. Sites that are `proved` to fail on these fail whatever
-    errors they inherit. `folded` sites pass but for a scale that others undo.
+    `given` are sites whose values were given to the layer. If it inherits errors (`is_chained`), its blame shows only
+    where errors begin. `recomputed` are results of excused sites on the port's own values of their inputs; sites that
+    are `proved` fail on these whatever they inherit. `folded` sites pass but for a scale that others undo.
     """
     culprits, excused = _sort_failures(results, given)
     blame = {

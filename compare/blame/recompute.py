@@ -140,17 +140,11 @@ class Recomputation:
     def rows(
         self, site: Site, stored: Rows, *, doubted: frozenset[Site]
     ) -> Iterator[tuple[Rows, frozenset[Site]]]:
-        """Yield rows of a site whose golden is computed from possible inputs (see `SiteInputs.possible_inputs`).
+        """Yield rows of a site whose golden is computed from possible inputs, and which inputs are the port's own.
 
-        With each, the inputs of which the port's own values were taken.
-
-        First from what the port shows; this may be a scaled or reordered copy of what it computes with. So next with
-        the golden's values for `doubted` sites, which may be wrong by themselves. A site that is right with any of them
-        is right. The site is not the choice of experts; `stored` are both sides' rows of it.
-
-        Yields:
-            Tokens whose inputs are all finite; of `moe_delta` a sample of them. Nothing if a side lacks an input, and
-            nothing of `attn_context` without a floor: a relative error does not know how scores are rounded.
+        The site is not the choice of experts; `stored` are both sides' rows of it. Tokens are those whose inputs are all
+        finite; of `moe_delta` a sample. Nothing comes if a side lacks an input, and nothing of `attn_context` without a
+        floor: a relative error does not know how scores are rounded.
         """
         site_inputs = self._read(site)
         if site_inputs is None or (site is Site.ATTN_CONTEXT and not stored.has_floor):
@@ -370,13 +364,7 @@ class RecomputingJudge:
         self._stack.close()
 
     def judge_sites(self, sites: tuple[Site, ...], *, failing: frozenset[Site]) -> Mapping[Site, Recomputed]:
-        """Judge some sites, in execution order; `failing` are all failing sites of the layer.
-
-        A site is left out if:
-
-        - the golden is not mm2's own, or the weights are not known
-        - a side lacks one of the site's inputs, or holds NaN or Inf there
-        - the golden has no floor, and the site is the choice of experts or attention
+        """Judge some sites, in execution order, as far as they can be computed; `failing` are all that fail.
 
         Raises:
             IncomparableError: The weights are another model's.

@@ -71,8 +71,7 @@ def diagnose(
         take_run: Takes the judged run, before mistakes are searched: for a report of both.
 
     Raises:
-        IncomparableError: The captures must not be compared, are not of this checkpoint, or hold the input of no
-            layer that is to be diagnosed while no site outside the layers is wrong.
+        IncomparableError: The captures must not be compared, are not of this checkpoint, or hold no layer's input.
         CheckpointError: The checkpoint cannot be read.
         UsageError: A mistake is not in the catalogue, or the run has no such layer.
     """

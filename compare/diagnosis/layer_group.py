@@ -65,13 +65,7 @@ class LayerGroup:
 
 
 def group_layers(diagnoses: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
-    """Group layers, in the order of each group's first layer.
-
-    - Right layers belong together.
-    - A layer that mistakes explain (its `named`, best first) belongs to the first group whose mistake is among them.
-    - Layers that nothing explains belong together if they are blamed for the same sites, and all or none for the shape
-      alone.
-    """
+    """Group layers: right ones, those with one mistake, and those that nothing explains at the same sites."""
     groups: list[list[LayerDiagnosis]] = []
     for diagnosis in diagnoses:
         for group in groups:
