@@ -142,9 +142,9 @@ class Recomputation:
     ) -> Iterator[tuple[Rows, frozenset[Site]]]:
         """Yield rows of a site whose golden is computed from possible inputs, and which inputs are the port's own.
 
-        The site is not the choice of experts; `stored` are both sides' rows of it. Tokens are those whose inputs are all
-        finite; of `moe_delta` a sample. Nothing comes if a side lacks an input, and nothing of `attn_context` without a
-        floor: a relative error does not know how scores are rounded.
+        The site is not the choice of experts; `stored` are both sides' rows of it. Tokens are those whose inputs are
+        all finite; of `moe_delta` a sample. Nothing comes if a side lacks an input, and nothing of `attn_context`
+        without a floor: a relative error does not know how scores are rounded.
         """
         site_inputs = self._read(site)
         if site_inputs is None or (site is Site.ATTN_CONTEXT and not stored.has_floor):
