@@ -38,7 +38,7 @@ from compare.sides.golden_weights import WeightSource, keep_layer_open
 from compare.sides.pairing import declared_layers, refuse_other_runs, select_layers
 from compare.sides.sides import Batch, Sides
 from compare.untested import find_untested
-from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.passes import ModelPasses
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.opening import without_expert_tokens

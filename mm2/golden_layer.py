@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from compare.sides.golden_weights import CheckpointWeights, GoldenWeights, find_weights
-from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors

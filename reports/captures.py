@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description, Entry
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureInspection, CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError, format_count

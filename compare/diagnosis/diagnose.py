@@ -25,7 +25,7 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.noise.yardstick import RIGHT_RHO
 from compare.sides.golden_weights import CheckpointWeights, WeightSource
 from compare.sides.pairing import declared_layers, is_of_shape
-from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.run_commands import certify_golden
 from minimax_tools.capture.store import GOLDEN_SIDE

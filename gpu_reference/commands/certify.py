@@ -11,7 +11,6 @@ import click
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.command_line.console import (
     Mm2Command,
-    do_afterwards,
     end_command,
     loading,
     print_json,
@@ -52,8 +51,7 @@ def certify_command(model: str | None, golden: Path | None, captures: Path, as_j
     with loading():
         from gpu_reference.certification.certifier import check_golden
         from gpu_reference.publication.publication import publish_certificate
-        from minimax_tools.capture.address_records import address_of
-        from minimax_tools.capture.mirror import CaptureMirror
+        from minimax_tools.capture.mirror import CaptureMirror, address_of
         from minimax_tools.capture.reader import Capture
         from minimax_tools.capture.run_commands import after_golden
         from minimax_tools.capture.writer import store_certificate
@@ -62,11 +60,9 @@ def certify_command(model: str | None, golden: Path | None, captures: Path, as_j
     directory = golden or newest_capture(captures, GOLDEN_SIDE)
     capture = Capture.open(directory)
     certificate = check_golden(capture, model)
-    if CaptureMirror.find(directory, capture.manifest) is None:
+    is_remote = CaptureMirror.find(directory, capture.manifest) is not None
+    if not is_remote:
         store_certificate(directory, certificate)
-    else:
-        # A check of hours is printed even if its result cannot be put there.
-        do_afterwards(click.get_current_context(), lambda: publish_certificate(capture, certificate))
     place = address_of(directory)
     certified = Capture(directory, replace(capture.manifest, certificate=certificate))
     following = after_golden(certified, model=model)
@@ -75,6 +71,9 @@ def certify_command(model: str | None, golden: Path | None, captures: Path, as_j
         print_json(record, next_commands=following)
     else:
         print_text(_render(place, certificate), next_commands=following)
+    if is_remote:
+        # A check of hours is printed even if its result cannot be put there.
+        publish_certificate(capture, certificate)
     end_command(0 if certificate.has_passed else 1)
 
 

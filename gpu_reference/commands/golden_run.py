@@ -18,11 +18,9 @@ from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import GoldenOptions
 from gpu_reference.streaming.stream_choice import choose_streaming, is_whole
-from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.kept_runs import holds_same, other_run_error, read_kept, refuse_other_run
 from minimax_tools.capture.passes import GENERATION_NAME, Generation
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.remote_output import RemoteOutput, kept_directory
 from minimax_tools.capture.run_commands import after_golden
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -80,11 +78,10 @@ def run_golden(
                 is_made = holds_same(directory, description) and not _is_damaged(directory)
             if is_made:
                 tidy_capture(directory)
-                directory = kept_directory(directory)
             if is_made and _read_generation(directory) == generation:
                 logger.info(
                     "The same golden is in %s, finished: it is left as it is. --overwrite makes it anew.",
-                    address_of(directory),
+                    directory,
                 )
             elif is_made:
                 raise other_run_error(directory, ["generated tokens"])
@@ -124,8 +121,6 @@ def _refuse_plainly_other(directory: Path, request: GoldenRequest) -> None:
 
 def _is_damaged(directory: Path) -> bool:
     """Decide whether the golden in a folder of this machine is damaged, and say what is wrong with it."""
-    if RemoteOutput.find(directory) is not None:
-        return False
     faults = inspect_capture(Capture.open(directory)).faults
     if faults:
         logger.warning(

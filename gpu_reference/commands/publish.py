@@ -56,7 +56,7 @@ def publish_command(
     """
     with loading():
         from gpu_reference.publication.publication import publish_golden
-        from minimax_tools.capture.address_records import address_of
+        from minimax_tools.capture.mirror import address_of
         from minimax_tools.capture.reader import Capture
         from minimax_tools.capture.run_commands import judge_port
 

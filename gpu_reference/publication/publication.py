@@ -13,14 +13,12 @@ from pathlib import Path
 import yaml
 
 from gpu_reference.certification.trust import refuse_no_golden, refuse_uncertified
-from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.manifest import Certificate
-from minimax_tools.capture.mirror import mirror_capture, share_files
+from minimax_tools.capture.mirror import address_of, mirror_capture, open_remote, share_files
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, RemoteError, list_faults
-from minimax_tools.hub.dataset_folder import open_remote
 from minimax_tools.hub.faults import NoRepositoryError
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.inputs import Inputs

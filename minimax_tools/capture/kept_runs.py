@@ -1,8 +1,7 @@
 """The folder of a run that replaces no other finished run.
 
 A finished capture is replaced by the same run alone, or where the user asks for it. An unfinished one has no result to
-lose: it is resumed, or begun anew (see `resumption`). For a run that goes to a remote address, the capture at the
-address counts.
+lose: it is resumed, or begun anew (see `resumption`).
 """
 
 from __future__ import annotations
@@ -11,45 +10,26 @@ import itertools
 import logging
 from pathlib import Path
 
-from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.manifest import Description, Manifest
-from minimax_tools.capture.remote_output import RemoteOutput, is_finished
 from minimax_tools.capture.store import MANIFEST_NAME, list_captures
 from minimax_tools.errors import CaptureError
 
 logger = logging.getLogger(__name__)
 
-# Advice where a finished capture is in the way.
-OTHER_PLACE = "Add --overwrite to replace it, or name another folder with --output-dir."
-
 
 def refuse_other_run(directory: Path, description: Description) -> None:
-    """Raise if `directory` holds another finished capture than the one to write.
-
-    Raises:
-        CaptureError: It does; the message names what differs.
-    """
-    differing = differences_from_kept(directory, description)
-    if differing:
+    """Raise CaptureError if `directory` holds another finished capture than the one to write; name what differs."""
+    if differing := differences_from_kept(directory, description):
         raise other_run_error(directory, differing)
 
 
 def other_run_error(directory: Path, differing: list[str]) -> CaptureError:
     """Return the error of a finished capture that another one would replace."""
-    waits = RemoteOutput.find(directory) is not None and is_finished(directory)
     return CaptureError(
-        f"another finished run waits in {directory} to be put at {address_of(directory)}"
-        if waits
-        else f"{address_of(directory)} holds another finished capture",
+        f"{directory} holds another finished capture",
         found=f"other {', '.join(differing)}",
-        next_step=OTHER_PLACE,
+        next_step="Add --overwrite to replace it, or name another folder with --output-dir.",
     )
-
-
-def holds_same(directory: Path, description: Description) -> bool:
-    """Decide whether `directory` holds the very capture to write, finished."""
-    kept = read_kept(directory)
-    return kept is not None and not kept.description.differences(description)
 
 
 def find_free_directory(directory: Path, description: Description) -> Path:
@@ -64,7 +44,8 @@ def find_free_directory(directory: Path, description: Description) -> Path:
     free = next(
         path
         for path in numbered
-        if not path.exists() or (_is_capture(path) and not differences_from_kept(path, description))
+        if not path.exists()
+        or ((path / MANIFEST_NAME).exists() and not differences_from_kept(path, description))
     )
     logger.info(
         "Writing into %s, since %s holds another run (other %s). Add --overwrite to replace that one.",
@@ -88,6 +69,12 @@ def is_numbered(path: Path, directory: Path) -> bool:
     )
 
 
+def holds_same(directory: Path, description: Description) -> bool:
+    """Decide whether `directory` holds the very capture to write, finished."""
+    kept = read_kept(directory)
+    return kept is not None and not kept.description.differences(description)
+
+
 def differences_from_kept(directory: Path, description: Description) -> list[str]:
     """Return what differs between the finished capture in `directory` and one to write; [] if nothing is in the way."""
     kept = read_kept(directory)
@@ -95,24 +82,9 @@ def differences_from_kept(directory: Path, description: Description) -> list[str
 
 
 def read_kept(directory: Path) -> Manifest | None:
-    """Return the manifest of the finished capture in `directory`; None if there is none.
-
-    A capture at the address that the directory's run goes to counts as one in it. It is asked for each time.
-
-    Raises:
-        RemoteError: The server of that address refuses, or is away.
-        CheckpointError: The same of a hub.
-    """
+    """Return the manifest of the finished capture in `directory`; None if there is none that can be read."""
     try:
         manifest = Manifest.read(directory)
     except CaptureError:
-        manifest = None  # absent or damaged: there is nothing to keep
-    if manifest is not None and manifest.is_complete:
-        return manifest
-    output = RemoteOutput.find(directory)
-    there = None if output is None else output.read_there()
-    return there if there is not None and there.is_complete else None
-
-
-def _is_capture(directory: Path) -> bool:
-    return (directory / MANIFEST_NAME).exists()
+        return None
+    return manifest if manifest.is_complete else None

@@ -1,16 +1,15 @@
 """CaptureMirror: a capture at a remote address as a folder on this machine, its files fetched when they are read.
 
-The folder holds the manifest and the other JSON files from the start, and the address, in a file of its own. So its
-path may be given to other processes like any capture's. A tensor file that is read for the first time is fetched whole,
+The folder holds the manifest and the other JSON files from the start, and the address in `.address.json`. So its path
+may be given to other processes like any capture's. A tensor file is fetched whole when it is read for the first time,
 and each of its tensors is checked against the manifest: a command about layer 3 fetches the files of layer 3.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,31 +18,50 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.address_records import MirrorRecord, NewestRecord
 from minimax_tools.capture.digests import TensorDigest, describe_tensor
 from minimax_tools.capture.manifest import Manifest
-from minimax_tools.capture.passes import GENERATION_NAME, PASSES_NAME
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, NetworkLossError, list_names
-from minimax_tools.hub.dataset_folder import open_remote
-from minimax_tools.json_codec import decode
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.files import digest_file, whole_file
-from minimax_tools.machine.json_file import parse_json
+from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.remote.address import RemoteAddress, is_remote
-from minimax_tools.remote.cache import (
-    ADDRESS_NAME,
-    CAPTURES,
-    RemoteCache,
-    is_version,
-    locked_file,
-    mark_used,
-)
-from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder
+from minimax_tools.remote.cache import ADDRESS_NAME, CAPTURES, RemoteCache, locked_file, mark_used
+from minimax_tools.remote.remote_folder import RemoteFolder
 
 logger = logging.getLogger(__name__)
 
-_TEXTS = (GENERATION_NAME, PASSES_NAME)
 _MAX_NAMED = 5
+_PUBLISH_AGAIN = (
+    "Run again: another capture may have been put there meanwhile. Else publish it again from where it was made: "
+    "mm2-gpu publish."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorRecord:
+    """The address of the capture that a folder mirrors."""
+
+    address: RemoteAddress  # at the commit that the manifest is of, if the server has commits
+    asked: RemoteAddress  # as it was asked for
+
+    @classmethod
+    def read(cls, directory: Path) -> MirrorRecord:
+        """Read the record in a mirror's folder; raise OSError if there is none, ValueError if it is damaged."""
+        return decode(cls, read_own_json(directory / ADDRESS_NAME))
+
+    def write(self, directory: Path) -> None:
+        """Write the record into a mirror's folder."""
+        with whole_file(directory / ADDRESS_NAME) as file:
+            json.dump(encode(self), file)
+
+
+def address_of(directory: Path) -> str:
+    """Return the address of the capture that a folder mirrors; of other folders their path."""
+    try:
+        return str(MirrorRecord.read(directory).asked)
+    except (OSError, ValueError):
+        return str(directory)
 
 
 def capture_folder(place: Path | str) -> Path:
@@ -58,51 +76,42 @@ def capture_folder(place: Path | str) -> Path:
     return Path(place).expanduser()
 
 
-def mirror_capture(address: RemoteAddress, *, cache: RemoteCache | None = None) -> Path:
+def mirror_capture(address: RemoteAddress) -> Path:
     """Return the folder that stands for the capture at an address; its tensor files come when they are read.
 
     If the server does not answer, the capture that the address named last is taken, with a warning.
 
     Raises:
         CaptureError: There is no whole capture at the address, or its manifest is damaged.
-        RemoteError: The server refuses, or is away and nothing is cached.
-        CheckpointError: The same of a hub.
+        RemoteError: The server refuses, or is away and nothing is cached; CheckpointError for a hub.
     """
-    cache = cache or RemoteCache.from_environment()
+    cache, folder = RemoteCache.from_environment(), open_remote(address)
     try:
-        directory = _mirror_newest(address, open_remote(address), cache)
+        file = folder.find(MANIFEST_NAME)
     except NetworkLossError:
-        known = _find_known(cache.address_file(address))
+        known = next(filter(_is_whole, cache.versions(CAPTURES, address)), None)
         if known is None:
             raise
         logger.warning("%s does not answer: taking what it was when it was read last, in %s.", address, known)
-        directory = known
+        mark_used(known)
+        return known
+    if file is None:
+        raise _no_capture(folder)
+    directory = cache.place(CAPTURES, address, file.tag)
+    if not _is_whole(directory):
+        with locked_file(directory), tempfile.TemporaryDirectory() as temporary:
+            folder.fetch(file, Path(temporary) / MANIFEST_NAME)
+            _begin(directory, address, folder, Path(temporary) / MANIFEST_NAME)
     mark_used(directory)
     return directory
 
 
-def adopt_mirror(directory: Path, address: RemoteAddress, *, cache: RemoteCache | None = None) -> Path:
-    """Make a capture's folder in the cache the mirror of the address that it was put at, and return the mirror.
+def open_remote(address: RemoteAddress) -> RemoteFolder:
+    """Return the folder at an address of any scheme; nothing is asked yet."""
+    # Here, because most captures lie on this machine.
+    from minimax_tools.hub.dataset_folder import open_folder
 
-    Raises:
-        RemoteError: The server refuses, or is away.
-        CheckpointError: The same of a hub.
-    """
-    cache = cache or RemoteCache.from_environment()
-    mirror = _mirror_place(cache, address, (directory / MANIFEST_NAME).read_bytes())
-    # A hub names the commit that has the files now.
-    folder = open_remote(address)
-    file = folder.find(MANIFEST_NAME)
-    with locked_file(mirror):
-        if _is_whole(mirror):
-            shutil.rmtree(directory)
-        else:
-            shutil.rmtree(mirror, ignore_errors=True)
-            MirrorRecord(address=folder.address, asked=address).write(directory)
-            directory.rename(mirror)
-    if file is not None:
-        _remember(cache.address_file(address), mirror, tag=file.tag)
-    return mirror
+    return open_folder(address)
 
 
 def share_files(mirror: Path, other: Path) -> None:
@@ -110,13 +119,6 @@ def share_files(mirror: Path, other: Path) -> None:
     for path in mirror.glob("*.safetensors"):
         if not (other / path.name).exists():
             os.link(path, other / path.name, follow_symlinks=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ListedTexts:
-    """The JSON files that a manifest lists, by name."""
-
-    text_digests: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,70 +145,56 @@ class CaptureMirror:
         return cls(directory=directory, address=record.address, manifest=manifest)
 
     def hold(self, name: str) -> None:
-        """Fetch a tensor file unless it is here. A file that comes damaged is fetched once more.
+        """Fetch a file unless it is here. A file that comes damaged is fetched once more.
 
         Raises:
             CaptureError: It came damaged twice, or the address has no such file.
-            RemoteError: It could not be fetched.
-            CheckpointError: The same of a hub.
+            RemoteError: It could not be fetched; CheckpointError for a hub.
         """
         path = self.directory / name
         if path.exists():
             return
         with locked_file(path):
-            if path.exists():
-                return
-            file = self._folder.find(name)
-            if file is None:
-                raise CaptureError(
-                    f"{self.address} holds no {name}, which its manifest lists",
-                    next_step=self._advise("Publish it again from where it was made: mm2-gpu publish."),
-                )
-            self._fetch(file, path)
+            if not path.exists():
+                self._fetch(name, path)
 
     def hold_all(self) -> None:
         """Fetch all files that are not here; raise as `hold` does."""
         for name in self.manifest.file_names():
-            if name != MANIFEST_NAME:
-                self.hold(name)
+            self.hold(name)
 
     @cached_property
     def _folder(self) -> RemoteFolder:
         return open_remote(self.address)
 
-    def _fetch(self, file: RemoteFile, path: Path) -> None:
-        arriving = path.with_name(f".{path.name}.arriving")
-        for is_last in (False, True):
+    def _fetch(self, name: str, path: Path) -> None:
+        file = self._folder.find(name)
+        if file is None:
+            raise CaptureError(
+                f"{self.address} holds no {name}, which its manifest lists", next_step=_PUBLISH_AGAIN
+            )
+        arriving = path.with_name(f".{name}.arriving")
+        for _ in range(2):
             self._folder.fetch(file, arriving)
-            damage = self._find_damage(file.name, arriving)
+            damage = self._find_damage(name, arriving)
             if damage is None:
                 arriving.replace(path)
                 return
             self._folder.forget(file, arriving)
-            if not is_last:
-                logger.warning(
-                    "%s of %s came damaged (%s): fetching it once more.", file.name, self.address, damage
-                )
+            logger.warning("%s of %s came damaged: %s.", name, self.address, damage)
         raise CaptureError(
-            f"{file.name} of {self.address} came damaged twice",
-            expected="the tensors that its manifest lists",
+            f"{name} of {self.address} came damaged twice",
+            expected="what its manifest lists",
             found=damage,
-            next_step=self._advise("It is damaged there: publish it again from where it was made."),
+            next_step=_PUBLISH_AGAIN,
         )
 
-    def _advise(self, otherwise: str) -> str:
-        """Return the advice where a file is not what the manifest lists; `otherwise` if nobody replaced the capture."""
-        file = self._folder.find(MANIFEST_NAME)
-        if file is not None:
-            with tempfile.TemporaryDirectory() as temporary:
-                there = Path(temporary) / MANIFEST_NAME
-                self._folder.fetch(file, there)
-                if _is_mirror_of(self.directory, there.read_bytes()):
-                    return otherwise
-        return "Another capture was put there since this one was opened. Run again: that takes the new one."
-
     def _find_damage(self, name: str, path: Path) -> str | None:
-        """Describe the first tensor that differs from the manifest; None if all are as they were written."""
+        """Describe the first difference from the manifest; None if the file is as it was written."""
+        texts = dict(self.manifest.digests.texts)
+        if name in texts:
+            found_hash = digest_file(path)
+            return None if found_hash == texts[name] else f"sha256 {found_hash[:16]}… for {texts[name][:16]}…"
         expected = self._listed(name)
         try:
             with safe_open(path, framework="pt") as tensors:
@@ -229,41 +217,24 @@ class CaptureMirror:
         return listed
 
 
-def _mirror_newest(address: RemoteAddress, folder: RemoteFolder, cache: RemoteCache) -> Path:
-    """Return the mirror of what the address names now."""
-    file = folder.find(MANIFEST_NAME)
-    if file is None:
-        raise _no_capture(folder)
-    known = _find_known(cache.address_file(address), tag=file.tag)
-    if known is not None:
-        return known
-    with tempfile.TemporaryDirectory() as temporary:
-        text = Path(temporary) / MANIFEST_NAME
-        folder.fetch(file, text)
-        content = text.read_bytes()
-        manifest = _read_manifest(text, address)
-    directory = _mirror_place(cache, address, content)
-    if not _is_whole(directory):
-        with locked_file(directory):
-            if not _is_whole(directory):
-                _begin(directory, address, folder, manifest, content)
-    _remember(cache.address_file(address), directory, tag=file.tag)
-    return directory
-
-
-def _mirror_place(cache: RemoteCache, address: RemoteAddress, manifest: bytes) -> Path:
-    """Return the folder of the capture that a manifest at an address describes."""
-    return cache.place(CAPTURES, address, _version(str(address), manifest))
-
-
-def _version(address: str, manifest: bytes) -> str:
-    """Return the version of a capture's mirror. The same capture at two addresses has two mirrors."""
-    return f"{address} {hashlib.sha256(manifest).hexdigest()}"
-
-
-def _is_mirror_of(directory: Path, manifest: bytes) -> bool:
-    """Decide whether a folder mirrors its address as it was with a manifest; raise as `MirrorRecord.read` does."""
-    return is_version(directory, _version(str(MirrorRecord.read(directory).asked), manifest))
+def _begin(directory: Path, address: RemoteAddress, folder: RemoteFolder, arrived: Path) -> None:
+    """Make a mirror's folder: its address, the JSON files and, at last, the manifest that has arrived."""
+    try:
+        manifest = Manifest.read(arrived.parent)
+    except CaptureError as error:
+        raise CaptureError(
+            f"{MANIFEST_NAME} of {address} is damaged, or of another mm2",
+            expected=error.expected,
+            found=error.found or error.what,
+            next_step="Publish it again from where it was made, or read it with the mm2 that made it.",
+        ) from error
+    directory.mkdir(parents=True, exist_ok=True)
+    MirrorRecord(address=folder.address, asked=address).write(directory)
+    mirror = CaptureMirror(directory=directory, address=folder.address, manifest=manifest)
+    for name, _ in manifest.digests.texts:
+        mirror.hold(name)
+    with whole_file(directory / MANIFEST_NAME, newline="") as file:
+        file.write(arrived.read_bytes().decode())
 
 
 def _is_whole(directory: Path) -> bool:
@@ -273,57 +244,11 @@ def _is_whole(directory: Path) -> bool:
     cleared.
     """
     try:
-        content = (directory / MANIFEST_NAME).read_bytes()
-        is_mirror = _is_mirror_of(directory, content)
-        listed = decode(_ListedTexts, parse_json(content)).text_digests
-    except (OSError, ValueError):
+        manifest, record = Manifest.read(directory), MirrorRecord.read(directory)
+    except (CaptureError, OSError, ValueError):
         return False
-    return is_mirror and all((directory / name).exists() for name in _TEXTS if name in listed)
-
-
-def _read_manifest(path: Path, address: RemoteAddress) -> Manifest:
-    try:
-        return Manifest.read(path.parent)
-    except CaptureError as error:
-        found = error.found or error.what
-        raise CaptureError(
-            f"{MANIFEST_NAME} of {address} is damaged, or of another mm2",
-            expected=error.expected,
-            found=found,
-            next_step="Publish it again from where it was made, or read it with the mm2 that made it.",
-        ) from error
-
-
-def _begin(
-    directory: Path, address: RemoteAddress, folder: RemoteFolder, manifest: Manifest, content: bytes
-) -> None:
-    """Make the mirror's folder: the JSON files, the address, and at last the manifest."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, sha256 in manifest.digests.texts:
-        if name in _TEXTS:
-            _fetch_text(folder, name, directory / name, sha256)
-    MirrorRecord(address=folder.address, asked=address).write(directory)
-    with whole_file(directory / MANIFEST_NAME, newline="") as file:
-        file.write(content.decode())
-
-
-def _fetch_text(folder: RemoteFolder, name: str, path: Path, sha256: str) -> None:
-    """Fetch a JSON file, once more if it does not have its digest."""
-    file = folder.find(name)
-    found = "no such file"
-    for _ in range(2 if file is not None else 0):
-        assert file is not None, "there is one here"
-        folder.fetch(file, path)
-        found = digest_file(path)
-        if found == sha256:
-            return
-        folder.forget(file, path)
-    raise CaptureError(
-        f"{name} of {folder.address} is not as it was written",
-        expected=f"sha256 {sha256[:16]}…",
-        found=found,
-        next_step="Publish it again from where it was made: mm2-gpu publish.",
-    )
+    is_of_address = directory in RemoteCache(folder=directory.parents[1]).versions(CAPTURES, record.asked)
+    return is_of_address and all((directory / name).exists() for name, _ in manifest.digests.texts)
 
 
 def _no_capture(folder: RemoteFolder) -> CaptureError:
@@ -335,12 +260,6 @@ def _no_capture(folder: RemoteFolder) -> CaptureError:
             found=f"{len(names)} files",
             next_step="Wait, or publish it again: what is there is not sent twice.",
         )
-    if folder.address.path.rpartition("/")[2] == MANIFEST_NAME:
-        return CaptureError(
-            f"{folder.address} is a file",
-            expected="the folder of a capture",
-            next_step=f"Leave out /{MANIFEST_NAME}.",
-        )
     below = sorted({name.rpartition("/")[0] for name in names if name.endswith(f"/{MANIFEST_NAME}")})
     return CaptureError(
         f"no capture at {folder.address}",
@@ -350,20 +269,3 @@ def _no_capture(folder: RemoteFolder) -> CaptureError:
         if below
         else "Check the address, or publish one: mm2-gpu publish.",
     )
-
-
-def _find_known(path: Path, *, tag: str | None = None) -> Path | None:
-    """Return the mirror that an address had last; None if there is none, or its manifest had another `tag`."""
-    known = NewestRecord.find(path)
-    if known is None or tag not in (None, known.tag):
-        return None
-    directory = Path(known.directory)
-    return directory if _is_whole(directory) else None
-
-
-def _remember(path: Path, directory: Path, *, tag: str) -> None:
-    try:
-        NewestRecord(directory=str(directory), tag=tag).write(path)
-    except OSError as error:
-        # A cache that others filled, and that may only be read: the manifest is asked for each time.
-        logger.debug("%s cannot be written: %s", path, error)

@@ -27,9 +27,9 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.digests import TensorDigest, describe_tensor, dtype_name
 from minimax_tools.capture.manifest import Entry, Manifest
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import token_rows

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.further import further_file
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
-from minimax_tools.capture.mirror import CaptureMirror, capture_folder
+from minimax_tools.capture.mirror import CaptureMirror, address_of, capture_folder
 from minimax_tools.capture.passes import (
     CHUNKS_FOLDER,
     GENERATION_NAME,

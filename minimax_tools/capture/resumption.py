@@ -18,7 +18,6 @@ import torch
 
 from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.remote_output import RemoteOutput
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError
@@ -146,8 +145,7 @@ def _obstacle(
     differing = manifest.description.differences(description)
     if differing:
         return f"the capture there has other {', '.join(differing)}"
-    # A whole run that could not be put at its address yet is put now.
-    if manifest.is_complete and RemoteOutput.find(directory) is None:
+    if manifest.is_complete:
         return "the same capture is there, complete"
     capture = Capture(directory, manifest)
     if manifest.complete_layers and not _has_input(capture, hidden_states):

@@ -11,8 +11,6 @@ LocalPath: the type of options that take files and folders of this machine alone
 pathlib makes `s3:/bucket` of `s3://bucket`: a run would go to a folder `s3:` of the working directory, unnoticed.
 
 LateValue: the value of an option that is found when the command runs: a server is asked for it, or torch has it.
-
-Work for the end of a command, after its results are printed.
 """
 
 from __future__ import annotations
@@ -135,22 +133,6 @@ def find_late_values(ctx: click.Context) -> None:
 
 # Variable with the file in which a command leaves its values to the command that started it.
 RECORD_VARIABLE = "MM2_STAGE_RECORD"
-# Keys of click's `Context.meta`.
-_AFTERWARDS = "minimax_tools.afterwards"
-
-Work = Callable[[], object]
-
-
-def do_afterwards(ctx: click.Context, work: Work) -> None:
-    """Call `work` when the command has come to its own end, with whatever exit code, and has printed its results."""
-    ctx.meta.setdefault(_AFTERWARDS, []).append(work)
-
-
-def take_afterwards(ctx: click.Context) -> tuple[Work, ...]:
-    """Return the work for the command's end, and forget it: the caller does it, or a process that it starts."""
-    return tuple(ctx.meta.pop(_AFTERWARDS, ()))
-
-
 # Level of the environment variable DEBUG from which every section is shown.
 DETAILED_LEVEL = 11
 # Keys of click's `Context.meta`, in which the functions below keep facts about the running command.
@@ -247,18 +229,12 @@ class Mm2Command(click.Command):
             _fail(ctx, OutputError.of_help(error) or error)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Find the command's late values, run it, and then what was left for its end."""
+        """Find the command's late values, and run it."""
         try:
             _tell_defaults(ctx)
             find_late_values(ctx)
-            try:
-                with printable_messages():
-                    result = super().invoke(ctx)
-            except CommandEnd:
-                _end_work(ctx)
-                raise
-            _end_work(ctx)
-            return result
+            with printable_messages():
+                return super().invoke(ctx)
         except (click.ClickException, click.Abort, click.exceptions.Exit, CommandEnd):
             raise
         except SystemExit as error:
@@ -447,15 +423,6 @@ def _stopped(ctx: click.Context) -> CannotRunError:
     # A rank is started by another program, whose command line it does not know.
     is_rank = _SPEAKER in ctx.meta
     return stopped_error(() if is_rank else given_words(ctx), resumes=resumes)
-
-
-def _end_work(ctx: click.Context) -> None:
-    """Do the work for the command's end. If it fails, the command fails, but its JSON is on stdout already."""
-    for work in take_afterwards(ctx):
-        try:
-            work()
-        except (Exception, KeyboardInterrupt) as error:
-            _fail(ctx, error)
 
 
 def _describe(error: BaseException) -> tuple[str, int]:

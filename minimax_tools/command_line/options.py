@@ -46,7 +46,6 @@ from minimax_tools.capture.store import (
     list_captures,
 )
 from minimax_tools.command_line.console import LateValue, remember_debug, remember_json, show_progress
-from minimax_tools.command_line.remote_paths import OutputPath
 from minimax_tools.dumps.format_names import FORMAT_NAMES
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.importing import importing
@@ -101,16 +100,12 @@ class CaptureStore:
         return self.output_dir or capture_directory(self.captures, side, run_name)
 
     def saved(self, side: str, run_name: str) -> Path:
-        """Return the directory of a saved run: of its numbered folders the one that was written last.
-
-        Of a run at an address, it is the mirror.
-        """
+        """Return the directory of a saved run: of its numbered folders the one that was written last."""
         from minimax_tools.capture.kept_runs import numbered_directories
-        from minimax_tools.capture.remote_output import kept_directory
 
         directory = self.directory(side, run_name)
         if self.output_dir is not None:
-            return kept_directory(directory)
+            return directory
         saved = numbered_directories(directory)
         return saved[0] if saved else directory
 
@@ -266,8 +261,8 @@ _folder_options = stack_options(
     captures_option,
     click.option(
         "--output-dir",
-        type=OutputPath(),
-        help="Capture directory of this run, or an address such as s3://bucket/folder. Default: one under --captures.",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Capture directory of this run. Default: one under --captures.",
     ),
 )
 # For searches, which keep a record of their runs and begin anew with --anew.

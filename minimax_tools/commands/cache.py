@@ -20,25 +20,24 @@ from minimax_tools.remote.cache import CACHE_VARIABLE, RemoteCache
     callback=parse_size_option,
     help="Remove what was used least lately, until the cache takes at most SIZE, such as 200GB.",
 )
-@click.option("--clear", "clears", is_flag=True, help="Remove all that is at its address still.")
+@click.option("--clear", "clears", is_flag=True, help="Remove all.")
 @output_options
 def cache_command(keep_bytes: int | None, clears: bool, as_json: bool) -> None:
     """List the goldens, runs and checkpoints that commands fetched from s3:// and hf:// addresses, with their sizes.
 
-    Nothing is removed unless you ask for it. A run that could not be put at its address stays in any case: it is here
-    alone. MM2_CACHE names the folder; ~/.cache/mm2 is the default. What comes from a hub lies in huggingface_hub's
-    cache, and is linked here. Remove nothing while a command reads from it.
+    Nothing is removed unless you ask for it. MM2_CACHE names the folder; ~/.cache/mm2 is the default. What comes from
+    a hub lies in huggingface_hub's cache, and is linked here. Remove nothing while a command reads from it.
     """
     with loading():
-        from minimax_tools.capture.remote_output import cached_address
+        from minimax_tools.capture.mirror import address_of
         from minimax_tools.json_codec import encode
 
     if clears and keep_bytes is not None:
         raise UsageError("--clear removes all, and --keep a part", next_step="Give one of them.")
     cache = RemoteCache.from_environment()
     folders = cache.list()
-    addresses = {one.path: cached_address(one) for one in folders}
-    states = {one.path: "" if one.is_copy else "not put there yet" for one in folders}
+    named = {one.path: address_of(one.path) for one in folders}
+    addresses = {path: None if name == str(path) else name for path, name in named.items()}
     removed = {one.path for one in cache.free(keep_bytes or 0)} if clears or keep_bytes is not None else set()
     if as_json:
         record = {
@@ -59,7 +58,7 @@ def cache_command(keep_bytes: int | None, clears: bool, as_json: bool) -> None:
             one.used_at.partition("T")[0],
             one.path.name,
             addresses[one.path] or "",
-            "removed" if one.path in removed else states[one.path],
+            "removed" if one.path in removed else "",
         )
         for one in folders
     ]

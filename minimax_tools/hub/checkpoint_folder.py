@@ -20,7 +20,7 @@ from minimax_tools.checkpoint.weight_files import (
     refuse_pickled_module,
 )
 from minimax_tools.errors import CheckpointError, UsageError, shorten
-from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.access import HubAccess, HubCommit
 from minimax_tools.hub.snapshot import HubSnapshot, find_snapshot
 from minimax_tools.model.spec import CONFIG_FILE
 from minimax_tools.model.weight_names import layer_of
@@ -38,40 +38,36 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w][\w./-]*)
 _DEFAULT_REVISION = "main"
 _HUB_PREFIX, _BUCKET_PREFIX = "hf://", "s3://"
 
+# A checkpoint that is not in a folder of this machine, or not whole.
+Source = HubSnapshot | RemoteCheckpoint
+
 
 def resolve_model(model: str, *, layers: range | None = None, access: HubAccess | None = None) -> Path:
-    """Return the folder of a checkpoint; a hub model is fetched.
+    """Return the folder of a checkpoint; one that is elsewhere is fetched.
 
     Args:
-        model: A folder, `owner/name` or `owner/name@revision`.
+        model: A folder, `owner/name` or `owner/name@revision`, or `s3://bucket/folder`.
         layers: Decoder layers that will be read. Only their shards are fetched, and those of embedding, final norm
             and lm_head. None for all shards.
         access: Access to the hub; None for that of the environment.
-
-    Raises:
-        CheckpointError: The folder is missing, or the hub did not give the model.
     """
-    if (remote := _find_remote(model)) is not None:
-        return _fetch_remote(remote, layers)
-    folder = _find_folder(model)
-    if folder is None:
-        snapshot = hub_snapshot(model, access=access)
-        snapshot.fetch(find_shards(snapshot, layers))
-        return snapshot.folder
-    # Threads read it while a port runs, whose code may change the working folder.
-    return folder.absolute()
+    source = described_source(model, access=access)
+    if source is None:
+        # Threads read it while a port runs, whose code may change the working folder.
+        return Path(model).expanduser().absolute()
+    source.fetch(find_shards(source, layers))
+    return source.folder
 
 
 def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
-    """Return the folder of a checkpoint; of a hub model only config, index and tokenizer are fetched."""
-    if (remote := _find_remote(model)) is not None:
-        return _describe_remote(remote)
-    return _find_folder(model) or hub_snapshot(model, access=access).folder
+    """Return the folder of a checkpoint; of one that is elsewhere only config, index and tokenizer are fetched."""
+    source = described_source(model, access=access)
+    return Path(model).expanduser() if source is None else source.folder
 
 
 def is_on_hub(model: str) -> bool:
     """Decide whether `model` is a hub id: an existing folder of that name wins."""
-    return _find_folder(model) is None and not is_in_bucket(model)
+    return not is_in_bucket(model) and not _is_folder(model)
 
 
 def is_in_bucket(model: str) -> bool:
@@ -83,39 +79,38 @@ def hub_snapshot(model: str, *, access: HubAccess | None = None) -> HubSnapshot:
     """Return the snapshot of a hub model, with its config, index and tokenizer fetched.
 
     Raises:
-        UsageError: The model is a folder.
-        CheckpointError: The hub does not give the model.
+        UsageError: The model is a folder, or in a bucket.
     """
-    folder = _find_folder(model)
-    if folder is not None:
-        raise UsageError(f"{folder} is a folder, not a hub model", next_step="Give a hub id: owner/name.")
-    snapshot = _find_on_hub(model, access)
-    snapshot.fetch(_describing(snapshot.files) | {CONFIG_FILE})
-    return snapshot
+    source = described_source(model, access=access)
+    if not isinstance(source, HubSnapshot):
+        raise UsageError(f"{model} is no hub model", next_step="Give a hub id: owner/name.")
+    return source
+
+
+def described_source(model: str, *, access: HubAccess | None = None) -> Source | None:
+    """Return a checkpoint that is elsewhere, with its config, index and tokenizer fetched; None for a folder."""
+    source = _find_source(model, access)
+    if source is not None:
+        source.fetch(_describing(source.files) | {CONFIG_FILE})
+    return source
 
 
 def list_files(model: str, *, access: HubAccess | None = None) -> tuple[str, ...]:
     """Return the sorted names of the model's files; offline, of its cached files."""
-    if (remote := _find_remote(model)) is not None:
-        return tuple(sorted(remote.files))
-    folder = _find_folder(model)
-    if folder is None:
-        return tuple(sorted(_find_on_hub(model, access).files))
+    source = _find_source(model, access)
+    if source is not None:
+        return tuple(sorted(source.files))
+    folder = Path(model).expanduser()
     return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
 
 
 def fetch_files(model: str, names: Iterable[str], *, access: HubAccess | None = None) -> dict[str, Path]:
-    """Return the paths of the named files, by name; missing files of a hub model are fetched.
-
-    Raises:
-        CheckpointError: The model, or one of its files, is missing.
-    """
+    """Return the paths of the named files, by name; files that are elsewhere are fetched."""
     wanted = tuple(names)
-    if (remote := _find_remote(model)) is not None:
-        return remote.fetch(wanted)
-    folder = _find_folder(model)
-    if folder is None:
-        return _find_on_hub(model, access).fetch(wanted)
+    source = _find_source(model, access)
+    if source is not None:
+        return source.fetch(wanted)
+    folder = Path(model).expanduser()
     missing = sorted(name for name in wanted if not (folder / name).is_file())
     if missing:
         raise CheckpointError(
@@ -124,89 +119,50 @@ def fetch_files(model: str, names: Iterable[str], *, access: HubAccess | None = 
     return {name: folder / name for name in wanted}
 
 
-def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
+def find_shards(source: Source, layers: range | None) -> set[str]:
     """Return the names of the shards with these layers and with the tensors outside all layers; None for all shards.
 
-    The index, if the model has one, must be cached already; without one, all files of the format are named. A snapshot
+    The index, if the model has one, must be here already; without one, all files of the format are named. A snapshot
     that is not listed knows only the cached files, so names that the cache may lack are added: fetching them fails with
     a message that says so.
-
-    Raises:
-        CheckpointError: The model holds no weights, or its index is damaged.
     """
-    place = f"the hub's model {snapshot.commit.model}"
-    return _choose_shards(snapshot.files, snapshot.folder, layers, is_listed=snapshot.is_listed, place=place)
-
-
-def _choose_shards(
-    files: Collection[str], folder: Path, layers: range | None, *, is_listed: bool, place: str
-) -> set[str]:
-    """Return the shards among `files`, names of which the index is in `folder`; see `find_shards`."""
     for suffix, index_file in _INDEX_FILES.items():
-        shards = {name for name in files if "/" not in name and name.endswith(suffix)}
-        if index_file in files:
-            weight_map = read_weight_map(folder / index_file)
+        shards = {name for name in source.files if "/" not in name and name.endswith(suffix)}
+        if index_file in source.files:
+            weight_map = read_weight_map(source.folder / index_file)
             # `layer_of` is None for a tensor outside all layers.
             return {
                 file
                 for name, file in weight_map.items()
                 if layers is None or layer_of(name) in (None, *layers)
             }
-        if shards and not is_listed and any(map(_NUMBERED.fullmatch, shards)):
+        if shards and not source.is_listed and any(map(_NUMBERED.fullmatch, shards)):
             # Only the index, which the cache lacks, tells all shards.
             return {*shards, index_file}
         if shards:
             return shards
-    if is_listed:
+    if source.is_listed:
         raise CheckpointError(
-            f"{place} holds no weights",
+            f"{source.name} holds no weights",
             expected="safetensors shards",
-            found=f"{len(files)} other files",
+            found=f"{len(source.files)} other files",
             next_step="Check the id. Other weight formats, such as GGUF, are not read.",
         )
     # The cache holds no shard at all.
     return {INDEX_FILE}
 
 
-def _find_remote(model: str) -> RemoteCheckpoint | None:
-    """Return the checkpoint at an address of S3; None if `model` is no such address."""
-    if not is_in_bucket(model):
-        return None
-    return RemoteCheckpoint.open(S3Folder(address=RemoteAddress.parse(model)))
+def _find_source(model: str, access: HubAccess | None) -> Source | None:
+    """Return a checkpoint that is elsewhere, as it was listed; None for a folder."""
+    if is_in_bucket(model):
+        return RemoteCheckpoint.open(S3Folder(address=RemoteAddress.parse(model)))
+    return None if _is_folder(model) else _find_on_hub(model, access)
 
 
-def find_bucket_shards(model: str) -> tuple[RemoteCheckpoint, set[str]]:
-    """Return the checkpoint at an address of S3, with its description fetched, and the names of all its shards.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it holds no weights.
-        RemoteError: S3 refuses, or does not answer.
-    """
-    checkpoint = _find_remote(model)
-    if checkpoint is None:
-        raise UsageError(f"{model} is no address of S3", next_step="Give s3://bucket/folder.")
-    folder = _describe_remote(checkpoint)
-    return checkpoint, _choose_shards(checkpoint.files, folder, None, is_listed=True, place=model)
-
-
-def _fetch_remote(checkpoint: RemoteCheckpoint, layers: range | None) -> Path:
-    folder = _describe_remote(checkpoint)
-    place = str(checkpoint.source.address)
-    checkpoint.fetch(_choose_shards(checkpoint.files, folder, layers, is_listed=True, place=place))
-    return folder
-
-
-def _describe_remote(checkpoint: RemoteCheckpoint) -> Path:
-    checkpoint.fetch(_describing(checkpoint.files) | {CONFIG_FILE})
-    return checkpoint.folder
-
-
-def _find_folder(model: str) -> Path | None:
-    """Return the local folder that `model` names; None if there is none."""
-    folder = Path(model).expanduser()
+def _is_folder(model: str) -> bool:
     try:
         # An empty text would mean the working directory.
-        return folder if model and folder.is_dir() else None
+        return bool(model) and Path(model).expanduser().is_dir()
     except OSError as error:  # a text that is too long for a path, or a folder that may not be entered
         raise CheckpointError(
             f"{shorten(model)!r} cannot be opened",
@@ -228,7 +184,8 @@ def _find_on_hub(model: str, access: HubAccess | None) -> HubSnapshot:
             next_step="Make a small one with: mm2-split synthesize --output DIR.",
         )
     revision = match[2] or _DEFAULT_REVISION
-    return find_snapshot(match[1], revision, access=access or HubAccess.from_environment())
+    access = access or HubAccess.from_environment()
+    return find_snapshot(HubCommit(model=match[1], revision=revision, commit=revision, access=access))
 
 
 def _describing(files: Collection[str]) -> set[str]:

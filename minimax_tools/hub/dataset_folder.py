@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from minimax_tools.errors import NetworkLossError, RemoteError
 from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind
-from minimax_tools.hub.faults import NoRepositoryError, attempt, is_transient, translate
+from minimax_tools.hub.faults import NoRepositoryError, attempt, is_transient, root_cause, translate
 from minimax_tools.hub.snapshot import HubSnapshot, find_snapshot, is_commit, list_files, quieten_hub
 from minimax_tools.hub.transfer import hash_like
 from minimax_tools.remote.address import DEFAULT_REVISION, RemoteAddress, Scheme
 from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder, stays_inside
 from minimax_tools.remote.s3_folder import S3Folder
 
-logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-
 _MAX_FOUND_LENGTH = 300
 
 
-def open_remote(address: RemoteAddress) -> RemoteFolder:
+def open_folder(address: RemoteAddress) -> RemoteFolder:
     """Return the folder at an address of any scheme; nothing is asked yet."""
     if address.scheme is Scheme.S3:
         return S3Folder(address=address)
@@ -32,12 +27,7 @@ def open_remote(address: RemoteAddress) -> RemoteFolder:
 
 
 class DatasetFolder(RemoteFolder):
-    """A folder in a dataset of a hub.
-
-    Args:
-        address: Address of the folder.
-        access: The hub.
-    """
+    """A folder in a dataset of a hub."""
 
     def __init__(self, address: RemoteAddress, *, access: HubAccess) -> None:
         self._asked = address
@@ -76,13 +66,24 @@ class DatasetFolder(RemoteFolder):
         path.unlink(missing_ok=True)
 
     def check_place(self) -> None:
-        self._refuse_offline()
+        if self._access.is_offline:
+            raise RemoteError(
+                f"nothing can be put at {self._asked}: the hub is not asked",
+                found="HF_HUB_OFFLINE is set",
+                next_step="Unset it, or name a folder of this machine.",
+            )
         if is_commit(self._asked.revision):
             raise RemoteError(
                 f"nothing can be put at {self._asked}: a commit stays as it is",
                 next_step=f"Name a branch: {self._asked.at(DEFAULT_REVISION)}.",
             )
-        self._send(self._ask)
+        try:
+            # The hub itself, not the cache.
+            attempt(lambda: list_files(self._commit), access=self._access, name=str(self._asked))
+        except Exception as error:
+            # A dataset or a branch that is not there is made by `put`.
+            if not isinstance(translate(error, self._commit), NoRepositoryError):
+                raise self._refusal(error) from error
 
     def put(self, files: Mapping[str, Path], *, last: str) -> tuple[str, ...]:
         """Put files in one commit, so that a revision has all of them or none: `last` needs no order.
@@ -94,7 +95,6 @@ class DatasetFolder(RemoteFolder):
         changed = tuple(name for name, path in sorted(files.items()) if not self._holds(name, path))
         if not changed:
             return ()
-        self._refuse_offline()
         quieten_hub()
         api = HfApi(endpoint=self._access.endpoint, token=self._access.token)
         address = self._asked
@@ -117,7 +117,10 @@ class DatasetFolder(RemoteFolder):
                 revision=address.revision,
             )
 
-        self._send(commit)
+        try:
+            attempt(commit, access=self._access, name=str(address))
+        except Exception as error:
+            raise self._refusal(error) from error
         return changed
 
     def _holds(self, name: str, path: Path) -> bool:
@@ -126,28 +129,32 @@ class DatasetFolder(RemoteFolder):
             known = self._snapshot.files.get(self._asked.join(name))
         except NoRepositoryError:
             return False
-        if known is None or known.content_hash is None:
+        if known is None or known.content_hash is None or known.size_bytes != path.stat().st_size:
             return False
-        return known.size_bytes == path.stat().st_size and (
-            hash_like(path, known.content_hash) == known.content_hash
-        )
+        return hash_like(path, known.content_hash) == known.content_hash
 
-    def _refuse_offline(self) -> None:
-        if self._access.is_offline:
-            raise RemoteError(
-                f"nothing can be put at {self._asked}: the hub is not asked",
-                found="HF_HUB_OFFLINE is set",
-                next_step="Unset it, or name a folder of this machine.",
+    def _refusal(self, error: BaseException) -> RemoteError:
+        error = root_cause(error)
+        found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_FOUND_LENGTH].rstrip(" .")
+        status: Any = getattr(getattr(error, "response", None), "status_code", None)
+        what = f"nothing could be put at {self._asked}"
+        if is_transient(error):
+            return NetworkLossError(
+                f"{what}: {self._access.endpoint} does not answer, or breaks off",
+                found=found,
+                next_step="Check the network and HF_ENDPOINT, and run again: what was sent is not sent twice.",
             )
-
-    def _ask(self) -> None:
-        """Ask the hub itself, not the cache; a dataset or a branch that is not there is made by `put`."""
-        try:
-            list_files(self._commit)
-        except Exception as error:
-            if not isinstance(translate(error, self._commit), NoRepositoryError):
-                raise
-            logger.info("%s is made when it is put there.", self._asked)
+        if status in (401, 403):
+            return RemoteError(
+                f"{what}: the hub wants a token that may write there",
+                found=found,
+                next_step="Log in with `hf auth login`, or set HF_TOKEN to a token with write access.",
+            )
+        return RemoteError(
+            f"{what}: the hub refuses it",
+            found=found,
+            next_step="Name a branch of a dataset of yours: hf://datasets/owner/name@main.",
+        )
 
     @property
     def _commit(self) -> HubCommit:
@@ -159,30 +166,9 @@ class DatasetFolder(RemoteFolder):
             kind=RepositoryKind.DATASET,
         )
 
-    def _send(self, work: Callable[[], Result]) -> Result:
-        try:
-            return attempt(lambda: _unwrapped(work), access=self._access, name=str(self._asked))
-        except Exception as error:
-            raise _word_refusal(error, self._asked, self._commit) from error
-
     @cached_property
     def _snapshot(self) -> HubSnapshot:
-        return find_snapshot(
-            self._asked.repository,
-            self._asked.revision,
-            access=self._access,
-            kind=RepositoryKind.DATASET,
-        )
-
-
-def _unwrapped(work: Callable[[], Result]) -> Result:
-    """Return the result of `work`; the cause of a failed upload is raised, which huggingface_hub wraps."""
-    try:
-        return work()
-    except RuntimeError as error:
-        if isinstance(error.__cause__, Exception):
-            raise error.__cause__ from error
-        raise
+        return find_snapshot(self._commit)
 
 
 def _describe(name: str, file: HubFile, snapshot: HubSnapshot) -> RemoteFile:
@@ -191,27 +177,4 @@ def _describe(name: str, file: HubFile, snapshot: HubSnapshot) -> RemoteFile:
         size_bytes=file.size_bytes or 0,
         # The cache alone, when the hub is not asked, knows the commit.
         tag=file.content_hash or snapshot.commit.commit,
-    )
-
-
-def _word_refusal(error: Exception, address: RemoteAddress, commit: HubCommit) -> RemoteError:
-    found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_FOUND_LENGTH].rstrip(" .")
-    status: Any = getattr(getattr(error, "response", None), "status_code", None)
-    what = f"nothing could be put at {address}"
-    if is_transient(error):
-        return NetworkLossError(
-            f"{what}: {commit.access.endpoint} does not answer, or breaks off",
-            found=found,
-            next_step="Check the network and HF_ENDPOINT, and run again: what was sent is not sent twice.",
-        )
-    if status in (401, 403):
-        return RemoteError(
-            f"{what}: the hub wants a token that may write there",
-            found=found,
-            next_step="Log in with `hf auth login`, or set HF_TOKEN to a token with write access.",
-        )
-    return RemoteError(
-        f"{what}: the hub refuses it",
-        found=found,
-        next_step="Name a branch of a dataset of yours: hf://datasets/owner/name@main.",
     )

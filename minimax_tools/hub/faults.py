@@ -65,7 +65,7 @@ def attempt(work: Callable[[], Result], *, access: HubAccess, name: str) -> Resu
 
 def is_transient(error: BaseException) -> bool:
     """Decide whether a request may succeed later: no connection, a timeout, a busy or failing server."""
-    error = _root(error)
+    error = root_cause(error)
     status = _status(error)
     if status is not None:
         return status in _TRANSIENT_STATUSES or status >= 500
@@ -80,7 +80,7 @@ def translate(error: BaseException, commit: HubCommit, *, file: str | None = Non
 
     A CheckpointError, such as one about a server without byte ranges, is returned as it is.
     """
-    error = _root(error)
+    error = root_cause(error)
     if isinstance(error, CheckpointError):
         return error
     model, access = commit.model, commit.access
@@ -144,16 +144,16 @@ def _explain(error: BaseException, commit: HubCommit, file: str | None) -> tuple
     return "the answer is not what a hub says", check_endpoint
 
 
-def _root(error: BaseException) -> BaseException:
-    # huggingface_hub reports a failed request as "not in the cache", with the failure as its cause.
-    while type(error).__name__ == "LocalEntryNotFoundError" and error.__cause__ is not None:
+def root_cause(error: BaseException) -> BaseException:
+    """Return what failed: huggingface_hub reports it as "not in the cache", or wraps what made an upload fail."""
+    while type(error).__name__ in ("LocalEntryNotFoundError", "RuntimeError") and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _asked_delay_s(error: BaseException) -> float:
     """Return the seconds that the server asks to wait before the next request, or 0."""
-    headers = getattr(getattr(_root(error), "response", None), "headers", {})
+    headers = getattr(getattr(root_cause(error), "response", None), "headers", {})
     limited = _RATE_LIMIT.search(headers.get("ratelimit", ""))
     retry_after = headers.get("retry-after", "").strip()
     return max(float(limited[1]) if limited else 0.0, float(retry_after) if retry_after.isdigit() else 0.0)

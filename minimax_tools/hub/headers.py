@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,52 +23,40 @@ from minimax_tools.checkpoint.weight_files import (
     weight_map_of,
 )
 from minimax_tools.errors import CheckpointError
-from minimax_tools.hub.access import HubFile
-from minimax_tools.hub.checkpoint_folder import find_bucket_shards, find_shards
-from minimax_tools.hub.snapshot import HubSnapshot, run_all
-from minimax_tools.hub.transfer import NoRangesError, read_range
+from minimax_tools.hub.checkpoint_folder import Source, find_shards
+from minimax_tools.hub.snapshot import run_all
+from minimax_tools.hub.transfer import NoRangesError
 
 # Longest header that safetensors itself reads. A damaged file may state any length, and it would all be fetched.
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
-    """Read the tensor entries of a hub model by name; of each shard that is not cached two short ranges are fetched.
+def read_headers(source: Source) -> Mapping[str, TensorEntry]:
+    """Read the tensor entries of a checkpoint by name; of each shard that is not here two short ranges are fetched.
 
-    The model's index, if it has one, must be cached already.
+    The model's index, if it has one, must be here already.
 
     Raises:
         NoRangesError: The server sends whole files only, or the weights are not safetensors.
         NotCachedError: Shards are not cached, and the hub is not asked.
         CheckpointError: Headers could not be fetched, or contradict each other or the index.
     """
-    shards = find_shards(snapshot, layers=None)
+    shards = find_shards(source, layers=None)
     if any(not shard.endswith(SAFETENSORS_SUFFIX) for shard in shards):
-        raise _no_headers(snapshot.commit.model)
-    headers = _read_shard_headers(snapshot, shards)
-    return _join(headers, snapshot.folder, has_index=INDEX_FILE in snapshot.files)
-
-
-def read_bucket_headers(model: str) -> Mapping[str, TensorEntry]:
-    """Read the tensor entries of a model in a bucket of S3 by name; of each shard two short ranges are fetched.
-
-    Raises:
-        NoRangesError: The weights are not safetensors.
-        CheckpointError: Headers contradict each other or the index.
-        RemoteError: They could not be fetched.
-    """
-    checkpoint, shards = find_bucket_shards(model)
-    if any(not shard.endswith(SAFETENSORS_SUFFIX) for shard in shards):
-        raise _no_headers(model)
-    headers = {
-        shard: fetch_header(
-            partial(checkpoint.source.read, checkpoint.files[shard]),
-            checkpoint.folder / shard,
-            size_bytes=checkpoint.files[shard].size_bytes,
+        raise NoRangesError(
+            f"the tensors of {source.name} cannot be listed by byte ranges",
+            found="PyTorch's .bin files, which have no header",
+            next_step="Fetch the model.",
         )
-        for shard in sorted(shards)
-    }
-    return _join(headers, checkpoint.folder, has_index=INDEX_FILE in checkpoint.files)
+    headers = _read_shard_headers(source, shards)
+    entries = [entry for header in headers.values() for entry in header]
+    # Refuses tensors that lie in two shards.
+    weight_map_of(entries, folder=source.folder)
+    if INDEX_FILE in source.files:
+        faults = find_index_faults(read_weight_map(source.folder / INDEX_FILE), headers)
+        if faults:
+            raise faulty_checkpoint(source.folder, faults)
+    return TensorIndex.of(source.folder, entries).entries
 
 
 def fetch_header(
@@ -93,54 +80,23 @@ def fetch_header(
     return parse_header(path, read(LENGTH_BYTES, data_start), file_size_bytes=size_bytes)
 
 
-def _join(
-    headers: Mapping[str, tuple[TensorEntry, ...]], folder: Path, *, has_index: bool
-) -> Mapping[str, TensorEntry]:
-    """Join the headers of all shards, and check them against each other and the index in `folder`."""
-    entries = [entry for header in headers.values() for entry in header]
-    # Refuses tensors that lie in two shards.
-    weight_map_of(entries, folder=folder)
-    if has_index:
-        faults = find_index_faults(read_weight_map(folder / INDEX_FILE), headers)
-        if faults:
-            raise faulty_checkpoint(folder, faults)
-    return TensorIndex.of(folder, entries).entries
-
-
-def _no_headers(model: str) -> NoRangesError:
-    return NoRangesError(
-        f"the tensors of {model} cannot be listed by byte ranges",
-        found="PyTorch's .bin files, which have no header",
-        next_step="Fetch the model.",
-    )
-
-
-def _read_shard_headers(snapshot: HubSnapshot, shards: Iterable[str]) -> dict[str, tuple[TensorEntry, ...]]:
-    """Read the tensor entries of shards, by shard; headers of shards that are not cached are fetched."""
-    absent, headers = [], {}
-    for shard in sorted(shards):
-        if shard in snapshot.files and snapshot.commit.holds(snapshot.files[shard]):
-            headers[shard] = read_header(snapshot.folder / shard)
-        else:
-            absent.append(shard)
+def _read_shard_headers(source: Source, shards: Iterable[str]) -> dict[str, tuple[TensorEntry, ...]]:
+    """Read the tensor entries of shards, by shard; headers of shards that are not here are fetched."""
+    here = {shard for shard in shards if source.holds(shard)}
+    headers = {shard: read_header(source.folder / shard) for shard in here}
+    absent = sorted(set(shards) - here)
     # If the hub was not asked for its list (`is_listed`), it is not asked for headers either.
-    unknown = [shard for shard in absent if shard not in snapshot.files or not snapshot.is_listed]
+    unknown = [shard for shard in absent if shard not in source.files or not source.is_listed]
     if unknown:
-        raise snapshot.lacking(unknown)
+        raise source.lacking(unknown)
 
-    def fetch(file: HubFile) -> None:
-        if file.size_bytes is None:
-            raise CheckpointError(f"the hub does not say how long {file.name} is")
-        headers[file.name] = fetch_header(
-            partial(read_range, snapshot.commit, file),
-            snapshot.folder / file.name,
-            size_bytes=file.size_bytes,
+    def fetch(shard: str) -> None:
+        size_bytes = source.files[shard].size_bytes
+        if size_bytes is None:
+            raise CheckpointError(f"the hub does not say how long {shard} is")
+        headers[shard] = fetch_header(
+            partial(source.read, shard), source.folder / shard, size_bytes=size_bytes
         )
 
-    run_all(
-        fetch,
-        [snapshot.files[shard] for shard in absent],
-        num_workers=snapshot.commit.access.num_workers,
-        stop=threading.Event(),
-    )
+    run_all(fetch, absent)
     return dict(sorted(headers.items()))

@@ -9,16 +9,18 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from minimax_tools.errors import CheckpointError, list_names
-from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind, hub_tools
+from minimax_tools.hub.access import HubCommit, HubFile, hub_tools
 from minimax_tools.hub.faults import attempt, is_transient, translate
-from minimax_tools.hub.transfer import fetch_file
+from minimax_tools.hub.transfer import fetch_file, read_range
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.size import format_size
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUM_NAMES_SHOWN = 6
@@ -44,6 +46,19 @@ class HubSnapshot:
     def folder(self) -> Path:
         """Folder of the fetched files, under their names."""
         return self.commit.folder
+
+    @property
+    def name(self) -> str:
+        """The model, in words."""
+        return f"the hub's model {self.commit.model}"
+
+    def holds(self, name: str) -> bool:
+        """Decide whether the cache has a file, with the right size if that is known."""
+        return name in self.files and self.commit.holds(self.files[name])
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Read bytes `start` to `stop` of a file from the hub, `stop` not included."""
+        return read_range(self.commit, self.files[name], start, stop)
 
     def fetch(self, names: Iterable[str]) -> dict[str, Path]:
         """Return the files' paths by name; files that the cache lacks are fetched.
@@ -111,10 +126,7 @@ class HubSnapshot:
         )
         quieten_hub()
         run_all(
-            lambda file: fetch_file(self.commit, file),
-            absent,
-            num_workers=self.commit.access.num_workers,
-            stop=threading.Event(),
+            lambda file: fetch_file(self.commit, file), absent, num_workers=self.commit.access.num_workers
         )
         self._remember_revision()
 
@@ -128,21 +140,16 @@ class HubSnapshot:
             file.write(self.commit.commit)
 
 
-def find_snapshot(
-    model: str,
-    revision: str,
-    *,
-    access: HubAccess,
-    kind: RepositoryKind = RepositoryKind.MODEL,
-) -> HubSnapshot:
-    """Return the snapshot of a model, or of a dataset: offline, or if the hub does not answer, the cache's.
+def find_snapshot(asked: HubCommit) -> HubSnapshot:
+    """Return the snapshot of a model or a dataset: offline, or if the hub does not answer, the cache's.
+
+    The commit of `asked` is its revision, until the hub or the cache names it.
 
     Raises:
         CheckpointError: The hub cannot be reached and nothing is cached, it has no such model or revision, or it
             refuses the token.
     """
-    # The commit is unknown until the hub or the cache names it.
-    asked = HubCommit(model=model, revision=revision, commit=revision, access=access, kind=kind)
+    access, model = asked.access, asked.model
     cached = _find_cached(asked)
     if access.is_offline:
         logger.info("HF_HUB_OFFLINE is set: what the cache has of %s is used.", model)
@@ -227,9 +234,14 @@ def _is_inside(name: str) -> bool:
 
 
 def run_all(
-    work: Callable[[HubFile], object], files: Sequence[HubFile], *, num_workers: int, stop: threading.Event
+    work: Callable[[Item], object],
+    files: Sequence[Item],
+    *,
+    num_workers: int = 4,
+    stop: threading.Event | None = None,
 ) -> None:
     """Run `work` on all files, several at once. The first error sets `stop`, which ends the others, and is raised."""
+    stop = stop or threading.Event()
     # The threads share it, so each file is taken once.
     waiting = iter(files)
     errors: list[Exception] = []

@@ -1,11 +1,10 @@
 """RemoteCache: the folder on this machine that keeps what was fetched from remote addresses.
 
-    <cache>/captures/NAME-DIGEST/    a capture, its files fetched when they are read (`capture.mirror`)
-    <cache>/models/NAME-DIGEST/      a checkpoint, its shards fetched when they are needed
-    <cache>/outputs/NAME-DIGEST/run/ a run that is written here, and put at its address once it is whole
-    <cache>/addresses/DIGEST.json    the capture that an address named last
+    <cache>/captures/NAME-ADDRESS-VERSION/  a capture, its files fetched when they are read (`capture.mirror`)
+    <cache>/models/NAME-ADDRESS-VERSION/    a checkpoint, its shards fetched when they are needed
 
-Several processes may use it at once: a file is fetched under a lock, and renamed into place when it is whole.
+ADDRESS and VERSION are digests. Several processes may use the cache at once: a file is fetched under a lock, and
+renamed into place when it is whole.
 """
 
 from __future__ import annotations
@@ -27,15 +26,10 @@ from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
 
 CACHE_VARIABLE = "MM2_CACHE"
-CAPTURES, MODELS, OUTPUTS, ADDRESSES = "captures", "models", "outputs", "addresses"
-# In a folder of an output: the run, unless it was put, or refused before it began.
-OUTPUT_RUN = "run"
-# Beside it, if what it holds was put: a search is kept here too, to be resumed.
-OUTPUT_PUT = ".put"
+CAPTURES, MODELS = "captures", "models"
 # In a folder of a capture: the address that it was fetched from.
 ADDRESS_NAME = ".address.json"
 _DEFAULT = Path("~/.cache/mm2")
-_NUM_DIGITS = 16
 # Left free on the disk when a file is fetched.
 _SPARE_BYTES = 64 << 20
 
@@ -45,15 +39,10 @@ class CachedFolder:
     """A folder of the cache, and its size."""
 
     path: Path
-    kind: str  # `captures`, `models` or `outputs`
+    kind: str  # `captures` or `models`
     # Without links to another cache's files, and files that a folder that was used later shares by hard links.
     size_bytes: int
     used_at: str  # time of its last use in UTC, such as `2026-11-23T20:03:00+00:00`
-
-    @property
-    def is_copy(self) -> bool:
-        """True if the same is at an address still: a run that could not be put yet is here alone."""
-        return self.kind != OUTPUTS or (self.path / OUTPUT_PUT).exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +58,20 @@ class RemoteCache:
 
     def place(self, kind: str, address: RemoteAddress, version: str) -> Path:
         """Return the folder of one version of what is at an address."""
-        name = (address.path or address.repository).rpartition("/")[2]
-        clean = re.sub(r"[^A-Za-z0-9._-]", "_", name)
-        return self.folder / kind / f"{clean}-{_digest(version)}"
+        return self.folder / kind / f"{_stem(address)}-{_digest(version)}"
 
-    def address_file(self, address: RemoteAddress) -> Path:
-        """Return the file that keeps what an address named last."""
-        return self.folder / ADDRESSES / f"{_digest(str(address))}.json"
+    def versions(self, kind: str, address: RemoteAddress) -> tuple[Path, ...]:
+        """Return the folders of all versions of what was at an address, the one that was used last first."""
+        folders = (self.folder / kind).glob(f"{_stem(address)}-*")
+        return tuple(sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True))
 
     def list(self) -> tuple[CachedFolder, ...]:
         """List the folders of the cache, those that were used last first."""
         found = [
             (_used_at(path), path, kind)
-            for kind in (CAPTURES, MODELS, OUTPUTS)
+            for kind in (CAPTURES, MODELS)
             for path in (self.folder / kind).glob("*")
-            if path.is_dir() and (kind != OUTPUTS or (path / OUTPUT_RUN).exists())
+            if path.is_dir()
         ]
         counted: set[tuple[int, int]] = set()
         return tuple(
@@ -92,23 +80,18 @@ class RemoteCache:
         )
 
     def free(self, keep_bytes: int) -> tuple[CachedFolder, ...]:
-        """Remove copies, those that were used least lately first, until the cache takes at most `keep_bytes`.
+        """Remove folders, those that were used least lately first, until the cache takes at most `keep_bytes`.
 
-        Runs that are not put at their address yet stay, and files of other programs.
-
-        Returns:
-            The folders that were removed.
+        Files of other programs stay. Return what was removed.
         """
         folders = self.list()
         held_bytes = sum(one.size_bytes for one in folders)
         removed = []
         for one in reversed(folders):
-            if one.is_copy and (held_bytes > keep_bytes or keep_bytes == 0):
+            if held_bytes > keep_bytes or keep_bytes == 0:
                 shutil.rmtree(one.path, ignore_errors=True)
                 held_bytes -= one.size_bytes
                 removed.append(one)
-        if keep_bytes == 0:
-            shutil.rmtree(self.folder / ADDRESSES, ignore_errors=True)
         return tuple(removed)
 
 
@@ -118,23 +101,6 @@ def mark_used(folder: Path) -> None:
         os.utime(folder)
 
 
-def is_version(place: Path, version: str) -> bool:
-    """Decide whether a folder of the cache is that of a version, as `RemoteCache.place` names it."""
-    return place.name.endswith(f"-{_digest(version)}")
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder of the cache, unless it is there.
-
-    Raises:
-        RemoteError: The cache cannot be written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
 @contextmanager
 def locked_file(path: Path) -> Iterator[None]:
     """Hold the lock of `path` during the block: other processes and threads wait. The lock file stays.
@@ -142,22 +108,22 @@ def locked_file(path: Path) -> Iterator[None]:
     Raises:
         RemoteError: The cache cannot be written to.
     """
-    make_folder(path.parent)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_name(f".{path.name}.lock").open("a")
     except OSError as error:
-        raise _unwritable(path.parent, error) from error
+        raise RemoteError(
+            f"the cache at {path.parent} cannot be written to",
+            found=error.strerror,
+            next_step=f"Mend its permissions, or set {CACHE_VARIABLE} to another folder.",
+        ) from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def check_room(folder: Path, size_bytes: int, *, what: str) -> None:
-    """Check that the disk of an existing folder takes `size_bytes` more.
-
-    Raises:
-        RemoteError: It does not.
-    """
+    """Raise RemoteError unless the disk of an existing folder takes `size_bytes` more."""
     free_bytes = shutil.disk_usage(folder).free
     if size_bytes + _SPARE_BYTES > free_bytes:
         raise RemoteError(
@@ -169,16 +135,13 @@ def check_room(folder: Path, size_bytes: int, *, what: str) -> None:
         )
 
 
-def _unwritable(folder: Path, error: OSError) -> RemoteError:
-    return RemoteError(
-        f"the cache at {folder} cannot be written to",
-        found=error.strerror,
-        next_step=f"Mend its permissions, or set {CACHE_VARIABLE} to another folder.",
-    )
+def _stem(address: RemoteAddress) -> str:
+    name = (address.path or address.repository).rpartition("/")[2]
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{_digest(str(address))}"
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _used_at(folder: Path) -> str:

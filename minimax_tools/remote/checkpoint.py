@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.errors import CheckpointError, list_names
-from minimax_tools.remote.cache import MODELS, RemoteCache, mark_used
+from minimax_tools.remote.cache import MODELS, RemoteCache, locked_file, mark_used
 from minimax_tools.remote.remote_folder import RemoteFile
 from minimax_tools.remote.s3_folder import S3Folder
 
@@ -25,38 +24,53 @@ class RemoteCheckpoint:
     folder: Path  # folder of the files that are here, under their names
 
     @classmethod
-    def open(cls, source: S3Folder, *, cache: RemoteCache | None = None) -> RemoteCheckpoint:
-        """List the files at an address.
-
-        Raises:
-            RemoteError: The server refuses, or is away.
-            CheckpointError: There is no file.
-        """
+    def open(cls, source: S3Folder) -> RemoteCheckpoint:
+        """List the files at an address; raise CheckpointError if there are none."""
         files = source.files()
         if not files:
             raise CheckpointError(
                 f"no checkpoint at {source.address}", found="nothing", next_step="Check the address."
             )
         version = json.dumps([[file.name, file.size_bytes, file.tag] for file in files.values()])
-        content = hashlib.sha256(f"{source.address} {version}".encode()).hexdigest()
-        cache = cache or RemoteCache.from_environment()
-        return cls(source=source, files=files, folder=cache.place(MODELS, source.address, content))
+        folder = RemoteCache.from_environment().place(MODELS, source.address, version)
+        return cls(source=source, files=files, folder=folder)
+
+    @property
+    def name(self) -> str:
+        """The address."""
+        return str(self.source.address)
+
+    @property
+    def is_listed(self) -> bool:
+        """True: a bucket is always asked."""
+        return True
+
+    def holds(self, name: str) -> bool:
+        """Decide whether a file is here."""
+        return (self.folder / name).exists()
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Read bytes `start` to `stop` of a file, `stop` not included."""
+        return self.source.read(self.files[name], start, stop)
+
+    def lacking(self, missing: Sequence[str]) -> CheckpointError:
+        """Build the error for files that the address lacks."""
+        return CheckpointError(
+            f"{self.name} has no {list_names(list(missing), most=_MAX_NAMED)}",
+            found=f"{len(self.files)} other files",
+            next_step="Check the address.",
+        )
 
     def fetch(self, names: Iterable[str]) -> dict[str, Path]:
-        """Return the paths of files by name; those that are not here are fetched.
-
-        Raises:
-            CheckpointError: There is no such file.
-            RemoteError: It could not be fetched.
-        """
+        """Return the paths of files by name; those that are not here are fetched."""
         wanted = sorted(set(names))
         if missing := [name for name in wanted if name not in self.files]:
-            raise CheckpointError(
-                f"{self.source.address} has no {list_names(missing, most=_MAX_NAMED)}",
-                found=f"{len(self.files)} other files",
-                next_step="Check the address.",
-            )
+            raise self.lacking(missing)
         for name in wanted:
-            self.source.hold(self.files[name], self.folder / name)
+            path = self.folder / name
+            if not path.exists():
+                with locked_file(path):
+                    if not path.exists():
+                        self.source.fetch(self.files[name], path)
         mark_used(self.folder)
         return {name: self.folder / name for name in wanted}

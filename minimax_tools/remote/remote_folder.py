@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.cache import locked_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +40,9 @@ class RemoteFolder(ABC):
     def find(self, name: str) -> RemoteFile | None:
         """Return a file; None if the folder has none of that name."""
 
-    def hold(self, file: RemoteFile, path: Path) -> None:
-        """Fetch a file to `path` unless it is there, whole; several processes may ask at once."""
-        if path.exists():
-            return
-        with locked_file(path):
-            if not path.exists():
-                self.fetch(file, path)
-
     @abstractmethod
     def fetch(self, file: RemoteFile, path: Path) -> None:
-        """Fetch a file to `path`. The next call goes on where an interrupted one ended."""
+        """Fetch a file to `path`."""
 
     @abstractmethod
     def forget(self, file: RemoteFile, path: Path) -> None:

@@ -1,12 +1,10 @@
-"""S3Folder: a folder in a bucket, by fsspec's s3fs.
+"""S3Folder: a folder in a bucket, by fsspec's s3fs; failures of S3 as errors for the user.
 
 Credentials, region and endpoint are those of the environment (`AWS_PROFILE`, `AWS_ENDPOINT_URL_S3`, …), as for the
 AWS command line. A machine without credentials reads public buckets.
 
-Failures of S3 as errors for the user.
-
 s3fs turns answers of S3 into Python's errors (PermissionError, FileNotFoundError). What botocore and aiohttp raise
-before there is an answer comes as it is; these libraries are known by name, because they may not be installed.
+before there is an answer comes as it is; their classes are known by name, because they may not be installed.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from minimax_tools.errors import MissingExtraError, NetworkLossError, RemoteError, list_names
+from minimax_tools.errors import MissingExtraError, NetworkLossError, RemoteError
 from minimax_tools.machine.files import digest_file
 from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
@@ -29,6 +27,7 @@ from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder, stays_i
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 
 _MAX_FOUND_LENGTH = 300
 _LIBRARIES = frozenset({"botocore", "aiobotocore", "aiohttp", "fsspec", "urllib3"})
@@ -42,115 +41,11 @@ _WRONG_CHECKSUM = frozenset({"FlexibleChecksumError", "ChecksumError"})
 _TOO_MANY_REQUESTS = 429
 # s3fs' numbers of the answers 500 and 503: the server fails for now, or has too much to do.
 _SERVER_FAILURES = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
-_NO_REGION = frozenset({"NoRegionError", "InvalidRegionError"})
-
-
-def lacks_credentials(error: BaseException) -> bool:
-    """Decide whether a request was not sent, because this machine has no credentials for it."""
-    return any(type(cause).__name__ in _WITHOUT_CREDENTIALS for cause in _causes(error))
-
-
-def is_damage(error: BaseException) -> bool:
-    """Decide whether the bytes that came are not those of the checksum that S3 sent with them."""
-    return any(type(cause).__name__ in _WRONG_CHECKSUM for cause in _causes(error))
-
-
-def is_network_loss(error: BaseException) -> bool:
-    """Decide whether no whole answer came: no connection, a timeout, a failing server, or a body that broke off."""
-    if _is_server_failure(error):
-        return True
-    if (
-        isinstance(error, (FileNotFoundError, PermissionError))
-        or lacks_credentials(error)
-        or is_damage(error)
-    ):
-        return False
-    return any(
-        isinstance(cause, (ConnectionError, TimeoutError))
-        or type(cause).__module__.split(".")[0] in _LIBRARIES
-        for cause in _causes(error)
-        # botocore's class of answers: this one came.
-        if type(cause).__name__ != "ClientError"
-    )
-
-
-def _is_server_failure(error: BaseException) -> bool:
-    is_known = isinstance(error, OSError) and error.errno in _SERVER_FAILURES
-    return is_known or any(
-        status == _TOO_MANY_REQUESTS or status >= 500 for status in map(_status, _causes(error))
-    )
-
-
-def _status(error: BaseException) -> int:
-    """Return the status of the answer that botocore's error is of; 0 of other errors."""
-    response: Any = getattr(error, "response", None)
-    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
-    return int(metadata.get("HTTPStatusCode", 0))
-
-
-def translate(
-    error: BaseException, address: RemoteAddress, *, name: str, verb: str = "fetched"
-) -> RemoteError:
-    """Build the error for a request about a file, or a whole folder if `name` is empty, after its last attempt."""
-    if isinstance(error, RemoteError):
-        return error
-    what = f"{name} of {address}" if name else str(address)
-    found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_FOUND_LENGTH].rstrip(" .")
-    kept = "received data is kept" if verb == "fetched" else "what is there is not sent twice"
-    reason, next_step = _explain(error, address, kept)
-    kind = NetworkLossError if is_network_loss(error) else RemoteError
-    return kind(f"{what} could not be {verb}: {reason}", found=found, next_step=next_step)
-
-
-def _explain(error: BaseException, address: RemoteAddress, kept: str) -> tuple[str, str]:
-    """Return the reason of a failure, and the user's next step; `kept` says what need not be done twice."""
-    if lacks_credentials(error):
-        return (
-            "this machine has no credentials of AWS, and the bucket is not public",
-            "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role.",
-        )
-    if isinstance(error, FileNotFoundError):
-        return (
-            f"there is no bucket {address.repository!r}, or no such file in it",
-            "Check the address, and AWS_ENDPOINT_URL_S3 if the bucket is on a server of your own.",
-        )
-    if isinstance(error, PermissionError):
-        return (
-            "the credentials are not valid for it, or there is no such file (without s3:ListBucket, S3 says the same)",
-            "Check the address and the credentials: aws sts get-caller-identity shows whose they are.",
-        )
-    if is_damage(error):
-        return (
-            "it came damaged twice: its bytes are not those of S3's own checksum",
-            "A proxy may spoil it: try another network.",
-        )
-    if any(type(cause).__name__ in _NO_REGION for cause in _causes(error)):
-        return "no region is set", "Set AWS_DEFAULT_REGION to the bucket's region."
-    if _is_server_failure(error):
-        return "S3 fails, or has too much to do", f"Run again: {kept}."
-    if is_network_loss(error):
-        return (
-            "S3 does not answer, or breaks off",
-            f"Check the network and AWS_ENDPOINT_URL_S3, and run again: {kept}.",
-        )
-    return "the answer is not what S3 says", "Check AWS_ENDPOINT_URL_S3 and the proxy, and run again."
-
-
-def _causes(error: BaseException) -> tuple[BaseException, ...]:
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
-        causes.append(cause)
-    return tuple(causes)
-
-
-Result = TypeVar("Result")
-
-# Of a file, the bytes in one request, and the requests at once. A received batch is kept if the next one breaks off.
+# Of a file, the bytes in one request, and the requests at once.
 _RANGE_BYTES = 8 << 20
 _NUM_RANGES = 8
 # Key of an object's metadata with the sha256 of its content; S3 itself knows none of an object put in several parts.
 _SHA256_KEY = "mm2-sha256"
-_MAX_NAMED = 5
 # In seconds. The variable AWS_MAX_ATTEMPTS sets the number of attempts.
 _PATIENCE = {"connect_timeout": 10, "read_timeout": 60}
 
@@ -166,8 +61,8 @@ class S3Folder(RemoteFolder):
     _lock: Any = field(default_factory=threading.Lock)
 
     def files(self) -> Mapping[str, RemoteFile]:
-        listed = self._request(lambda system: system.find(self._key(""), detail=True), name="")
         prefix = self._key("")
+        listed = self._request(lambda system: system.find(prefix, detail=True), name="")
         found = {path.removeprefix(prefix).lstrip("/"): record for path, record in listed.items()}
         return {
             name: RemoteFile(name=name, size_bytes=int(record["size"]), tag=_tag(record))
@@ -177,30 +72,19 @@ class S3Folder(RemoteFolder):
 
     def find(self, name: str) -> RemoteFile | None:
         head = self._head(name)
-        return (
-            None
-            if head is None
-            else RemoteFile(name=name, size_bytes=int(head["ContentLength"]), tag=_tag(head))
-        )
+        if head is None:
+            return None
+        return RemoteFile(name=name, size_bytes=int(head["ContentLength"]), tag=_tag(head))
 
     def fetch(self, file: RemoteFile, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = _part(file, path)
-        kept_bytes = part.stat().st_size if part.exists() else 0
-        if kept_bytes > file.size_bytes:
-            part.unlink()
-            kept_bytes = 0
-        check_room(path.parent, file.size_bytes - kept_bytes, what=f"{file.name} of {self.address}")
-        resumed = f", {format_size(kept_bytes)} of it are here" if kept_bytes else ""
-        logger.info(
-            "Fetching %s of %s (%s%s).", file.name, self.address, format_size(file.size_bytes), resumed
-        )
+        check_room(path.parent, file.size_bytes, what=f"{file.name} of {self.address}")
+        logger.info("Fetching %s of %s (%s).", file.name, self.address, format_size(file.size_bytes))
+        part = path.with_name(f".{path.name}.part")
         try:
-            with part.open("ab") as output:
-                while (start := output.tell()) < file.size_bytes:
-                    for piece in self._read_ranges(file, start):
-                        output.write(piece)
-                    output.flush()
+            with part.open("wb") as output:
+                for start in range(0, file.size_bytes, self.range_bytes * _NUM_RANGES):
+                    output.writelines(self._read_ranges(file, start))
             part.replace(path)
         except OSError as error:
             raise RemoteError(
@@ -210,24 +94,12 @@ class S3Folder(RemoteFolder):
             ) from error
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
-        """Read bytes `start` to `stop` of a file, `stop` not included.
-
-        Raises:
-            RemoteError: They could not be fetched.
-        """
-        if start >= stop:
-            return b""
-        path = self._key(file.name)
-        piece: bytes = self._request(
-            lambda system: system.cat_file(path, start=start, end=stop), name=file.name
-        )
-        if len(piece) != stop - start:
-            raise _replaced(file, self.address)
+        """Read bytes `start` to `stop` of a file, `stop` not included."""
+        (piece,) = self._cat(file, [(start, stop)]) if start < stop else (b"",)
         return piece
 
     def forget(self, file: RemoteFile, path: Path) -> None:
         path.unlink(missing_ok=True)
-        _part(file, path).unlink(missing_ok=True)
 
     def check_place(self) -> None:
         bucket = self.address.repository
@@ -240,19 +112,26 @@ class S3Folder(RemoteFolder):
         # Alone it is replaced in one step. Not asked for where there is nothing to remove: a publisher may lack the
         # right to delete.
         if last in absent and absent != [last] and self._head(last) is not None:
-            self._remove(last)
+            bucket, key = self.address.repository, self.address.join(last)
+            self._request(
+                lambda system: system.call_s3("delete_object", Bucket=bucket, Key=key),
+                name=last,
+                verb="removed",
+            )
         for name in sorted(absent, key=lambda name: (name == last, name)):
-            if name == last:
-                self._refuse_mixture([other for other in files if other != last], files, digests)
             logger.info("Putting %s (%s) at %s.", name, format_size(files[name].stat().st_size), self.address)
             self._put_file(name, files[name], digests[name])
         return tuple(absent)
 
     def _read_ranges(self, file: RemoteFile, start: int) -> list[bytes]:
-        """Read the next batch of ranges, all at once; a piece has the length that was asked for."""
+        """Read the next batch of ranges, all at once."""
         stop = min(start + self.range_bytes * _NUM_RANGES, file.size_bytes)
-        starts = list(range(start, stop, self.range_bytes))
-        stops = [min(one + self.range_bytes, stop) for one in starts]
+        starts = range(start, stop, self.range_bytes)
+        return self._cat(file, [(one, min(one + self.range_bytes, stop)) for one in starts])
+
+    def _cat(self, file: RemoteFile, ranges: list[tuple[int, int]]) -> list[bytes]:
+        """Read ranges of a file, each from a start to a stop; a piece has the length that was asked for."""
+        starts, stops = [list(bounds) for bounds in zip(*ranges, strict=True)]
         path = self._key(file.name)
 
         def ask(system: Any) -> list[bytes]:
@@ -264,29 +143,19 @@ class S3Folder(RemoteFolder):
             return cast("list[bytes]", pieces)
 
         pieces = self._request(ask, name=file.name)
-        for piece, first, end in zip(pieces, starts, stops, strict=True):
-            if len(piece) != end - first:
-                raise _replaced(file, self.address)
-        return pieces
-
-    def _refuse_mixture(
-        self, names: Iterable[str], files: Mapping[str, Path], digests: Mapping[str, str]
-    ) -> None:
-        """Raise unless the folder has all these files: another process may put others of their names meanwhile."""
-        lost = [name for name in names if not self._holds(name, files[name], digests[name])]
-        if lost:
+        if any(len(piece) != stop - start for piece, (start, stop) in zip(pieces, ranges, strict=True)):
             raise RemoteError(
-                f"another process puts files at {self.address} at the same time",
-                found=f"another content of {list_names(lost, most=_MAX_NAMED)}",
-                next_step="Choose another address, or run again when it has ended.",
+                f"{file.name} of {self.address} is no longer as long as it was",
+                expected=f"{file.size_bytes} bytes",
+                next_step="It was replaced while it was fetched: run again.",
             )
+        return pieces
 
     def _holds(self, name: str, path: Path, sha256: str) -> bool:
         head = self._head(name)
         if head is None or int(head["ContentLength"]) != path.stat().st_size:
             return False
-        found: Any = head.get("Metadata", {}).get(_SHA256_KEY)
-        return bool(found == sha256)
+        return bool(head.get("Metadata", {}).get(_SHA256_KEY) == sha256)
 
     def _head(self, name: str) -> Mapping[str, Any] | None:
         """Return S3's record of a file; None if there is none in an existing bucket."""
@@ -302,12 +171,6 @@ class S3Folder(RemoteFolder):
 
         head: Mapping[str, Any] | None = self._request(ask, name=name)
         return head
-
-    def _remove(self, name: str) -> None:
-        bucket, key = self.address.repository, self.address.join(name)
-        self._request(
-            lambda system: system.call_s3("delete_object", Bucket=bucket, Key=key), name=name, verb="removed"
-        )
 
     def _put_file(self, name: str, path: Path, sha256: str) -> None:
         self._request(
@@ -326,13 +189,13 @@ class S3Folder(RemoteFolder):
             try:
                 return work(system)
             except Exception as error:
-                if not is_damage(error):
+                if not _is_any(error, _WRONG_CHECKSUM):
                     raise
                 logger.warning("%s of %s came damaged: fetching it once more.", name, self.address)
                 return work(system)
         except Exception as error:
-            if not lacks_credentials(error) or verb != "fetched":
-                raise translate(error, self.address, name=name, verb=verb) from error
+            if not _is_any(error, _WITHOUT_CREDENTIALS) or verb != "fetched":
+                raise _translate(error, self.address, name=name, verb=verb) from error
             no_credentials = error
         self._is_anonymous, self._opened = True, None
         try:
@@ -340,7 +203,7 @@ class S3Folder(RemoteFolder):
         except Exception as error:
             # A bucket that refuses anybody wants credentials: that is the user's news.
             shown = no_credentials if isinstance(error, PermissionError) else error
-            raise translate(shown, self.address, name=name) from error
+            raise _translate(shown, self.address, name=name, verb=verb) from error
 
     def _system(self) -> Any:
         """Return s3fs' file system of this process."""
@@ -348,6 +211,84 @@ class S3Folder(RemoteFolder):
             if self._opened is None:
                 self._opened = _open_system(self.address, anon=self._is_anonymous)
             return self._opened
+
+
+def _translate(error: BaseException, address: RemoteAddress, *, name: str, verb: str) -> RemoteError:
+    """Build the error for a request about a file, or a whole folder if `name` is empty, after its last attempt."""
+    what = f"{name} of {address}" if name else str(address)
+    found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_FOUND_LENGTH].rstrip(" .")
+    reason, next_step = _explain(error, address)
+    kind = NetworkLossError if _is_network_loss(error) else RemoteError
+    return kind(f"{what} could not be {verb}: {reason}", found=found, next_step=next_step)
+
+
+def _explain(error: BaseException, address: RemoteAddress) -> tuple[str, str]:
+    """Return the reason of a failure, and the user's next step."""
+    if _is_any(error, _WITHOUT_CREDENTIALS):
+        return (
+            "this machine has no credentials of AWS, and the bucket is not public",
+            "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role.",
+        )
+    if isinstance(error, FileNotFoundError):
+        return (
+            f"there is no bucket {address.repository!r}, or no such file in it",
+            "Check the address, and AWS_ENDPOINT_URL_S3 if the bucket is on a server of your own.",
+        )
+    if isinstance(error, PermissionError):
+        return (
+            "the credentials are not valid for it, or there is no such file (without s3:ListBucket, S3 says the same)",
+            "Check the address and the credentials: aws sts get-caller-identity shows whose they are.",
+        )
+    if _is_any(error, _WRONG_CHECKSUM):
+        return "it came damaged twice", "A proxy may spoil it: try another network."
+    if _is_server_failure(error):
+        return "S3 fails, or has too much to do", "Run again: whole files are not sent twice."
+    return (
+        "S3 does not answer, or breaks off",
+        "Check the network, AWS_ENDPOINT_URL_S3 and AWS_DEFAULT_REGION, and run again: whole files are not sent twice.",
+    )
+
+
+def _is_network_loss(error: BaseException) -> bool:
+    """Decide whether no whole answer came: no connection, a timeout, a failing server, or a body that broke off."""
+    if _is_server_failure(error):
+        return True
+    if isinstance(error, (FileNotFoundError, PermissionError)) or _is_any(
+        error, _WITHOUT_CREDENTIALS | _WRONG_CHECKSUM
+    ):
+        return False
+    return any(
+        isinstance(cause, (ConnectionError, TimeoutError))
+        or type(cause).__module__.split(".")[0] in _LIBRARIES
+        for cause in _causes(error)
+        # botocore's class of answers: this one came.
+        if type(cause).__name__ != "ClientError"
+    )
+
+
+def _is_server_failure(error: BaseException) -> bool:
+    is_known = isinstance(error, OSError) and error.errno in _SERVER_FAILURES
+    statuses = (_status(cause) for cause in _causes(error))
+    return is_known or any(status == _TOO_MANY_REQUESTS or status >= 500 for status in statuses)
+
+
+def _status(error: BaseException) -> int:
+    """Return the status of the answer that botocore's error is of; 0 of other errors."""
+    response: Any = getattr(error, "response", None)
+    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    return int(metadata.get("HTTPStatusCode", 0))
+
+
+def _is_any(error: BaseException, names: frozenset[str]) -> bool:
+    """Decide whether an error or one of its causes is of a class of these names."""
+    return any(type(cause).__name__ in names for cause in _causes(error))
+
+
+def _causes(error: BaseException) -> tuple[BaseException, ...]:
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    return tuple(causes)
 
 
 def _open_system(address: RemoteAddress, *, anon: bool) -> Any:
@@ -375,19 +316,6 @@ def _service_loader() -> Any:
     from aiobotocore.session import AioSession
 
     return AioSession().get_component("data_loader")
-
-
-def _replaced(file: RemoteFile, address: RemoteAddress) -> RemoteError:
-    return RemoteError(
-        f"{file.name} of {address} is no longer as long as it was",
-        expected=f"{file.size_bytes} bytes",
-        next_step="It was replaced while it was fetched: run again.",
-    )
-
-
-def _part(file: RemoteFile, path: Path) -> Path:
-    """Return the path of what was received so far of this content of a file."""
-    return path.with_name(f".{path.name}.{file.tag[:40]}.part")
 
 
 def _tag(record: Mapping[str, Any]) -> str:

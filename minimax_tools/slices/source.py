@@ -14,9 +14,9 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError, UnsupportedModelError, list_faults
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.checkpoint_folder import hub_snapshot, is_in_bucket, is_on_hub, resolve_config
-from minimax_tools.hub.headers import read_bucket_headers, read_hub_headers
-from minimax_tools.hub.snapshot import NotCachedError
+from minimax_tools.hub.checkpoint_folder import Source, described_source
+from minimax_tools.hub.headers import read_headers
+from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.hub.transfer import NoRangesError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
 from minimax_tools.model.family import MODEL_TYPE
@@ -148,12 +148,10 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         CheckpointError: There is no such checkpoint, its files contradict each other, or the hub does not answer.
         UsageError: Neither mm2 nor transformers knows how the model names its tensors.
     """
-    if is_on_hub(model):
-        snapshot = hub_snapshot(model, access=access)
-        model = f"{snapshot.commit.model}@{snapshot.commit.commit}"
-        folder = snapshot.folder
-    else:
-        folder = resolve_config(model, access=access)
+    remote = described_source(model, access=access)
+    if isinstance(remote, HubSnapshot):
+        model = f"{remote.commit.model}@{remote.commit.commit}"
+    folder = Path(model).expanduser() if remote is None else remote.folder
     config = read_checkpoint_config(folder)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(
@@ -168,7 +166,7 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         config=config,
         architecture=_find_architecture(folder, config),
         index=index,
-        entries=_find_entries(model, index, access, is_fetching=headers),
+        entries=_find_entries(model, index, remote if headers else None),
         weight_map=find_weight_map(folder),
     )
 
@@ -179,24 +177,17 @@ def are_two_commits(model: str, other: str) -> bool:
 
 
 def _find_entries(
-    model: str, index: TensorIndex | None, access: HubAccess | None, *, is_fetching: bool
+    model: str, index: TensorIndex | None, remote: Source | None
 ) -> Mapping[str, TensorEntry] | None:
-    """Return all tensors of the checkpoint from the headers here, or else on the hub; None if some are missing."""
+    """Return all tensors of the checkpoint from the headers here, or else elsewhere; None if some are missing."""
     if index is not None and not index.absent:
         return index.entries
-    if not is_fetching:
-        return None
-    if is_in_bucket(model):
+    if remote is not None:
         try:
-            return read_bucket_headers(model)
-        except NoRangesError as error:
-            logger.info("The headers of %s are not known: %s", model, error)
-    elif is_on_hub(model):
-        try:
-            return read_hub_headers(hub_snapshot(model, access=access))
+            return read_headers(remote)
         except (NoRangesError, NotCachedError) as error:
             logger.info("The headers of %s are not known: %s", model, error)
-    if index is not None:
+    if index is not None and remote is not None:
         num_absent = len(set(index.absent.values()))
         logger.info("Shards of %s that are not here, and whose headers are not known: %d.", model, num_absent)
     return None

@@ -116,7 +116,7 @@ def bisect_command(options: BisectOptions) -> None:
     with loading():
         from compare.chains.chain_judge import default_chain_length
         from compare.limits.criteria import Criteria
-        from minimax_tools.capture.address_records import address_of
+        from minimax_tools.capture.mirror import address_of
         from minimax_tools.capture.reader import Capture
         from minimax_tools.checkpoint.reader import CheckpointReader
         from minimax_tools.machine.memory import MemoryBudget

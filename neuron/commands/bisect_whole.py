@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader

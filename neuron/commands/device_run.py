@@ -15,9 +15,9 @@ from compare.comparer import JudgedRun, judge_run
 from compare.next_commands import after_comparison
 from compare.run_report import print_then_report, report_run
 from compare.sides.golden_weights import CheckpointWeights
-from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.further import ALSO
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.passes import Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.run_commands import RunCommands, judge_port_of

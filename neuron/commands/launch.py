@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import click
 import torch
 import torch.distributed
 
@@ -25,7 +24,6 @@ from minimax_tools.command_line.console import (
     end_command,
     show_warnings_only,
     speak_as,
-    take_afterwards,
 )
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.machine.memory import MemoryBudget
@@ -237,8 +235,6 @@ def run_on_ranks(command: Callable[..., Any], options: dict[str, Any]) -> Any:
     refuse_launched(backend)  # xla-cpu under torchrun: its collectives are wrong
     # On xla-cpu, devices of this process stand for the ranks.
     if backend is not Backend.XLA_CPU and place.num_ranks == 1:
-        # Rank 0 puts the run at its address.
-        take_afterwards(click.get_current_context())
         end_command(launch_ranks(ranks.degree, given_arguments(), environment=environment))
     if ranks.is_lead:
         return command(**options, ranks=ranks)

@@ -18,7 +18,7 @@ from compare.model_runs.chunks import join_chunks
 from compare.model_runs.passes import is_black_box
 from compare.run_report import print_then_report, report_run
 from compare.sides.golden_weights import CheckpointWeights
-from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, print_json, say

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from compare.sides.golden_weights import CheckpointWeights
-from minimax_tools.capture.address_records import address_of
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.run_commands import golden_words
 from minimax_tools.command_line.console import RECORD_VARIABLE, end_command, print_json, print_text, say

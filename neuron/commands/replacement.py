@@ -125,7 +125,7 @@ def replacement_command(options: ReplacementOptions) -> None:
         import torch
 
         from compare.chains.stream_search import search_stream
-        from minimax_tools.capture.address_records import address_of
+        from minimax_tools.capture.mirror import address_of
         from minimax_tools.capture.reader import Capture
         from minimax_tools.checkpoint.reader import CheckpointReader
         from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from compare.chains.stream_search import search_stream
-from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader

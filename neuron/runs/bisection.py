@@ -19,9 +19,9 @@ from compare.chains.chain_judge import ChainJudge
 from compare.chains.largest_errors import LONGEST_CHAIN
 from compare.chains.stream_search import find_all, find_exhaustively, find_until_proof
 from compare.limits.criteria import Criteria
-from minimax_tools.capture.address_records import address_of
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import fingerprint_model

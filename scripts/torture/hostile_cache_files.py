@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.capture.address_records import OUTPUT_NAME, MirrorRecord, NewestRecord, OutputRecord
 from minimax_tools.capture.manifest import Manifest
-from minimax_tools.capture.mirror import CaptureMirror
-from minimax_tools.capture.remote_output import RemoteOutput
+from minimax_tools.capture.mirror import CaptureMirror, MirrorRecord
 from minimax_tools.machine.compiled import CompiledCache
 from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.cache import ADDRESS_NAME, OUTPUT_RUN
+from minimax_tools.remote.cache import ADDRESS_NAME
 from torture.hostile_file import HostileFile, finding, reading
 
 _ADDRESS = RemoteAddress.parse("hf://datasets/owner/goldens@main/toy")
@@ -21,8 +19,6 @@ _LOOP = "loop.compute-"
 def cache_files(manifest: Manifest, folder: Path) -> Iterator[HostileFile]:
     """Yield the files of caches, written into an empty folder."""
     yield _mirror(manifest, folder)
-    yield _output(folder)
-    yield _newest(folder)
     yield _compiled(folder)
 
 
@@ -32,26 +28,6 @@ def _mirror(manifest: Manifest, folder: Path) -> HostileFile:
         name="address of a mirror",
         path=folder / ADDRESS_NAME,
         command=reading(lambda: CaptureMirror.find(folder, manifest)),
-    )
-
-
-def _output(folder: Path) -> HostileFile:
-    OutputRecord(asked=_ADDRESS).write(folder)
-    path = folder / OUTPUT_NAME
-    return HostileFile(
-        name="address of an output",
-        path=path,
-        command=finding(path, lambda: RemoteOutput.find(folder / OUTPUT_RUN)),
-    )
-
-
-def _newest(folder: Path) -> HostileFile:
-    path = folder / "newest.json"
-    NewestRecord(directory=str(folder), tag="1").write(path)
-    return HostileFile(
-        name="newest mirror of an address",
-        path=path,
-        command=finding(path, lambda: NewestRecord.find(path)),
     )
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,13 @@ import pytest
 from minimax_tools.cli import mm2_split
 from minimax_tools.errors import RemoteError
 from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.cache import CAPTURES, MODELS, OUTPUTS, RemoteCache, check_room
+from minimax_tools.remote.cache import CAPTURES, MODELS, RemoteCache, check_room
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteCache:
     monkeypatch.setenv("MM2_CACHE", str(tmp_path / "cache"))
     return RemoteCache.from_environment()
-
-
-def test_versions_of_an_address_have_folders_of_their_own(cache: RemoteCache) -> None:
-    address = RemoteAddress.parse("s3://lab/goldens/m2 7")
-    first, second = (cache.place(CAPTURES, address, version) for version in ("a", "b"))
-    assert first != second
-    assert first.name.startswith("m2_7-")
 
 
 def fill(
@@ -87,27 +79,6 @@ def test_a_file_that_folders_share_is_counted_once(cache: RemoteCache, command: 
     assert not any(one["removed"] for one in folders(command, "--keep", "2kB"))
     assert [one["removed"] for one in folders(command, "--keep", "1kB")] == [False, False, False, True]
     assert (old.exists(), (shared / file).stat().st_size) == (False, 1000)
-
-
-def test_a_run_that_is_here_alone_stays(cache: RemoteCache, command: Any) -> None:
-    run = fill(cache, "run", kind=OUTPUTS, day=1)
-    (run / ".output.json").write_text('{"asked": "s3://lab/run"}')
-    assert "not put there yet" in command(mm2_split, "cache").stdout
-    for options in (("--clear",), ("--keep", "1B")):
-        (listed,) = folders(command, *options)
-        assert (listed["address"], listed["removed"]) == ("s3://lab/run", False)
-    assert (run / "run" / "layer_0.safetensors").exists()
-    # A search stays after it was put, to be resumed: it is a copy then.
-    (run / ".put").touch()
-    assert "not put there yet" not in command(mm2_split, "cache").stdout
-    assert [one["removed"] for one in folders(command, "--clear")] == [True]
-    run = fill(cache, "run", kind=OUTPUTS, day=1)
-    shutil.rmtree(run / "run")
-    assert folders(command) == []
-
-
-def test_a_size_and_all_contradict(cache: RemoteCache, command: Any) -> None:
-    assert command(mm2_split, "cache", "--clear", "--keep", "1GB").exit_code == 2
 
 
 def test_a_disk_that_is_too_small_is_told_before_a_file_comes(tmp_path: Path) -> None:

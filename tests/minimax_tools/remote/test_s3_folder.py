@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import socket
 import sys
@@ -60,40 +59,6 @@ def test_a_file_comes_in_ranges(folder: S3Folder, s3: Any, tmp_path: Path) -> No
     assert (tmp_path / "x" / "large.bin").read_bytes() == LARGE
     assert len(s3.asked("GET")) == len(LARGE) // 8000 + 1
     assert list((tmp_path / "x").iterdir()) == [tmp_path / "x" / "large.bin"]
-
-
-def test_an_interrupted_file_goes_on_where_it_ended(folder: S3Folder, s3: Any, tmp_path: Path) -> None:
-    file = folder.find("large.bin")
-    assert file is not None
-
-    class Interrupted(S3Folder):
-        def _read_ranges(self, file: Any, start: int) -> list[bytes]:
-            if start >= 64_000:
-                raise KeyboardInterrupt
-            return super()._read_ranges(file, start)
-
-    interrupted = Interrupted(address=folder.address, range_bytes=8000)
-    with pytest.raises(KeyboardInterrupt):
-        interrupted.fetch(file, tmp_path / "large.bin")
-    assert not (tmp_path / "large.bin").exists()
-    s3.forget()
-    folder.fetch(file, tmp_path / "large.bin")
-    assert (tmp_path / "large.bin").read_bytes() == LARGE
-    starts = sorted(int(one.range.removeprefix("bytes=").partition("-")[0]) for one in s3.asked("GET"))
-    assert starts[0] == 64_000
-
-
-def test_another_version_of_a_file_does_not_go_on_from_the_old_one(
-    folder: S3Folder, s3: Any, tmp_path: Path
-) -> None:
-    old = folder.find("large.bin")
-    assert old is not None
-    (tmp_path / f".large.bin.{old.tag}.part").write_bytes(LARGE[:5000])
-    s3.objects.put_object(Bucket="lab", Key="golden/large.bin", Body=LARGE[::-1])
-    new = folder.find("large.bin")
-    assert new is not None
-    folder.fetch(new, tmp_path / "large.bin")
-    assert (tmp_path / "large.bin").read_bytes() == LARGE[::-1]
 
 
 def test_a_missing_bucket_is_named(s3: Any) -> None:
@@ -253,33 +218,6 @@ def test_a_busy_server_keeps_what_was_received_or_sent(
         folder.put({"new.bin": tmp_path / "new.bin"}, last="manifest.json")
     assert fetching.value.next_step == "Run again: received data is kept."
     assert putting.value.next_step == "Run again: what is there is not sent twice."
-
-
-def test_two_captures_that_are_put_at_once_do_not_mix(s3: Any, tmp_path: Path) -> None:
-    files = {name: tmp_path / name for name in ("a", "manifest.json", "z")}
-    for name, path in files.items():
-        path.write_text(name)
-
-    class Crossed(S3Folder):
-        def _put_file(self, name: str, path: Path, sha256: str) -> None:
-            super()._put_file(name, path, sha256)
-            if name == "z":
-                s3.objects.put_object(Bucket="lab", Key="new/a", Body=b"another's")
-
-    crossed = Crossed(address=RemoteAddress.parse("s3://lab/new"))
-    with pytest.raises(
-        RemoteError, match="another process puts files at s3://lab/new at the same time: .* a"
-    ):
-        crossed.put(files, last="manifest.json")
-    assert sorted(crossed.files()) == ["a", "z"]
-    assert sorted(at("s3://lab/new").put(files, last="manifest.json")) == ["a", "manifest.json"]
-
-
-def test_a_put_file_knows_its_digest(s3: Any, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("text")
-    at("s3://lab").put({"manifest.json": tmp_path / "manifest.json"}, last="manifest.json")
-    head = s3.objects.head_object(Bucket="lab", Key="manifest.json")
-    assert head["Metadata"] == {"mm2-sha256": hashlib.sha256(b"text").hexdigest()}
 
 
 def test_a_machine_without_s3fs_is_told_what_to_install(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
