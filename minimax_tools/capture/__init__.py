@@ -15,9 +15,7 @@
 - `read_record`: the tensors that a node read of a checkpoint
 - `source`: the interface of a readable capture, whichever tool wrote it; the tensors of another tool's dump, listed;
   a whole capture checked against its digests
-- `address_records`: which address a folder of the cache stands for
-- `mirror`: a capture at a remote address, its files fetched when they are read
-- `remote_output`: a run that is put at a remote address once it is whole
+- `mirror`: a capture at a remote address as a folder of the cache, its files fetched when they are read
 - `reader`: a capture directory opened for reading; the values of each row's last tokens alone, for long rows
 - `proof`: tensors checked against their digests; checks run once, or beside the reading; the files read last, kept
   open

@@ -78,16 +78,12 @@ class Digests:
         return {listed.file: encode(listed) for listed in self.tensors}
 
     @classmethod
-    def decode(cls, tensors: Any, texts: Any) -> Digests:
-        """Return the digests of a manifest: of tensors by file and name, and of JSON files by name.
-
-        Raises:
-            DecodeError: They are of another form.
-        """
-        files = decode(dict[str, dict[str, TensorDigest]], tensors)
+    def from_json(cls, record: Mapping[str, Any]) -> Digests:
+        """Return the digests of a manifest: `tensors` by file and name, and `texts`, JSON files, by name."""
+        files = decode(dict[str, dict[str, TensorDigest]], record["tensors"])
         return cls(
             tensors=tuple(FileDigests.of(file, files[file]) for file in sorted(files)),
-            texts=tuple(sorted(decode(dict[str, str], texts).items())),
+            texts=tuple(sorted(decode(dict[str, str], record["texts"]).items())),
         )
 
 

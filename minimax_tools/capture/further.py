@@ -75,11 +75,7 @@ class FurtherPlace:
         return several[int(element)] if int(element) < len(several) else None
 
     def join(self, pieces: Sequence[Mapping[str, torch.Tensor]], *, what: str) -> dict[str, torch.Tensor]:
-        """Join the tensors that each rank kept at the place, in rank order and on the CPU.
-
-        Raises:
-            TargetError: The pieces contradict the layout.
-        """
+        """Join the tensors that each rank kept at the place, in rank order and on the CPU."""
         joined: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(name for piece in pieces for name in piece):
             tensors = {rank: piece[name] for rank, piece in enumerate(pieces) if name in piece}

@@ -1,13 +1,8 @@
 """Manifest: the JSON file that makes a capture directory self-contained.
 
 It holds no date, and no path but those that the user gave: of the model, of the port, and within environment variables.
-So the same command in the same environment writes the same bytes.
-
-HeldWeights: what a port holds of a layer's weights, compared with the checkpoint when they were loaded.
-
-A *kind* of weight is the same for all experts: `q_proj`, `w1`.
-
-Certificate: the checks that a golden went through before it is trusted; a part of its manifest.
+So the same command in the same environment writes the same bytes. Parts of it are the certificate of a golden, and what
+a port holds of each layer's weights; a *kind* of weight is the same for all experts: `q_proj`, `w1`.
 """
 
 from __future__ import annotations
@@ -158,6 +153,17 @@ class Certificate:
 
 INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3
+# Fields of a manifest that hold a value for each layer, as far as there is something to note.
+OF_LAYER = ("not_exposed", "unreached_experts", "num_calls", "held_weights")
+# Keys of a manifest's other fields in its file, in their order.
+_KEYS = {
+    **{name: name for name in ("not_exposed", "unreached_experts", "num_calls", "observed_dtypes")},
+    **{name: name for name in ("held_weights", "complete_layers")},
+    "is_complete": "complete",
+    "certificate": "certificate",
+}
+# Fields that most captures do not have: absent, not empty.
+_OPTIONAL = ("unreached_experts", "num_calls", "held_weights", "certificate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,28 +292,32 @@ class Manifest:
         layer: int,
         entries: tuple[Entry, ...],
         *,
-        not_exposed: tuple[Site, ...],
-        num_calls: Mapping[Site, int] = MappingProxyType({}),
-        observed_dtypes: Mapping[str, str],
-        held_weights: HeldWeights | None = None,
         digests: Iterable[FileDigests] = (),
-        unreached_experts: tuple[int, ...] | None = None,
+        observed_dtypes: Mapping[str, str] = MappingProxyType({}),
+        **of_layer: Any,
     ) -> Manifest:
-        """Add a whole layer; `digests` are those of its twins and floors."""
+        """Add a whole layer.
+
+        Args:
+            layer: Its number.
+            entries: Its sites.
+            digests: Those of its twins, floors and other tensors.
+            observed_dtypes: Dtypes that the port loaded.
+            of_layer: Values for the fields of `OF_LAYER`, by name; None, or empty, where there is nothing to note.
+        """
+        noted: dict[str, Any] = {
+            name: {**getattr(self, name), layer: value}
+            for name, value in of_layer.items()
+            # That no expert was left out is worth a note.
+            if value or (name == "unreached_experts" and value is not None)
+        }
         return replace(
             self,
             entries=_sorted((*self.entries, *entries)),
             digests=self.digests.with_files(digests),
             observed_dtypes={**self.observed_dtypes, **observed_dtypes},
-            not_exposed={**self.not_exposed, layer: not_exposed} if not_exposed else self.not_exposed,
-            unreached_experts=self.unreached_experts
-            if unreached_experts is None
-            else {**self.unreached_experts, layer: unreached_experts},
-            held_weights=(
-                self.held_weights if held_weights is None else {**self.held_weights, layer: held_weights}
-            ),
-            num_calls={**self.num_calls, layer: num_calls} if num_calls else self.num_calls,
             complete_layers=tuple(sorted((*self.complete_layers, layer))),
+            **noted,
         )
 
     def with_model(self, entries: tuple[Entry, ...], digests: Iterable[FileDigests] = ()) -> Manifest:
@@ -333,23 +343,12 @@ class Manifest:
 
     def _frame(self) -> dict[str, Any]:
         """Return the JSON values of everything but the entries and the digests of tensors."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            **encode(self.description),
-            "not_exposed": encode(self.not_exposed),
-            # Absent, not empty: only goldens count them.
-            **({"unreached_experts": encode(self.unreached_experts)} if self.unreached_experts else {}),
-            # Absent, not empty: most ports compute each site once.
-            **({"num_calls": encode(self.num_calls)} if self.num_calls else {}),
-            "observed_dtypes": dict(self.observed_dtypes),
-            # Absent, not empty: goldens have none, nor runs whose weights were not compared.
-            **({"held_weights": encode(self.held_weights)} if self.held_weights else {}),
-            "complete_layers": list(self.complete_layers),
-            "complete": self.is_complete,
-            # Absent, not null: most captures are not certified.
-            **({} if self.certificate is None else {"certificate": encode(self.certificate)}),
-            "text_digests": dict(self.digests.texts),
-        }
+        frame = {"schema_version": SCHEMA_VERSION, **encode(self.description)}
+        for name, key in _KEYS.items():
+            value = getattr(self, name)
+            if value or name not in _OPTIONAL:
+                frame[key] = encode(value)
+        return {**frame, "text_digests": dict(self.digests.texts)}
 
     @classmethod
     def read(cls, directory: Path | str, *, name: str = MANIFEST_NAME) -> Manifest:
@@ -387,19 +386,12 @@ class Manifest:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Manifest:
         """Return the manifest that `to_json` gave."""
-        return cls(
-            description=decode(Description, record),
-            entries=decode(tuple[Entry, ...], record["entries"]),
-            digests=Digests.decode(record["digests"], record["text_digests"]),
-            not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
-            unreached_experts=decode(dict[int, tuple[int, ...]], record.get("unreached_experts", {})),
-            num_calls=decode(dict[int, dict[Site, int]], record.get("num_calls", {})),
-            observed_dtypes=decode(dict[str, str], record["observed_dtypes"]),
-            held_weights=decode(dict[int, HeldWeights], record.get("held_weights", {})),
-            complete_layers=decode(tuple[int, ...], record["complete_layers"]),
-            is_complete=decode(bool, record["complete"]),
-            certificate=(decode(Certificate, record["certificate"]) if "certificate" in record else None),
-        )
+        for name, key in _KEYS.items():
+            if key not in record and name not in _OPTIONAL:
+                raise KeyError(key)
+        digests = {"tensors": record["digests"], "texts": record["text_digests"]}
+        whole = {**record, "description": record, "digests": digests}
+        return decode_fields(cls, whole, is_complete=_KEYS["is_complete"])
 
     @staticmethod
     def is_in(directory: Path) -> bool:

@@ -65,12 +65,7 @@ def address_of(directory: Path) -> str:
 
 
 def capture_folder(place: Path | str) -> Path:
-    """Return the folder of a capture that is named by its path, or by a text such as `s3://bucket/golden`.
-
-    Raises:
-        UsageError: The text is no address that mm2 reads.
-        CannotRunError: An address cannot be read, or holds no capture.
-    """
+    """Return the folder of a capture that is named by its path, or by a text such as `s3://bucket/golden`."""
     if isinstance(place, str) and is_remote(place):
         return mirror_capture(RemoteAddress.parse(place))
     return Path(place).expanduser()
@@ -83,7 +78,6 @@ def mirror_capture(address: RemoteAddress) -> Path:
 
     Raises:
         CaptureError: There is no whole capture at the address, or its manifest is damaged.
-        RemoteError: The server refuses, or is away and nothing is cached; CheckpointError for a hub.
     """
     cache, folder = RemoteCache.from_environment(), open_remote(address)
     try:
@@ -149,7 +143,6 @@ class CaptureMirror:
 
         Raises:
             CaptureError: It came damaged twice, or the address has no such file.
-            RemoteError: It could not be fetched; CheckpointError for a hub.
         """
         path = self.directory / name
         if path.exists():

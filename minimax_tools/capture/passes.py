@@ -283,11 +283,7 @@ def cache_file(layer: int) -> str:
 
 
 def _read_record(record_type: type[_Record], path: Path, *, next_step: str) -> _Record | None:
-    """Read what a file of a capture holds; None if the capture has no such file.
-
-    Raises:
-        CaptureError: The file is damaged.
-    """
+    """Read what a file of a capture holds; None if the capture has no such file."""
     try:
         return decode(record_type, read_own_json(path))
     except FileNotFoundError:

@@ -64,11 +64,7 @@ class CheckRunner:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run checks on a thread while a block runs; the block ends when all of them have run.
-
-        Raises:
-            CaptureError: A check failed, even if the block itself raised.
-        """
+        """Run checks on a thread while a block runs; the block ends when all of them have run."""
         if self._thread is not None:
             # The outer block waits for the checks of this one.
             yield
@@ -97,11 +93,7 @@ FileState: TypeAlias = "tuple[int, int, int]"
 
 
 def file_state(path: Path | str) -> FileState:
-    """Return the state of a file, which changes when it is replaced or written: inode, time in ns, size in bytes.
-
-    Raises:
-        OSError: There is no such file.
-    """
+    """Return the state of a file, which changes when it is replaced or written: inode, time in ns, size in bytes."""
     status = os.stat(path)  # noqa: PTH116 - twice as fast, and asked before each tensor
     return status.st_ino, status.st_mtime_ns, status.st_size
 
@@ -121,12 +113,7 @@ class OpenFiles:
         self._opened: OrderedDict[str, _OpenFile] = OrderedDict()
 
     def read(self, file: str, name: str) -> torch.Tensor | None:
-        """Read a tensor that no other reader shares; None if the file holds none of that name.
-
-        Raises:
-            OSError: There is no such file, or it cannot be read.
-            SafetensorError: It is damaged.
-        """
+        """Read a tensor that no other reader shares; None if the file holds none of that name."""
         if self._hold is not None:
             self._hold(file)
         path = self._path_of(file)
@@ -142,11 +129,7 @@ class OpenFiles:
         return large
 
     def state(self, file: str) -> FileState:
-        """Return the state in which a file was read last; the present one if it is not open.
-
-        Raises:
-            OSError: There is no such file.
-        """
+        """Return the state in which a file was read last; the present one if it is not open."""
         opened = self._opened.get(file)
         return file_state(self._path_of(file)) if opened is None else opened.state
 
@@ -238,11 +221,7 @@ class Proof:
         return self._is_certified
 
     def beside(self) -> AbstractContextManager[None]:
-        """Check digests on a thread while a block runs; the block ends when all that was read in it is checked.
-
-        Raises:
-            CaptureError: Something was damaged or changed after it was written, even if the block itself raised.
-        """
+        """Check digests on a thread while a block runs; the block ends when all that was read in it is checked."""
         return self._checks.beside()
 
     def check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:

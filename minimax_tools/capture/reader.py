@@ -150,7 +150,6 @@ class Capture(CaptureSource):
 
         Raises:
             CaptureError: There is no capture, or it is damaged.
-            RemoteError: A remote address cannot be read.
         """
         folder = capture_folder(directory)
         if not (folder / MANIFEST_NAME).exists():

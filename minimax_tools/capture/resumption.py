@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.manifest import Description, Manifest
+from minimax_tools.capture.manifest import OF_LAYER, Description, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import MANIFEST_NAME
@@ -64,11 +64,8 @@ def add_part(manifest: Manifest, part: Manifest) -> Manifest:
             merged = merged.with_layer(
                 layer,
                 tuple(entry for entry in new if entry.layer == layer),
-                not_exposed=part.not_exposed.get(layer, ()),
-                num_calls=part.num_calls.get(layer, {}),
-                observed_dtypes={},
                 digests=part.digests.of_group(f"layer_{layer}"),
-                unreached_experts=part.unreached_experts.get(layer),
+                **{name: getattr(part, name).get(layer) for name in OF_LAYER},
             )
     # The dtypes that the manifest has already stay.
     return replace(merged, observed_dtypes={**part.observed_dtypes, **manifest.observed_dtypes})

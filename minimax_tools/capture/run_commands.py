@@ -185,12 +185,11 @@ class RunCommands:
     @property
     def port_arguments(self) -> tuple[str, ...]:
         """The options that run the same port again: on the same golden and backend, in its dtype, by as many ranks."""
-        assert self.port is not None, "a dump names no port"
-        made = self.port.provenance
+        made = self._port.provenance
         return (
             *("--model", self.model, "--golden", self.golden, "--target", self._target),
             *("--backend", made.backend),
-            *_dtype_arguments(self.port),
+            *_dtype_arguments(self._port),
             *_rank_arguments(made.options),
         )
 
@@ -207,15 +206,13 @@ class RunCommands:
 
     def again(self) -> str:
         """Return the command that makes the same run again, into the same folder."""
-        assert self.port is not None, "a dump names no port"
-        run = self.port.run
+        run = self._port.run
         words = ("model",) if self.is_whole_port else _run_words(run)
         return _line("mm2-test", *words, *self.port_arguments, *self._run_options(run), *self._place())
 
     def isolated(self) -> str:
         """Return the command that runs the same layers, each on the golden's input, and keeps every site."""
-        assert self.port is not None, "a dump names no port"
-        return _line("mm2-test", "sweep", "--layers", _word_layers(self.port.run), *self.port_arguments)
+        return _line("mm2-test", "sweep", "--layers", _word_layers(self._port.run), *self.port_arguments)
 
     def sweep(self) -> str:
         """Return the command that runs all layers of the golden, each on the golden's input."""
@@ -231,10 +228,9 @@ class RunCommands:
 
     def weights(self, layer: int) -> str:
         """Return the command that traces where the weights of a layer land in the port."""
-        assert self.port is not None, "a dump names no port"
         words = ("--model", self.model, "--target", self._target, "--layer", str(layer))
-        ranks = _rank_arguments(self.port.provenance.options)
-        return _line("mm2-test", "weights", *words, *_dtype_arguments(self.port), *ranks)
+        ranks = _rank_arguments(self._port.provenance.options)
+        return _line("mm2-test", "weights", *words, *_dtype_arguments(self._port), *ranks)
 
     def diagnose(self, *options: str) -> str:
         """Return the command that names the run's mistakes."""
@@ -250,25 +246,27 @@ class RunCommands:
         return _line("mm2-test", "show", self.run, "--map-template")
 
     @property
-    def _target(self) -> str:
+    def _port(self) -> Description:
         assert self.port is not None, "a dump names no port"
-        return self.target or self.port.provenance.target
+        return self.port
+
+    @property
+    def _target(self) -> str:
+        return self.target or self._port.provenance.target
 
     def _run_options(self, run: Run) -> tuple[str, ...]:
         """Return the options of a run that are not the usual ones: sites, decoded tokens and further outputs."""
-        assert self.port is not None, "a dump names no port"
         level = next((level for level, sites in SITE_LEVELS.items() if sites == run.sites), "all")
         has_usual_sites = level == "all" or run.component is not None or self.is_whole_port
         decoded = ("--decode", str(run.num_decoded)) if run.num_decoded else ()
         further = (
-            word for text in self.port.provenance.options.get(ALSO, ()) for word in ("--also", str(text))
+            word for text in self._port.provenance.options.get(ALSO, ()) for word in ("--also", str(text))
         )
         return (*(() if has_usual_sites else ("--sites", level)), *decoded, *further)
 
     def _place(self) -> tuple[str, ...]:
         """Return --output-dir, unless the run lies where mm2 puts it; a mended port replaces the run there."""
-        assert self.port is not None, "a dump names no port"
-        usual = capture_directory(DEFAULT_CAPTURES, DEVICE_SIDE, self.port.run.name)
+        usual = capture_directory(DEFAULT_CAPTURES, DEVICE_SIDE, self._port.run.name)
         return () if is_numbered(Path(self.run), usual) else ("--output-dir", self.run, "--overwrite")
 
 

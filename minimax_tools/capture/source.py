@@ -155,11 +155,7 @@ class CaptureSource(ABC):
 
     @property
     def description(self) -> Description:
-        """The run that made the capture.
-
-        Raises:
-            IncomparableError: The layout does not say.
-        """
+        """The run that made the capture."""
         return self.manifest.description
 
     @property
@@ -177,19 +173,11 @@ class CaptureSource(ABC):
         return False
 
     def refuse_void_certificate(self) -> None:
-        """Raise if the capture was changed after it was certified.
-
-        Raises:
-            IncomparableError: The certificate belongs to other tensors than the manifest lists.
-        """
+        """Raise if the capture was changed after it was certified."""
         return
 
     def proving_beside(self) -> AbstractContextManager[None]:
-        """Check digests on a thread during a `with` block, which ends when all that was read in it is checked.
-
-        Raises:
-            CaptureError: At the end of the block: something was damaged or changed after it was written.
-        """
+        """Check digests on a thread during a `with` block, which ends when all that was read in it is checked."""
         return nullcontext()
 
     def listing(self) -> DumpListing | None:
@@ -197,12 +185,7 @@ class CaptureSource(ABC):
         return None
 
     def laid_out_as(self, other: CaptureSource) -> CaptureSource:
-        """Return this capture with its prompts padded as in `other`; one that keeps its own padding returns itself.
-
-        Raises:
-            IncomparableError: The prompts are of other lengths or tokens.
-            CaptureError: A file is damaged.
-        """
+        """Return this capture with its prompts padded as in `other`; one that keeps its own padding returns itself."""
         return self
 
     def beside(self, golden: CaptureSource) -> CaptureSource:

@@ -1,18 +1,8 @@
 """CaptureWriter: writes a capture directory layer by layer, atomically, so that a killed run resumes.
 
-Shared files: files of a capture directory that a process on another machine wrote, waited for until they show.
-
-A network file system may show a new file late, or an old file under a name that was written anew. So a file is known
-by its content: a lock by its owner, a tensor by its digest. Wrong content is waited out like a missing file, because
-no reader can tell a damaged file from an old one that its machine still shows.
-
-WrittenFiles: the files of a capture as this run left them, looked for at its end: nobody may have changed them.
-
-| file | check |
-|---|---|
-| written or checked by this run, in the state that it was left in | none |
-| the same, in another state, as copying a folder back gives | its content against its digests |
-| written by another rank | is it there, of the size that its header tells |
+A network file system may show a file of another machine late, or an old file under a name that was written anew. So
+such a file is known by its content: a lock by its owner, a tensor by its digest. Wrong content is waited out like a
+missing file, because no reader can tell a damaged file from an old one that its machine still shows.
 """
 
 from __future__ import annotations
@@ -24,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -31,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from minimax_tools.capture.digests import FileDigests, describe_tensor
 from minimax_tools.capture.further import further_file
-from minimax_tools.capture.manifest import INPUTS_NAME, Certificate, Description, Entry, HeldWeights, Manifest
+from minimax_tools.capture.manifest import INPUTS_NAME, Certificate, Description, Entry, Manifest
 from minimax_tools.capture.passes import CachePair, cache_file
 from minimax_tools.capture.proof import file_state
 from minimax_tools.capture.read_record import remove_records
@@ -243,12 +234,9 @@ class CaptureWriter:
         twin: Mapping[Site, torch.Tensor] | None = None,
         floor: Mapping[str, torch.Tensor] | None = None,
         further: Mapping[str, torch.Tensor] | None = None,
-        not_exposed: tuple[Site, ...] = (),
-        num_calls: Mapping[Site, int] | None = None,
         observed_dtypes: Mapping[str, str] | None = None,
         cache: CachePair | None = None,
-        unreached_experts: tuple[int, ...] | None = None,
-        held_weights: HeldWeights | None = None,
+        **of_layer: Any,
     ) -> None:
         """Store one whole layer; readers see nothing of it until all of it is written.
 
@@ -257,16 +245,10 @@ class CaptureWriter:
             tensors: CPU tensors by site.
             twin: Float32 twins by site, if the noise floor is kept whole.
             floor: Statistics of the noise floor by name (see `minimax_tools.metrics.noise_floor`).
-            further: Further outputs of a port by name (see `further`).
-            not_exposed: Sites that the run wanted and the port does not expose.
-            num_calls: How often the port computed those of them that it computed several times.
+            further: Further outputs of a port by name (see `taps`).
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
             cache: Keys and values [B,K,S,D] in the cache of a whole port.
-            unreached_experts: Experts that no token of a golden chose; None if nobody looked.
-            held_weights: What the port holds of the layer's weights.
-
-        Raises:
-            CaptureError: The disk is full, or cannot be written to.
+            of_layer: What else the manifest notes of a layer, by the names of its fields `OF_LAYER`.
         """
         entries, digests = self._write_group(f"layer_{layer}", layer, tensors, twin=twin, floor=floor)
         if further:
@@ -275,14 +257,7 @@ class CaptureWriter:
             digests.append(self._write(cache_file(layer), dict(zip(("keys", "values"), cache, strict=True))))
         self._update(
             self.manifest.with_layer(
-                layer,
-                entries,
-                not_exposed=not_exposed,
-                num_calls=num_calls or {},
-                observed_dtypes=observed_dtypes or {},
-                held_weights=held_weights,
-                digests=digests,
-                unreached_experts=unreached_experts,
+                layer, entries, digests=digests, observed_dtypes=observed_dtypes or {}, **of_layer
             )
         )
 
@@ -293,11 +268,7 @@ class CaptureWriter:
         twin: Mapping[ModelSite, torch.Tensor] | None = None,
         floor: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Store the sites outside the layers; for the arguments see `write_layer`.
-
-        Raises:
-            CaptureError: The disk is full, or cannot be written to.
-        """
+        """Store the sites outside the layers; for the arguments see `write_layer`."""
         entries, digests = self._write_group("model", None, tensors, twin=twin, floor=floor)
         self._update(self.manifest.with_model(entries, digests))
 
@@ -306,21 +277,13 @@ class CaptureWriter:
         self._update(add_part(self.manifest, part))
 
     def finish(self) -> None:
-        """Mark the capture as complete, if all its files are there.
-
-        Raises:
-            CaptureError: Files were removed or changed since they were written, or the disk is full.
-        """
+        """Mark the capture as complete, if all its files are there."""
         self.require_files()
         self._update(replace(self.manifest, is_complete=True))
         remove_parts(self.directory)
 
     def require_files(self) -> None:
-        """Check that the capture's files are there as they were written.
-
-        Raises:
-            CaptureError: Files were removed or changed.
-        """
+        """Check that the capture's files are there as they were written."""
         self._files.require(self.manifest, manifest_name=self._manifest_name)
 
     def read_layer_output(self, layer: int) -> torch.Tensor:
@@ -431,10 +394,6 @@ def open_capture(
         hidden_states: The first layer's input [B,S,H], if it is not made of the tokens. A function is called only if
             no layer is stored yet; everything that its result depends on must be in `description`.
         owner: Name of the run, by which other ranks know its lock (see `folder_lock.read_owner`).
-
-    Raises:
-        CaptureError: Another process writes there, the directory holds something else, the disk is full, or files of a
-            finished capture were removed or changed.
     """
     with locked_directory(directory, owner=owner):
         manifest = find_resumable(directory, description, hidden_states=hidden_states)
@@ -470,11 +429,7 @@ def tidy_capture(directory: Path) -> None:
 
 
 def store_certificate(directory: Path, certificate: Certificate) -> Manifest:
-    """Put a certificate into the manifest of a finished capture, in place of an earlier one.
-
-    Raises:
-        CaptureError: There is no capture, another run writes there, or the disk is full.
-    """
+    """Put a certificate into the manifest of a finished capture, in place of an earlier one."""
     # Read first: locking would make a directory that does not exist.
     Manifest.read(directory)
     with locked_directory(directory):

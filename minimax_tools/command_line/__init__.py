@@ -2,7 +2,7 @@
 
 - `options`: options that mean the same in every command; dtypes that options name; the place of a run's capture;
   shell completion of captures
-- `remote_paths`: options that take remote addresses beside folders
+- `remote_paths`: the options' type that takes remote addresses beside folders
 - `console`: exit codes, errors, JSON and log messages; a choice among names whose error suggests near ones; warnings
   and log messages of a port and its libraries; options that take paths of this machine alone; values of options that
   are found when the command runs; work for a command's end

@@ -18,7 +18,7 @@ from enum import Enum
 import torch
 
 from minimax_tools.dumps.found_sites import FoundSite, FoundSites, SiteTerm, rows_dim
-from minimax_tools.dumps.rows import TokenRows, choose_passes, join_passes, take_stretch
+from minimax_tools.dumps.rows import TokenRows, join_passes, take_stretch
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.errors import CaptureError, TargetError
 from minimax_tools.model.site_layouts import Replicated, are_equal_bits
@@ -95,15 +95,7 @@ class DumpAssembly:
                 found=f"{num_groups}",
                 next_step="Name them as steps in a map: an inner list for passes that follow each other.",
             )
-        try:
-            return self._read_groups(site, rows, kind=kind, what=what)
-        except CaptureError as error:
-            advice = self._advise_on_passes(site, rows, kind=kind)
-            if not advice:
-                raise
-            raise CaptureError(
-                error.what, expected=error.expected, found=error.found, next_step=advice
-            ) from error
+        return self._read_groups(site, rows, kind=kind, what=what)
 
     def _read_stretches(
         self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str
@@ -159,27 +151,6 @@ class DumpAssembly:
                 found=", ".join("x".join(map(str, shape)) for shape in found),
                 next_step="Name passes of one kind as steps in a map, or leave the site's module out.",
             )
-
-    def _advise_on_passes(self, site: FoundSite, rows: TokenRows, *, kind: TokenKind) -> str:
-        """Return the next step of an error, for a dump with other passes than those that are read; else empty."""
-        if len(self.found.dump.steps) < 2:
-            return ""
-        reason = f"The passes could not be joined: {self.found.not_joined} " if self.found.not_joined else ""
-        chosen = choose_passes(self._count_rows(site, kind), rows.lengths)
-        if chosen is None or chosen == self.found.passes:
-            return f"{reason}No steps of a map choose passes with these prompts: run both sides on the same ones."
-        steps = ", ".join(f"[{', '.join(map(repr, group))}]" for group in chosen)
-        return f"{reason}This line of a map (--map FILE) reads passes with as many tokens: steps: [{steps}]"
-
-    def _count_rows(self, site: FoundSite, kind: TokenKind) -> dict[str, int]:
-        """Count the rows of each pass, by label, in the pieces of one rank."""
-        first = next(iter(site.terms[0].pieces.values()))
-        counts: dict[str, int] = {}
-        for piece in self.found.dump.pieces:
-            is_of_site = (str(piece), piece.rank) == (str(first), first.rank)
-            if is_of_site and piece.step not in counts:
-                counts[piece.step] = math.prod(piece.shape if kind is TokenKind.NUMBER else piece.shape[:-1])
-        return {step: counts[step] for step in self.found.dump.steps if step in counts}
 
     def _read_term(self, term: SiteTerm, step: str, *, what: str) -> torch.Tensor:
         """Read a term of a site from one pass, its ranks' pieces put together."""

@@ -215,11 +215,7 @@ def _head_shapes(cache: _Cache) -> dict[int, tuple[int, int]]:
 
 
 def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a layer's keys and values.
-
-    Raises:
-        CaptureError: They are not [1,K,S,D] in a dtype of 16 or more bits.
-    """
+    """Return a layer's keys and values."""
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_tensor, pair))
     shapes = [list(tensor.shape) for tensor in pair] if is_pair else []
     if not is_pair or shapes[0] != shapes[1] or len(shapes[0]) != 4 or shapes[0][0] != 1:

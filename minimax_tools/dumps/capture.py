@@ -256,7 +256,6 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
         Raises:
             IncomparableError: The prompts are of other lengths or tokens.
-            CaptureError: A file is damaged.
         """
         aligned = DumpCapture(self.found, self._names, other=other)
         aligned._check_tokens(other.input_ids)

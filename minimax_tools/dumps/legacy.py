@@ -97,11 +97,7 @@ class LegacyFiles:
         self._loaded: tuple[str, Any] | None = None
 
     def load(self, name: str) -> Any:
-        """Load a file as `load_restricted` does.
-
-        Raises:
-            CaptureError: The file is missing or damaged.
-        """
+        """Load a file as `load_restricted` does."""
         if self._loaded is None or self._loaded[0] != name:
             self._loaded = None  # before the next is read, so that memory holds one
             self._loaded = name, load_restricted(self.directory / name)

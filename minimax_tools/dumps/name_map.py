@@ -201,143 +201,112 @@ class NameMap:
         if unknown:
             found = ", ".join(unknown)
             raise UsageError(f"{path} has keys that no map has", found=found, next_step=_LIST_OF_KEYS)
-        reader = _Reader(path, record)
-        if reader.has("attention_mask") and reader.has("lengths"):
+        if record.get("attention_mask") is not None and record.get("lengths") is not None:
             raise UsageError(
                 f"{path} gives lengths and attention_mask",
                 next_step="One of them says which tokens are real.",
             )
-        return cls(
-            path=path,
-            format=reader.choice("format", tuple(FORMATS)),
-            num_ranks=reader.value("ranks", _is_count, expected="a whole number from 1"),
-            steps=reader.steps(),
-            requests=reader.requests(),
-            lengths=reader.lengths(),
-            padding=reader.choice("padding", _SIDES) or _SIDES[0],
-            is_packed=None if not reader.has("rows") else reader.choice("rows", _ROWS) == "packed",
-            attention_mask=reader.file("attention_mask"),
-            has_usual_names=reader.switch("usual_names", default=True),
-            sites=reader.sites(),
-        )
 
+        def take(key: str, is_valid: Callable[[Any], bool], *, expected: str, default: Any = None) -> Any:
+            value = record.get(key)
+            if value is None:
+                return default
+            if not is_valid(value):
+                raise _wrong(path, key, value, expected)
+            return value
 
-class _Reader:
-    """The values of one map's file; errors name file and key."""
+        def choose(key: str, allowed: tuple[str, ...]) -> Any:
+            return take(key, lambda value: value in allowed, expected=" or ".join(allowed))
 
-    def __init__(self, path: Path, record: Mapping[Any, Any]) -> None:
-        self._path = path
-        self._record = record
-
-    def has(self, key: str) -> bool:
-        return self._record.get(key) is not None
-
-    def value(self, key: str, is_valid: Callable[[Any], bool], *, expected: str) -> Any:
-        """Return a key's value; None if the file does not give it."""
-        value = self._record.get(key)
-        if value is not None and not is_valid(value):
-            raise self._wrong(key, expected=expected)
-        return value
-
-    def choice(self, key: str, allowed: tuple[str, ...]) -> str | None:
-        chosen: str | None = self.value(key, lambda value: value in allowed, expected=" or ".join(allowed))
-        return chosen
-
-    def items(self, key: str, are_valid: Callable[[list[Any]], bool], *, expected: str) -> list[Any]:
-        """Return a key's list; empty if the file does not give it."""
-        value = self._record.get(key)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not are_valid(value):
-            raise self._wrong(key, expected=expected)
-        return value
-
-    def switch(self, key: str, *, default: bool) -> bool:
-        value = self._record.get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, expected="true or false")
-        return value
-
-    def steps(self) -> tuple[tuple[str, ...], ...]:
-        """Return the passes; `[0, 1]` in the file gives (("0",), ("1",)), and `[[0, 1]]` gives (("0", "1"),)."""
-        steps = self.items(
+        rows = choose("rows", _ROWS)
+        steps = take(
             "steps",
-            lambda steps: all(group and _are_labels(group) for group in map(_as_list, steps)),
+            _are_steps,
             expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow',
         )
-        return tuple(tuple(map(str, _as_list(group))) for group in steps)
-
-    def requests(self) -> tuple[str, ...]:
-        expected = 'a list of names, such as ["0", "1"]'
-        return tuple(map(str, self.items("requests", _are_labels, expected=expected)))
-
-    def lengths(self) -> tuple[int, ...]:
-        expected = "a list of whole numbers from 1, such as [48, 33]"
-        return tuple(self.items("lengths", lambda items: all(map(_is_count, items)), expected=expected))
-
-    def file(self, key: str) -> Path | None:
-        name = self.value(key, lambda name: isinstance(name, str), expected="a file's name")
-        return None if name is None else self._path.parent / name
-
-    def sites(self) -> dict[Site | ModelSite | str, MappedSite]:
-        sites = self._record.get("sites")
-        if sites is None:
-            return {}
-        if not isinstance(sites, Mapping):
-            raise self._wrong("sites", expected="sites and where they lie")
-        return {self._site(name): self._mapped_site(str(name), value) for name, value in sites.items()}
-
-    def _site(self, name: Any) -> Site | ModelSite | str:
-        for kind in (Site, ModelSite):
-            if name in [str(site) for site in kind]:
-                return kind(name)
-        if name == INPUT_IDS:
-            return INPUT_IDS
-        raise UsageError(
-            f"{self._path}: {shorten(str(name))!r} is no site",
-            expected="one of " + ", ".join((*map(str, Site), *map(str, ModelSite), INPUT_IDS)),
+        mask = take("attention_mask", lambda name: isinstance(name, str), expected="a file's name")
+        sites = take("sites", lambda value: isinstance(value, Mapping), expected="sites and where they lie")
+        lengths_form = "a list of whole numbers from 1, such as [48, 33]"
+        return cls(
+            path=path,
+            format=choose("format", tuple(FORMATS)),
+            num_ranks=take("ranks", _is_count, expected="a whole number from 1"),
+            # `[0, 1]` in the file gives (("0",), ("1",)), and `[[0, 1]]` gives (("0", "1"),).
+            steps=tuple(tuple(map(str, _as_list(group))) for group in steps or ()),
+            requests=tuple(
+                map(
+                    str,
+                    take("requests", _are_labels, expected='a list of names, such as ["0", "1"]', default=()),
+                )
+            ),
+            lengths=tuple(take("lengths", _are_counts, expected=lengths_form, default=())),
+            padding=choose("padding", _SIDES) or _SIDES[0],
+            is_packed=None if rows is None else rows == "packed",
+            attention_mask=None if mask is None else path.parent / mask,
+            has_usual_names=take("usual_names", _is_switch, expected="true or false", default=True),
+            sites={_read_site(path, name): _read_place(path, str(name), sites[name]) for name in sites or ()},
         )
 
-    def _mapped_site(self, name: str, value: Any) -> MappedSite:
-        """Return the place that a value gives: `PLACE`, `{from: PLACE}` or `{sum: [PLACE, …]}`."""
-        terms: Any = value
-        transpose: tuple[int, ...] = ()
-        if isinstance(value, Mapping):
-            unknown = value.keys() - {"from", "sum", "transpose"}
-            if unknown or ("from" in value) == ("sum" in value):
-                raise self._wrong_site(name, value)
-            terms = value.get("from", value.get("sum"))
-            order = [] if value.get("transpose") is None else value["transpose"]
-            if not isinstance(order, list) or not _is_order_of_dims(order):
-                raise self._wrong_site(name, value)
-            transpose = tuple(order)
-        terms = _as_list(terms)
-        if not terms or not all(isinstance(term, str) for term in terms):
-            raise self._wrong_site(name, value)
-        try:
-            return MappedSite(terms=tuple(SitePlace.parse(term) for term in terms), transpose=transpose)
-        except UsageError as error:
-            raise UsageError(f"{self._path}: sites.{name}: {error.what}", expected=error.expected) from error
 
-    def _wrong(self, key: str, *, expected: str) -> UsageError:
-        return UsageError(
-            f"{self._path}: {key} is wrong", expected=expected, found=shorten(repr(self._record[key]))
-        )
+def _read_site(path: Path, name: Any) -> Site | ModelSite | str:
+    for kind in (Site, ModelSite):
+        if name in [str(site) for site in kind]:
+            return kind(name)
+    if name == INPUT_IDS:
+        return INPUT_IDS
+    raise UsageError(
+        f"{path}: {shorten(str(name))!r} is no site",
+        expected="one of " + ", ".join((*map(str, Site), *map(str, ModelSite), INPUT_IDS)),
+    )
 
-    def _wrong_site(self, name: str, value: Any) -> UsageError:
-        return UsageError(
-            f"{self._path}: sites.{name} is wrong",
-            expected="a place, or {from: PLACE} or {sum: [PLACE, …]}, these with or without transpose: [0, 2, 1, 3]",
-            found=shorten(repr(value)),
-        )
+
+def _read_place(path: Path, name: str, value: Any) -> MappedSite:
+    """Return the place that a value gives: `PLACE`, `{from: PLACE}` or `{sum: [PLACE, …]}`."""
+    wrong = _wrong(
+        path,
+        f"sites.{name}",
+        value,
+        "a place, or {from: PLACE} or {sum: [PLACE, …]}, these with or without transpose: [0, 2, 1, 3]",
+    )
+    terms: Any = value
+    order: Any = []
+    if isinstance(value, Mapping):
+        if value.keys() - {"from", "sum", "transpose"} or ("from" in value) == ("sum" in value):
+            raise wrong
+        terms = value.get("from", value.get("sum"))
+        order = [] if value.get("transpose") is None else value["transpose"]
+    terms = _as_list(terms)
+    are_texts = bool(terms) and all(isinstance(term, str) for term in terms)
+    if not are_texts or not isinstance(order, list) or not _is_order_of_dims(order):
+        raise wrong
+    try:
+        return MappedSite(terms=tuple(SitePlace.parse(term) for term in terms), transpose=tuple(order))
+    except UsageError as error:
+        raise UsageError(f"{path}: sites.{name}: {error.what}", expected=error.expected) from error
+
+
+def _wrong(path: Path, key: str, value: Any, expected: str) -> UsageError:
+    return UsageError(f"{path}: {key} is wrong", expected=expected, found=shorten(repr(value)))
 
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _are_labels(values: list[Any]) -> bool:
-    return all(isinstance(value, (str, int)) and not isinstance(value, bool) for value in values)
+def _are_labels(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) in (str, int) for value in values)
+
+
+def _are_steps(groups: Any) -> bool:
+    return isinstance(groups, list) and all(group and _are_labels(group) for group in map(_as_list, groups))
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_count, values))
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_order_of_dims(order: list[Any]) -> bool:

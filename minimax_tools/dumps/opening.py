@@ -113,7 +113,6 @@ def open_sides(
 
     Raises:
         CaptureError: A directory does not exist, holds no capture, or the capture is damaged.
-        IncomparableError: A dump is of other prompts than the other side.
         UsageError: As for `open_source`.
     """
     first, second = without_expert_tokens(

@@ -34,11 +34,7 @@ class OtherSide:
 
     @classmethod
     def of(cls, source: CaptureSource) -> OtherSide | None:
-        """Read what a capture tells; None if it does not tell its real tokens.
-
-        Raises:
-            CaptureError: A file is damaged.
-        """
+        """Read what a capture tells; None if it does not tell its real tokens."""
         mask = source.read_attention_mask()
         if mask is None:
             return None

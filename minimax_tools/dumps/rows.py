@@ -6,7 +6,7 @@ padding, F channels. A stretch is consecutive tokens of one request in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -146,43 +146,6 @@ def join_passes(passes: Sequence[torch.Tensor], lengths: Sequence[tuple[int, ...
     by_pass = [tokens.split(of_prompts) for tokens, of_prompts in zip(passes, lengths, strict=True)]
     by_prompt = zip(*by_pass, strict=True)
     return torch.cat([tokens for of_prompt in by_prompt for tokens in of_prompt])
-
-
-def choose_passes(counts: Mapping[str, int], lengths: tuple[int, ...]) -> tuple[tuple[str, ...], ...] | None:
-    """Choose passes that have the prompts' tokens, as groups that follow each other; None if none do.
-
-    `counts` are the rows of each pass, by label and in the passes' order. In this order of preference:
-
-    - all passes follow each other: the chunks of one prompt, or a prefill and decoded tokens
-    - one pass has all tokens
-    - a prompt's tokens are those of one pass, or of passes that follow each other
-    """
-    labels, batch = tuple(counts), len(lengths)
-    num_decoded = len(labels) - 1
-    is_decoding = all(counts[label] == batch for label in labels[1:])
-    if sum(counts.values()) == sum(lengths) and (batch == 1 or is_decoding or not num_decoded):
-        return (labels,)
-    for label in labels:
-        if counts[label] == sum(lengths):
-            return ((label,),)
-    groups: list[tuple[str, ...]] = []
-    left = list(labels)
-    for length in lengths:
-        group = _find_group(left, counts, length)
-        if group is None:
-            return None
-        groups.append(group)
-        left = [label for label in left if label not in group]
-    return tuple(groups)
-
-
-def _find_group(labels: Sequence[str], counts: Mapping[str, int], length: int) -> tuple[str, ...] | None:
-    """Find the first passes in a row that have so many rows together."""
-    for start in range(len(labels)):
-        for stop in range(start + 1, len(labels) + 1):
-            if sum(counts[label] for label in labels[start:stop]) == length:
-                return tuple(labels[start:stop])
-    return None
 
 
 def lay_out(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -300,11 +300,7 @@ def _is_at_layer(found: FoundSite) -> bool:
 def _with_all_ranks(
     sites: Mapping[SiteKey, FoundSite], *, num_ranks: int, dump: Dump
 ) -> tuple[dict[SiteKey, FoundSite], tuple[str, ...]]:
-    """Return the sites with all pieces that they need, and a note on the others, whose missing ranks wrote no dump.
-
-    Raises:
-        CaptureError: A piece of a rank that the dump holds is missing.
-    """
+    """Return the sites with all pieces that they need, and a note on the others, whose missing ranks wrote no dump."""
     complete, lacking = {}, []
     for key, found in sites.items():
         missing = {rank for term in found.terms for rank in _missing_ranks(term, num_ranks)}
@@ -360,6 +356,8 @@ def _names_nothing(
 
 def _notes(found: FoundSites, names: NameMap, zeros: Sequence[DumpPiece]) -> Iterator[str]:
     """Yield sentences on how the dump is read, for the reader of a comparison."""
+    if found.not_joined:
+        yield f"the passes are not joined along the prompts: {found.not_joined}"
     if found.left and found.schedule is not None:
         yield (
             f"{_some(found.left)}: not read, because a longer pass has tokens of the same request from its first on, "

@@ -50,9 +50,6 @@ def compute_golden_logits(
     """Compute the golden logits of rows of token ids, in their order; `model` computes the copies of KINDS.
 
     With `start`, the copies begin with the golden's stream there, not with the embedding.
-
-    Raises:
-        CheckpointError: A weight cannot be read.
     """
     head = model.head()
     found: dict[int, GoldenLogits] = {}
@@ -68,11 +65,7 @@ def compute_golden_logits(
 def compute_alternatives(
     model: RoundedModel, goldens: Sequence[GoldenLogits], *, start: StreamStart | None = None
 ) -> list[tuple[TokenLogits, ...]]:
-    """Compute the alternatives of rows whose golden logits are known; `model` computes ALTERNATIVE_KINDS.
-
-    Raises:
-        CheckpointError: A weight cannot be read.
-    """
+    """Compute the alternatives of rows whose golden logits are known; `model` computes ALTERNATIVE_KINDS."""
     head = model.head()
     found: dict[int, tuple[TokenLogits, ...]] = {}
     for index, states_cth in _run(model, [golden.row for golden in goldens], start):
@@ -172,12 +165,7 @@ class GoldenRows:
     captured: Mapping[Row, torch.Tensor] = field(default_factory=dict)
 
     def make(self, rows: Sequence[Row]) -> int:
-        """Compute the golden logits of the rows that the store lacks. Return the number of those that it had.
-
-        Raises:
-            CheckpointError: A weight cannot be read.
-            CaptureError: The logits cannot be written.
-        """
+        """Compute the golden logits of the rows that the store lacks. Return the number of those that it had."""
         distinct = list(dict.fromkeys(rows))
         missing = [row for row in distinct if not self.store.has(row)]
         for group, model in self._models(missing, KINDS, FLIP_SHARES, label="Golden logits"):
@@ -186,11 +174,7 @@ class GoldenRows:
         return len(distinct) - len(missing)
 
     def read(self, row: Sequence[int]) -> GoldenLogits:
-        """Read the golden logits of a row that was made.
-
-        Raises:
-            CaptureError: They are not stored, or damaged.
-        """
+        """Read the golden logits of a row that was made."""
         golden = self.store.read(row)
         captured = self.captured.get(golden.row)
         if captured is None:
@@ -198,12 +182,7 @@ class GoldenRows:
         return golden.with_alternatives(golden.measure(captured, torch.arange(golden.num_tokens)))
 
     def find_alternatives(self, goldens: Sequence[GoldenLogits]) -> list[GoldenLogits]:
-        """Return golden logits with those of right models that flip other experts, computed where the store lacks them.
-
-        Raises:
-            CheckpointError: A weight cannot be read.
-            CaptureError: The logits cannot be written.
-        """
+        """Return golden logits with those of right models that flip other experts: stored ones, or computed."""
         found = {golden.row: self.store.read_alternatives(golden) for golden in goldens}
         missing = {golden.row: golden for golden in goldens if found[golden.row] is None}
         for group, model in self._models(
@@ -239,11 +218,7 @@ class GoldenRows:
 
 
 def captured_logits(golden: CaptureSource) -> dict[Row, torch.Tensor]:
-    """Return a golden's own logits [T,V] by the token ids of its rows; empty if it stored none.
-
-    Raises:
-        CaptureError: The golden cannot be read.
-    """
+    """Return a golden's own logits [T,V] by the token ids of its rows; empty if it stored none."""
     if ModelSite.LOGITS not in golden.model_sites():
         return {}
     inputs, logits = golden.read_inputs(), golden.read_model(ModelSite.LOGITS)

@@ -66,7 +66,6 @@ class LogitsStore:
         With `start`, the store holds the logits that follow from the golden's stream there.
 
         Raises:
-            CheckpointError: The checkpoint cannot be read.
             CaptureError: The folder cannot be written to.
         """
         fingerprint = fingerprint_model(reader, spec, range(spec.num_hidden_layers))
@@ -119,19 +118,11 @@ class LogitsStore:
         return tuple(_copies(tensors))
 
     def write(self, golden: GoldenLogits) -> None:
-        """Store the golden logits of a row.
-
-        Raises:
-            CaptureError: They cannot be written.
-        """
+        """Store the golden logits of a row."""
         self._write_file(golden, (golden.exact, *golden.variants))
 
     def write_alternatives(self, golden: GoldenLogits, alternatives: tuple[TokenLogits, ...]) -> None:
-        """Store the alternatives of a row whose golden logits are known.
-
-        Raises:
-            CaptureError: They cannot be written.
-        """
+        """Store the alternatives of a row whose golden logits are known."""
         self._write_file(golden, alternatives, _ALTERNATIVES)
 
     def _path(self, row: Sequence[int], suffix: str = "") -> Path:

@@ -36,11 +36,7 @@ class NoRepositoryError(CheckpointError):
 
 
 def attempt(work: Callable[[], Result], *, access: HubAccess, name: str) -> Result:
-    """Return the result of `work`, which is called again after transient failures; `name` is for the log.
-
-    Raises:
-        Exception: The failure of `work`, if it is not transient or no attempt is left.
-    """
+    """Return the result of `work`, which is called again after transient failures; `name` is for the log."""
     for num_failed in count(1):
         try:
             return work()

@@ -38,7 +38,6 @@ def read_headers(source: Source) -> Mapping[str, TensorEntry]:
 
     Raises:
         NoRangesError: The server sends whole files only, or the weights are not safetensors.
-        NotCachedError: Shards are not cached, and the hub is not asked.
         CheckpointError: Headers could not be fetched, or contradict each other or the index.
     """
     shards = find_shards(source, layers=None)

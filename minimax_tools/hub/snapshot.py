@@ -64,7 +64,6 @@ class HubSnapshot:
         """Return the files' paths by name; files that the cache lacks are fetched.
 
         Raises:
-            NotCachedError: The cache lacks files, and the hub is not asked.
             CheckpointError: The model has no such file, the disk is too small, or a transfer failed for good.
         """
         wanted = sorted(set(names))
@@ -144,10 +143,6 @@ def find_snapshot(asked: HubCommit) -> HubSnapshot:
     """Return the snapshot of a model or a dataset: offline, or if the hub does not answer, the cache's.
 
     The commit of `asked` is its revision, until the hub or the cache names it.
-
-    Raises:
-        CheckpointError: The hub cannot be reached and nothing is cached, it has no such model or revision, or it
-            refuses the token.
     """
     access, model = asked.access, asked.model
     cached = _find_cached(asked)

@@ -49,7 +49,6 @@ def read_range(commit: HubCommit, file: HubFile, start: int, stop: int) -> bytes
 
     Raises:
         NoRangesError: The server sends whole files only.
-        CheckpointError: They could not be fetched.
     """
     if start == stop:
         return b""

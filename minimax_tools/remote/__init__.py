@@ -1,4 +1,4 @@
-"""Folders at remote addresses: read file by file, and written so that nobody takes a half for a whole.
+"""Folders at remote addresses: read file by file, and published so that nobody takes a half for a whole.
 
 - `address`: `s3://bucket/folder`, `hf://datasets/owner/name@revision`
 - `remote_folder`: the interface of a folder at an address

@@ -67,7 +67,6 @@ class RemoteAddress:
 
         Raises:
             TypeError: It is no text.
-            UsageError: It is no address.
         """
         if not isinstance(record, str):
             raise TypeError(f"expected an address, found {shorten(repr(record))}")

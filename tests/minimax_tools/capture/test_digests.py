@@ -25,7 +25,3 @@ def test_files_of_a_layer_are_not_those_of_another() -> None:
     digests = Digests().with_files(files)
     assert digests.of_group("layer_1") == (files[0],)
     assert digests.of_group("model") == (files[2],)
-
-
-def test_digest_in_words_names_dtype_and_shape() -> None:
-    assert str(ONE) == "float32 [2, 3] of sha256 1111111111111111…"

@@ -86,11 +86,6 @@ def test_names_are_told_apart() -> None:
         parse_further(["a=moe", "a=attn"])
 
 
-def test_a_missing_submodule_is_named_with_near_ones() -> None:
-    with pytest.raises(TargetError, match=r"no submodule 'atention', .* Did you mean attention\?"):
-        keep("a=atention")
-
-
 @pytest.mark.parametrize("text", ["a=spare", "a=:output[2]", "a=:output[9]", "a=attention:output[other]"])
 def test_a_place_without_a_tensor_is_named(text: str) -> None:
     with pytest.raises(TargetError, match="the layer showed no tensor at the further output a="):

@@ -67,12 +67,6 @@ def test_the_cache_of_a_whole_port_is_read(whole_port: Path) -> None:
     assert "the cached values of layer 0" in fault
 
 
-def test_changed_passes_are_found(whole_port: Path) -> None:
-    (whole_port / PASSES_NAME).write_text("{}")
-    (fault,) = inspect_capture(Capture.open(whole_port)).faults
-    assert PASSES_NAME in fault
-
-
 def test_twins_are_looked_at_whatever_their_digests(
     describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
 ) -> None:

@@ -88,7 +88,8 @@ def test_a_file_that_is_damaged_there_is_refused_by_name(published: Any) -> None
     published.objects.put_object(Bucket="lab", Key="goldens/toy/layer_1.safetensors", Body=bytes(damaged))
     capture = Capture.open(ADDRESS)
     with pytest.raises(
-        CaptureError, match="^layer_1.safetensors of s3://lab/goldens/toy came damaged twice.*damaged there"
+        CaptureError,
+        match="^layer_1.safetensors of s3://lab/goldens/toy came damaged twice.*publish it again",
     ):
         capture.read(1, Site.OUTPUT)
     assert "layer_1.safetensors" not in here(capture)
@@ -174,13 +175,6 @@ def test_a_copy_that_is_damaged_here_is_fetched_again_once_it_is_removed(publish
     assert torch.equal(Capture.open(ADDRESS).read(1, Site.OUTPUT), Capture.open(OLD).read(1, Site.OUTPUT))
 
 
-def test_a_json_file_that_was_removed_is_fetched_again(published: Any) -> None:
-    file = Capture.open(ADDRESS).directory / "generation.json"
-    file.unlink()
-    assert Capture.open(ADDRESS).read_generation() == Capture.open(OLD).read_generation()
-    assert file.exists()
-
-
 def test_a_mirror_without_a_right_manifest_or_address_is_made_again(published: Any) -> None:
     directory, manifest = Capture.open(ADDRESS).directory, Capture.open(OLD).manifest
     records = (directory / MANIFEST_NAME, directory / ".address.json")
@@ -193,12 +187,9 @@ def test_a_mirror_without_a_right_manifest_or_address_is_made_again(published: A
             assert address_of(directory) == ADDRESS, (record, text)
 
 
-@pytest.mark.parametrize(
-    "text", ["[1]", '{"asked": 1, "address": "s3://lab/x"}', '{"asked": "/x", "address": "/x"}']
-)
-def test_a_mirror_whose_address_cannot_be_read_is_refused_by_name(published: Any, text: str) -> None:
+def test_a_mirror_whose_address_cannot_be_read_is_refused_by_name(published: Any) -> None:
     directory = Capture.open(ADDRESS).directory
-    (directory / ".address.json").write_text(text)
+    (directory / ".address.json").write_text('{"asked": "/x", "address": "/x"}')
     assert address_of(directory) == str(directory)
     with pytest.raises(CaptureError, match=r"\.address\.json cannot be read") as caught:
         Capture.open(directory).read(1, Site.OUTPUT)

@@ -10,9 +10,7 @@ from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.resumption import part_name
 from minimax_tools.capture.writer import CaptureWriter, open_capture
-from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.files import LOCK_NAME, locked_directory, read_owner
 from minimax_tools.model.inputs import Inputs
 
 
@@ -72,12 +70,3 @@ def test_records_stay_with_the_layers_that_they_are_of(
     record = ReadRecord.begun("a", plan="p").write(tmp_path / RECORDS_FOLDER)
     with open_capture(tmp_path, describe(target="builtin" if is_resumed else "other"), inputs=inputs):
         assert record.exists() == is_resumed
-
-
-def test_lock_says_whose_it_is_and_a_second_run_does_not_change_that(tmp_path: Path) -> None:
-    (tmp_path / LOCK_NAME).write_text("a longer name, that a killed run left")
-    with locked_directory(tmp_path, owner="first"):
-        with pytest.raises(CaptureError), locked_directory(tmp_path, owner="second"):
-            pass
-        assert read_owner(tmp_path) == "first"
-    assert read_owner(tmp_path) is None

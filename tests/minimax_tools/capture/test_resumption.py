@@ -179,15 +179,6 @@ def test_stored_layer_that_was_altered_starts_anew(
     assert "a stored tensor does not match its digest" in log.text
 
 
-@pytest.mark.parametrize("damage", ["removed", "cut"])
-def test_stored_layer_that_cannot_be_read_starts_anew(recipe: Recipe, tmp_path: Path, damage: str) -> None:
-    recipe.write(tmp_path, until=2)
-    path = tmp_path / "layer_1.safetensors"
-    path.unlink() if damage == "removed" else path.write_bytes(path.read_bytes()[:20])
-    recipe.write(tmp_path)
-    assert recipe.written == [0, 1, 2]
-
-
 def test_damaged_manifest_starts_anew_and_says_why(
     recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
@@ -274,17 +265,3 @@ class TestHiddenStatesThatAreMade:
         writer.write_inputs(inputs, self.FED + 1)
         self.write(recipe, tmp_path, made=made)
         assert (recipe.written, len(made)) == ([0, 1, 2], 2)
-
-    def test_are_made_again_for_another_description(
-        self, recipe: Recipe, describe: Any, tmp_path: Path
-    ) -> None:
-        made: list[str] = []
-        self.write(recipe, tmp_path, until=1, made=made)
-        recipe.description = describe(target="another")
-        self.write(recipe, tmp_path, made=made)
-        assert (recipe.written, len(made)) == ([0, 1, 2], 2)
-
-    def test_that_were_never_stored_cannot_be_read_back(self, recipe: Recipe, tmp_path: Path) -> None:
-        with open_capture(tmp_path, recipe.description, inputs=recipe.inputs) as writer:
-            with pytest.raises(CaptureError, match="holds no hidden states"):
-                writer.read_hidden_states()

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,13 +82,6 @@ def test_further_outputs_are_kept(commands: RunCommands) -> None:
     assert " --also 'cache=:output[1]' --also gate=moe.gate " in again
 
 
-def test_run_in_its_usual_place_names_no_folder(commands: RunCommands) -> None:
-    for name in ("sweep_0_to_3", "sweep_0_to_3_2"):
-        again = replace(commands, run=f"mm2-captures/neuron/{name}").again()
-        assert "--output-dir" not in again
-        assert "--overwrite" not in again
-
-
 def test_compiled_layer_and_whole_port_have_no_conversion_to_trace(commands: RunCommands) -> None:
     assert commands.can_trace_weights
     assert not replace(commands, target="traced:layer_0.pt2").can_trace_weights
@@ -123,27 +114,3 @@ def test_golden_in_the_working_directory_is_found_by_its_checkpoint(
     other = tmp_path / "other"
     other.mkdir()
     assert judge_port_of(str(other)).startswith("mm2-gpu extract-all")
-
-
-def test_newest_golden_is_found_among_many_without_reading_the_others(
-    toy: Path, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MM2_CAPTURES", str(tmp_path / "none"))
-    monkeypatch.chdir(tmp_path)
-    kept = shutil.copy(golden / "manifest.json", tmp_path / "kept.json")
-    for number in range(2000):
-        (tmp_path / f"golden_{number}").mkdir()
-        (tmp_path / f"golden_{number}" / "manifest.json").hardlink_to(kept)
-    os.utime(kept, (0, 0))
-    (tmp_path / "newest").mkdir()
-    shutil.copyfile(golden / "manifest.json", tmp_path / "newest" / "manifest.json")
-    read: list[str] = []
-    is_heard = True
-    sys.addaudithook(
-        lambda event, arguments: read.append(str(arguments[0])) if event == "open" and is_heard else None
-    )
-    assert judge_port_of(str(toy)) == f"mm2-test sweep --model {toy} --golden newest"
-    is_heard = False
-    assert [path for path in read if path.endswith("manifest.json")] == [
-        str(tmp_path / "newest" / "manifest.json")
-    ]

@@ -3,19 +3,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from minimax_tools.capture.store import (
     DEVICE_SIDE,
     GOLDEN_SIDE,
     capture_directory,
     files_of_layers,
-    layer_files,
     list_captures,
     newest_capture,
     stored_layers,
 )
-from minimax_tools.errors import CaptureError
 
 
 def make(captures: Path, side: str, run: str, *, time_ns: int) -> Path:
@@ -24,11 +20,6 @@ def make(captures: Path, side: str, run: str, *, time_ns: int) -> Path:
     (directory / "manifest.json").touch()
     os.utime(directory / "manifest.json", ns=(time_ns, time_ns))
     return directory
-
-
-def test_captures_lie_by_side_and_run(tmp_path: Path) -> None:
-    assert capture_directory(tmp_path, GOLDEN_SIDE, "full_model") == tmp_path / "gpu_reference/full_model"
-    assert capture_directory(tmp_path, DEVICE_SIDE, "single_layer_7") == tmp_path / "neuron/single_layer_7"
 
 
 def test_newest_capture_of_a_side_is_found_by_its_manifest(tmp_path: Path) -> None:
@@ -45,14 +36,6 @@ def test_captures_of_several_folders_are_listed_once_newest_first(tmp_path: Path
     goldens, runs = tmp_path / GOLDEN_SIDE, tmp_path / DEVICE_SIDE
     assert list_captures(goldens, runs, goldens) == [new, between, old]
     assert list_captures(tmp_path / "gone") == []
-
-
-@pytest.mark.parametrize(
-    ("side", "make_one"), [(GOLDEN_SIDE, "mm2-gpu extract-all"), (DEVICE_SIDE, "mm2-test sweep")]
-)
-def test_side_without_a_capture_says_how_to_make_one(tmp_path: Path, side: str, make_one: str) -> None:
-    with pytest.raises(CaptureError, match=f"no capture under .*{side}. Make one first: {make_one}"):
-        newest_capture(tmp_path, side)
 
 
 def test_files_of_layers_are_named_in_their_order(tmp_path: Path) -> None:
@@ -74,8 +57,3 @@ def test_files_of_layers_are_named_in_their_order(tmp_path: Path) -> None:
         found = files_of_layers(tmp_path, layers, most_bytes=most_bytes)
         assert [path.name for path in found] == names
     assert files_of_layers(tmp_path, (3,), most_bytes=9) == ()
-
-
-def test_files_of_a_layer_are_sites_twins_and_floor() -> None:
-    names = [path.name for path in layer_files(Path("golden"), 7)]
-    assert names == ["layer_7.safetensors", "layer_7.fp32.safetensors", "layer_7.floor.safetensors"]

@@ -58,10 +58,6 @@ def test_lone_tensor_is_its_first_element() -> None:
     assert Tap(path="").pick("no tensor") is None
 
 
-def test_list_is_read_like_a_tuple() -> None:
-    assert Tap(path="", index=1).pick([1, torch.ones(1)]) is not None
-
-
 class Output(NamedTuple):
     states: torch.Tensor
     weights: torch.Tensor
@@ -81,11 +77,6 @@ def test_every_missing_submodule_is_named() -> None:
         TargetError, match=r"that Sequential does not have: found q_proj: '1', k_proj: 'a.b'\. Paths"
     ):
         verify_taps(module, taps)
-
-
-def test_words() -> None:
-    assert str(Tap(path="mlp.gate", index=2)) == "mlp.gate:output[2]"
-    assert str(Tap(path="", point="input")) == "<layer>:input[0]"
 
 
 class TestCut:

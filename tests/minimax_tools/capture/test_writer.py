@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +95,6 @@ def test_model_sites_are_written_with_their_floor(describe: Any, inputs: Inputs,
     assert torch.equal(capture.read_model_floor("logits.error"), torch.zeros(2, 3))
 
 
-def test_what_is_not_exposed_and_observed_is_kept(
-    describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
-) -> None:
-    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.write_layer(
-            0, layer_of(0), not_exposed=(Site.Q_ROPE,), observed_dtypes={"router_gate": "bfloat16"}
-        )
-        writer.write_layer(1, layer_of(1))
-    capture = Capture.open(tmp_path)
-    assert (capture.not_exposed(0), capture.not_exposed(1)) == ((Site.Q_ROPE,), ())
-    assert capture.manifest.observed_dtypes == {"router_gate": "bfloat16"}
-
-
 def test_hidden_states_lie_with_the_inputs(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
     hidden_states = torch.randn(2, 3, 4).bfloat16()
     with open_capture(tmp_path, describe(), inputs=inputs, hidden_states=hidden_states):
@@ -137,9 +123,3 @@ def test_json_beside_the_tensors_is_text_of_the_whole_alphabet(
         with pytest.raises(ValueError, match="not JSON compliant"):
             writer.write_json("generation.json", {"nan": float("nan")})
     assert "Grüße" in (tmp_path / "generation.json").read_text(encoding="utf-8")
-
-
-def test_finished_capture_says_so(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
-    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.finish()
-    assert json.loads((tmp_path / "manifest.json").read_text())["complete"] is True

@@ -70,12 +70,6 @@ def test_file_that_was_removed_fails_the_run(write: Write, tmp_path: Path, name:
     assert Capture.open(again).is_complete
 
 
-def test_capture_that_lacks_a_file_is_not_marked_complete(write: Write, tmp_path: Path) -> None:
-    with pytest.raises(CaptureError):
-        write(tmp_path, disturb=remove("layer_1.safetensors"))
-    assert not Capture.open(tmp_path).is_complete
-
-
 @pytest.mark.parametrize("name", ["layer_1.safetensors", "extra.json", "manifest.json"])
 def test_file_that_was_changed_fails_the_run(write: Write, tmp_path: Path, name: str) -> None:
     with pytest.raises(CaptureError, match="were removed or changed"):
@@ -85,15 +79,6 @@ def test_file_that_was_changed_fails_the_run(write: Write, tmp_path: Path, name:
 def test_file_that_was_removed_after_the_finish_fails_the_run(write: Write, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"found layer_1\.safetensors is missing"):
         write(tmp_path, afterwards=remove("layer_1.safetensors"))
-
-
-def test_folder_that_was_emptied_names_the_files(write: Write, tmp_path: Path) -> None:
-    def empty(directory: Path) -> None:
-        shutil.rmtree(directory)
-        directory.mkdir()
-
-    with pytest.raises(CaptureError, match=r"layer_0\.safetensors is missing; .*manifest\.json is missing"):
-        write(tmp_path / "run", disturb=empty)
 
 
 def test_folder_that_was_copied_back_is_as_good(write: Write, tmp_path: Path) -> None:

@@ -83,11 +83,6 @@ def test_prompts_are_in_the_order_of_their_numbers(golden: Path, tmp_path: Path)
     assert mask.sum(dim=1).tolist() == [48, 33]
 
 
-def test_engines_longer_names_of_layers_are_known(golden: Path, tmp_path: Path) -> None:
-    dump = open_source(write_caches(tmp_path, golden, name="model.layers.{layer}.self_attn.attn"))
-    assert dump.layers == (0, 1, 2, 3)
-
-
 def judge(golden: Path, dump: Path, command: Any) -> dict[tuple[int, str], dict[str, Any]]:
     """Compare, and return the results by layer and site; nothing but keys and values is held, so it is no pass."""
     compared = command(mm2_compare, "--golden", golden, "--run", dump, "--json")
@@ -117,14 +112,6 @@ def test_wrong_keys_are_told_from_right_values(golden: Path, tmp_path: Path, com
 def test_other_number_of_prompts_is_refused(golden: Path, tmp_path: Path) -> None:
     dump = open_source(write_caches(tmp_path, golden, prompts=(0,)))
     with pytest.raises(IncomparableError, match=r"of other prompts than .* the caches of 2 prompts, found 1"):
-        dump.laid_out_as(Capture.open(golden))
-
-
-def test_shorter_cache_is_refused(golden: Path, tmp_path: Path) -> None:
-    dump = open_source(
-        write_caches(tmp_path, golden, lambda _, pair: tuple(half[:, :, :20] for half in pair))
-    )
-    with pytest.raises(IncomparableError, match=r"holds fewer tokens than .* expected 48 or more, found 20"):
         dump.laid_out_as(Capture.open(golden))
 
 
@@ -164,14 +151,6 @@ def change_file(directory: Path, change: Callable[[dict[str, Any]], None]) -> No
     torch.save(caches, path)
 
 
-def test_prompts_of_other_heads_are_refused(golden: Path, tmp_path: Path) -> None:
-    write_caches(tmp_path, golden)
-    name = "layers.2.self_attn"
-    change_file(tmp_path, lambda caches: caches.update({name: tuple(half[:, :1] for half in caches[name])}))
-    with pytest.raises(CaptureError, match="has other heads than"):
-        open_source(tmp_path)
-
-
 def test_two_caches_of_one_layer_are_refused(golden: Path, tmp_path: Path) -> None:
     """Such as a draft model's beside the target's."""
     write_caches(tmp_path, golden)
@@ -187,16 +166,3 @@ def test_caches_take_no_map(golden: Path, tmp_path: Path) -> None:
     reading = DumpReading(names=NameMap.read(tmp_path / "map.yaml"))
     with pytest.raises(UsageError, match="they take no format and no map"):
         open_source(tmp_path, reading)
-
-
-def test_folder_without_caches_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="no caches at"):
-        CacheCapture.open(tmp_path)
-
-
-def test_nothing_else_is_held(golden: Path, tmp_path: Path) -> None:
-    dump = open_source(write_caches(tmp_path, golden))
-    assert dump.model_sites() == ()
-    assert Site.K_PROJ in dump.not_exposed(0)
-    with pytest.raises(CaptureError, match="holds no k_proj of layer 0"):
-        dump.read(0, Site.K_PROJ)

@@ -85,12 +85,6 @@ class TestNxdi:
         with pytest.raises(CaptureError, match=r"capture_metadata\.json is damaged"):
             read_dump(tmp_path, FORMATS["nxdi"])
 
-    def test_tuples_lists_and_dicts_are_looked_into(self, tmp_path: Path) -> None:
-        value = (TENSOR, [TENSOR, None], {"key": TENSOR, "count": 3})
-        save(value, tmp_path / "captured_tensors_cte_step_1_module_a_output.pt")
-        pieces = read_dump(tmp_path, FORMATS["nxdi"]).pieces
-        assert [piece.element for piece in pieces] == ["0", "1.0", "2.key"]
-
     def test_prefill_is_the_first_pass(self, tmp_path: Path) -> None:
         for step in (10, 2, 1):
             phase = "cte" if step == 1 else "tkg"
@@ -195,12 +189,6 @@ class TestSglang:
             ("norm", "0.1"),
             ("positions", "0.1"),
         ]
-
-    def test_value_that_is_no_tensor_is_left_out(self, tmp_path: Path) -> None:
-        meta = {"step": 0, "rank": 0, "dump_index": 1, "name": "count"}
-        save({"value": 3, "meta": meta}, tmp_path / "step=0___rank=0___dump_index=1___name=count.pt")
-        dump = read_dump(tmp_path, FORMATS["sglang"])
-        assert dump.pieces == ()
 
     def test_other_parallelism_is_refused(self, tmp_path: Path) -> None:
         info = {"tp_rank": 0, "tp_size": 1, "cp_rank": 0, "cp_size": 2}
@@ -316,11 +304,6 @@ class TestMalicious:
 
 
 class TestFindFormat:
-    def test_no_tools_folder_is_of_none(self, tmp_path: Path) -> None:
-        (tmp_path / "rank0").mkdir()
-        save(TENSOR, tmp_path / "output.pt")
-        assert find_format(tmp_path) is None
-
     @pytest.mark.parametrize("name", FORMATS)
     def test_named_format_must_be_there(self, name: str, tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match=f"holds no {name} capture"):

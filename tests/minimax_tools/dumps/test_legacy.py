@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.legacy import LegacyCapture, is_legacy
+from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -84,16 +83,6 @@ def test_golden_layers_are_in_natural_order(tmp_path: Path) -> None:
     assert capture.layers == (0, 1, 2, 10)
 
 
-def test_golden_is_a_capture_source_without_a_past(tmp_path: Path) -> None:
-    capture: CaptureSource = LegacyCapture.open(write_golden(tmp_path / "full_model"))
-    assert capture.directory == tmp_path / "full_model"
-    assert capture.known_description is None
-    assert capture.not_exposed(0) == ()
-    assert capture.read_twin(0, Site.OUTPUT) is None
-    assert capture.read_model_twin(ModelSite.EMBEDDING) is None
-    assert capture.read_floor(0, "output") is None
-
-
 def test_golden_output_is_read_bit_for_bit(tmp_path: Path) -> None:
     capture = LegacyCapture.open(write_golden(tmp_path / "full_model"))
     assert torch.equal(capture.read(2, Site.OUTPUT), hidden_states(2))
@@ -146,13 +135,6 @@ def test_golden_output_that_cannot_be_told_is_refused(content: Any, tmp_path: Pa
         LegacyCapture.open(directory).read(0, Site.OUTPUT)
 
 
-def test_a_pickled_module_names_itself(tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "full_model")
-    torch.save(torch.nn.Linear(2, 2), directory / "layer_0_output.pt")
-    with pytest.raises(CaptureError, match=r"found a pickled torch\.nn\.modules\.linear\.Linear"):
-        LegacyCapture.open(directory).read(0, Site.OUTPUT)
-
-
 def test_model_sites_are_read_where_they_are_stored(tmp_path: Path) -> None:
     directory = write_golden(tmp_path / "full_model")
     torch.save({"logits": hidden_states(7)}, directory / "logits.pt")
@@ -190,12 +172,6 @@ def test_flat_tokens_get_the_shape_of_the_mask(tmp_path: Path) -> None:
     assert torch.equal(LegacyCapture.open(directory).read(1, Site.OUTPUT), hidden_states(1))
 
 
-def test_flat_tokens_of_another_number_stay_flat(tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "full_model", attention_mask=MASK)
-    torch.save(torch.ones(5, HIDDEN), directory / "layer_1_output.pt")
-    assert LegacyCapture.open(directory).read(1, Site.OUTPUT).shape == (5, HIDDEN)
-
-
 def test_single_layer_gives_input_output_and_mask(tmp_path: Path) -> None:
     capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", single_layer(7)))
     assert capture.layers == (7,)
@@ -221,13 +197,6 @@ def test_single_layer_without_output_holds_its_input_only(tmp_path: Path) -> Non
         capture.read(7, Site.OUTPUT)
 
 
-def test_output_of_a_foreign_class_is_refused(tmp_path: Path) -> None:
-    record = single_layer(7, output_hidden_states=MiniMaxM2InferenceConfig())
-    capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", record))
-    with pytest.raises(CaptureError, match="holds no tensor where one is looked for"):
-        capture.read(7, Site.OUTPUT)
-
-
 def test_range_gives_the_first_input_and_the_last_output(tmp_path: Path) -> None:
     capture = LegacyCapture.open(write_run(tmp_path / "layers_2_to_5", layer_range(2, 5)))
     assert capture.layers == (2, 5)
@@ -236,21 +205,6 @@ def test_range_gives_the_first_input_and_the_last_output(tmp_path: Path) -> None
     assert torch.equal(capture.read(2, Site.INPUT), hidden_states(1))
     assert torch.equal(capture.read(5, Site.OUTPUT), hidden_states(5))
     assert capture.read_attention_mask() is None
-
-
-def test_layer_inside_a_range_is_missing(tmp_path: Path) -> None:
-    capture = LegacyCapture.open(write_run(tmp_path / "layers_2_to_5", layer_range(2, 5)))
-    assert capture.sites(3) == ()
-    with pytest.raises(
-        CaptureError, match=r"holds no output of layer 3: found layer 2: input, layer 5: output"
-    ):
-        capture.read(3, Site.OUTPUT)
-
-
-def test_range_of_flat_tokens_gets_the_shape_of_its_input(tmp_path: Path) -> None:
-    record = layer_range(2, 5, output_hidden_states=hidden_states(5).reshape(-1, HIDDEN))
-    capture = LegacyCapture.open(write_run(tmp_path / "layers_2_to_5", record))
-    assert torch.equal(capture.read(5, Site.OUTPUT), hidden_states(5))
 
 
 def test_range_that_counts_its_layers_otherwise_is_refused(tmp_path: Path) -> None:
@@ -286,22 +240,6 @@ def test_folder_of_two_runs_of_one_layer_is_refused(tmp_path: Path) -> None:
         CaptureError, match=r"output of layer 1 twice: found layer_1_output\.pt and layer_output\.pt"
     ):
         LegacyCapture.open(directory)
-
-
-def test_folder_of_two_files_of_one_site_outside_the_layers_is_refused(tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "golden")
-    for seed, name in enumerate(("logits.pt", "lm_head_output.pt")):
-        torch.save(hidden_states(seed), directory / name)
-    with pytest.raises(CaptureError, match=r"the logits twice: found lm_head_output\.pt and logits\.pt"):
-        LegacyCapture.open(directory)
-
-
-def test_folder_without_such_files_is_not_recognised(tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "metadata.pt")
-    assert not is_legacy(tmp_path)
-    assert not is_legacy(tmp_path / "gone")
-    with pytest.raises(CaptureError, match="no capture at"):
-        LegacyCapture.open(tmp_path)
 
 
 def test_damaged_file_is_named_when_it_is_read(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.dumps.name_map import NameMap
@@ -49,12 +48,6 @@ def write_own(directory: Path) -> Path:
     return directory
 
 
-def test_own_capture_is_opened(tmp_path: Path) -> None:
-    source = open_source(write_own(tmp_path / "single_layer_0"))
-    assert isinstance(source, Capture)
-    assert torch.equal(source.read(0, Site.OUTPUT), torch.ones(1, 2, 3))
-
-
 def test_folder_of_pt_files_is_opened(tmp_path: Path) -> None:
     source = open_source(write_legacy(tmp_path / "full_model"))
     assert isinstance(source, LegacyCapture)
@@ -78,27 +71,6 @@ def test_map_is_refused_for_the_old_layout(tmp_path: Path) -> None:
 def test_directory_that_is_not_there_is_named_with_a_next_step(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"no capture directory .*gone.*mm2-gpu extract-all"):
         open_source(tmp_path / "gone")
-
-
-def test_file_is_no_capture_directory(tmp_path: Path) -> None:
-    path = tmp_path / "layer_output.pt"
-    torch.save({}, path)
-    with pytest.raises(CaptureError, match=r"no capture directory .*layer_output\.pt: found a file"):
-        open_source(path)
-
-
-def test_empty_directory_is_called_empty(tmp_path: Path) -> None:
-    with pytest.raises(
-        CaptureError, match=r"expected manifest\.json, or layer_<N>_output\.pt.*found an empty directory"
-    ):
-        open_source(tmp_path)
-
-
-def test_directory_of_other_files_lists_them(tmp_path: Path) -> None:
-    for index in range(7):
-        (tmp_path / f"{index}.txt").touch()
-    with pytest.raises(CaptureError, match=r"found 0\.txt, 1\.txt, 2\.txt, 3\.txt, 4\.txt and 2 more"):
-        open_source(tmp_path)
 
 
 def test_directory_of_captures_names_them(tmp_path: Path) -> None:

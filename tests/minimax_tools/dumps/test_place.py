@@ -54,14 +54,6 @@ class TestParse:
         with pytest.raises(UsageError, match="cannot be read: expected 'layers"):
             SitePlace.parse(text)
 
-    def test_part_that_takes_nothing_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="its part ends before it begins"):
-            SitePlace.parse("a[8:8]")
-
-    def test_unknown_layout_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="'@split' cannot be read: expected '@replicate'"):
-            SitePlace.parse("a@split")
-
 
 class TestFindLayers:
     def test_whole_path_or_its_end_is_meant(self) -> None:

@@ -177,25 +177,6 @@ def test_warm_up_of_tokens_that_are_all_alike_leaves_the_proof_to_another_pass(
     assert held_sites(capture) == ALL
 
 
-def test_pass_without_the_embedding_leaves_the_proof_to_another(
-    model: dict[str, torch.Tensor], tmp_path: Path, opened: Callable[..., DumpCapture]
-) -> None:
-    del model["model.layers.0"], model["model.layers.1"]
-    opened(model)
-    write_pass(tmp_path / "dp0", "prefill_s9_0", {"lm_head": torch.zeros(9, 5)}, request="another")
-    assert held_sites(DumpCapture.open(tmp_path, NameMap())) == ALL
-
-
-def test_one_token_among_zeros_proves_nothing_by_a_norm(
-    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
-) -> None:
-    del model["model.layers.0"], model["model.layers.1"], model["model.embed_tokens"]
-    model["model.layers.0"] = torch.zeros(T, H).bfloat16()
-    model["model.layers.1.input_layernorm"] = torch.zeros(T, H).bfloat16()
-    model["model.layers.0"][5], model["model.layers.1.input_layernorm"][5] = 2.0, 3.0
-    assert (0, Site.OUTPUT) not in held_sites(opened(model))
-
-
 def test_addends_of_other_widths_prove_nothing(
     model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
 ) -> None:

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import logging
 import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,7 +110,7 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    ["nothing", "a/b/c", "./owner/name", "../name", "/owner/name", "owner/", "", "owner/name@", "o/n@../x"],
+    ["nothing", "a/b/c", "../name", "", "owner/name@", "o/n@../x"],
 )
 def test_what_is_neither_folder_nor_id_is_refused(model: str) -> None:
     message = _fault(lambda: resolve_model(model))
@@ -176,12 +172,6 @@ def test_the_config_alone_comes_without_shards(hub: Any, access: HubAccess, reso
     folder = resolve_config("owner/name", access=access)
     assert {path.name for path in folder.iterdir()} == set(DESCRIPTION)
     assert resolve() == folder
-
-
-def test_a_model_that_is_not_sharded_is_fetched_whole(hub: Any, access: HubAccess, files: Files) -> None:
-    hub.add("owner/one", {"config.json": b"{}", "model.safetensors": files[TOP]})
-    folder = resolve_model("owner/one", layers=range(1), access=access)
-    assert (folder / "model.safetensors").read_bytes() == files[TOP]
 
 
 def test_a_model_of_bin_files_is_fetched_by_its_own_index(hub: Any, access: HubAccess) -> None:
@@ -255,12 +245,6 @@ def test_files_of_a_folder_are_listed_and_found(tmp_path: Path) -> None:
     assert f"{tmp_path} lacks b.json" in _fault(lambda: fetch_files(str(tmp_path), ["a.json", "b.json"]))
 
 
-@pytest.mark.usefixtures("resolve")
-def test_a_file_that_the_model_lacks_is_named(access: HubAccess) -> None:
-    message = _fault(lambda: fetch_files("owner/name", ["config.json", "x.json"], access=access))
-    assert "owner/name at revision 'main' has no x.json" in message
-
-
 # What may fail for good
 
 
@@ -320,7 +304,7 @@ def test_an_answer_that_is_no_hubs_is_no_missing_model(
 # What may pass by itself
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/api/"), ("HEAD", LAYER_0), ("GET", LAYER_0)])
 def test_a_busy_hub_is_asked_again(
     method: str, path: str, status: int, hub: Any, hub_module: ModuleType, files: Files, resolve: Resolve
@@ -494,11 +478,6 @@ def test_a_refusal_is_not_covered_by_the_cache(hub: Any, hub_module: ModuleType,
     assert "the hub forbids it" in _fault(lambda: resolve(layers=range(1)))
 
 
-def test_no_hub_and_a_part_cached_is_no_answer(resolve: Resolve) -> None:
-    resolve(layers=range(1))
-    assert "does not answer" in _fault(lambda: resolve(endpoint="http://127.0.0.1:9"))
-
-
 def test_offline_what_is_cached_is_used_and_what_is_missing_is_named(hub: Any, resolve: Resolve) -> None:
     folder = resolve(layers=range(1))
     hub.forget()
@@ -507,18 +486,6 @@ def test_offline_what_is_cached_is_used_and_what_is_missing_is_named(hub: Any, r
     message = _fault(lambda: resolve(is_offline=True))
     assert f"lacks {LAYER_1} of owner/name, and the hub is not asked" in message
     assert "HF_HUB_OFFLINE" in message
-    assert hub.log == []
-
-
-def test_offline_files_are_listed_from_the_cache(access: HubAccess, resolve: Resolve) -> None:
-    resolve(layers=range(0))
-    offline = dataclasses.replace(access, is_offline=True)
-    assert list_files("owner/name", access=offline) == tuple(sorted((*DESCRIPTION, TOP)))
-
-
-def test_offline_with_an_empty_cache_names_what_is_missing(hub: Any, resolve: Resolve) -> None:
-    message = _fault(lambda: resolve(is_offline=True))
-    assert "lacks config.json of owner/name, and the hub is not asked" in message
     assert hub.log == []
 
 
@@ -581,38 +548,3 @@ def test_endpoint_token_and_cache_are_those_of_the_environment(
     assert {one.token for one in hub.log if not one.path.startswith("/content/")} == {token}
     offline = _run(tmp_path, HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="1")
     assert offline.stdout.strip() == str(folder)
-
-
-@pytest.mark.usefixtures("resolve")
-@pytest.mark.parametrize(("level", "is_shown"), [("logging.INFO", True), ("logging.WARNING", False)])
-def test_progress_is_shown_on_a_terminal_unless_quiet(
-    level: str, is_shown: bool, hub: Any, tmp_path: Path
-) -> None:
-    ours, theirs = pty.openpty()
-    # A terminal without columns has no room for a bar.
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    process = _process(tmp_path, "owner/name", "", level, {"HF_ENDPOINT": hub.endpoint})
-    done = subprocess.run(**process, stdout=subprocess.PIPE, stderr=theirs, text=True)
-    os.close(theirs)
-    shown = b""
-    while piece := _read(ours):
-        shown += piece
-    os.close(ours)
-    assert done.stdout.count("\n") == 1
-    assert (LAYER_0.encode() in shown) is is_shown
-    assert (b"Fetching 3 files" in shown) is is_shown
-    assert is_shown or shown == b""
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:
-        # How Linux says that nobody holds the other end any more.
-        return b""
-
-
-def test_an_empty_file_is_fetched(access: HubAccess, hub: Any) -> None:
-    hub.add("owner/blank", {"config.json": b"{}", "merges.txt": b""})
-    paths = fetch_files("owner/blank", ["merges.txt"], access=access)
-    assert paths["merges.txt"].read_bytes() == b""

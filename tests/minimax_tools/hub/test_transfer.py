@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,20 +52,6 @@ def test_a_server_without_ranges_is_named_and_its_file_left_alone(
     assert len(hub.asked("GET", SHARD)) == 1
 
 
-def test_an_answer_without_content_is_not_called_the_whole_file(
-    access: HubAccess, hub: Any, hub_module: ModuleType
-) -> None:
-    hub.plant("GET", "/content/", hub_module.Fault(status=202))
-    with pytest.raises(NoRangesError, match=r"found status 202\."):
-        read(access, 0, 8)
-
-
-def test_a_part_of_a_file_of_unknown_size_is_taken(access: HubAccess) -> None:
-    snapshot = hub_snapshot(MODEL, access=access)
-    file = dataclasses.replace(snapshot.files[SHARD], size_bytes=None)
-    assert read_range(snapshot.commit, file, 3, 9) == DATA[3:9]
-
-
 def test_a_hub_that_stays_down_is_a_network_error(
     access: HubAccess, hub: Any, hub_module: ModuleType
 ) -> None:
@@ -88,11 +73,5 @@ def test_a_part_of_another_file_is_not_taken(access: HubAccess, hub: Any) -> Non
 
 
 def test_a_folder_is_no_hub(tmp_path: Path, access: HubAccess) -> None:
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="is no hub model"):
         hub_snapshot(str(tmp_path), access=access)
-
-
-def test_offline_nothing_is_asked(access: HubAccess, hub: Any) -> None:
-    with pytest.raises(CheckpointError, match="the hub is not asked"):
-        read(dataclasses.replace(access, is_offline=True), 0, 8)
-    assert not hub.log

@@ -216,8 +216,7 @@ def test_a_busy_server_keeps_what_was_received_or_sent(
         folder.fetch(file, tmp_path / "large.bin")
     with pytest.raises(NetworkLossError, match="S3 fails, or has too much to do") as putting:
         folder.put({"new.bin": tmp_path / "new.bin"}, last="manifest.json")
-    assert fetching.value.next_step == "Run again: received data is kept."
-    assert putting.value.next_step == "Run again: what is there is not sent twice."
+    assert fetching.value.next_step == putting.value.next_step == "Run again: whole files are not sent twice."
 
 
 def test_a_machine_without_s3fs_is_told_what_to_install(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
