@@ -95,7 +95,17 @@ class DumpAssembly:
                 found=f"{num_groups}",
                 next_step="Name them as steps in a map: an inner list for passes that follow each other.",
             )
-        return self._read_groups(site, rows, kind=kind, what=what)
+        try:
+            return self._read_groups(site, rows, kind=kind, what=what)
+        except CaptureError as error:
+            if not self.found.not_joined:
+                raise
+            raise CaptureError(
+                error.what,
+                expected=error.expected,
+                found=error.found,
+                next_step=f"The passes could not be joined: {self.found.not_joined}",
+            ) from error
 
     def _read_stretches(
         self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str

@@ -4,8 +4,6 @@ A golden is a folder of `layer_N_output.pt`, with `embedding_output.pt` and `met
 `layer_N_input.pt`, norm and logits. Without its own file, a layer's input is the output before it. A device run is a
 folder with one `layer_output.pt` (a single layer) or `layers_output.pt` (a range of layers). A range keeps the input of
 its first layer and the output of its last layer only.
-
-LegacyLayout: the tensors in a folder of `.pt` files that scripts before mm2 wrote, and the shape of its batch.
 """
 
 from __future__ import annotations
@@ -79,85 +77,12 @@ _RUN_FILES: Mapping[str, _RunFile] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LegacyLayout:
-    """The contents of a folder."""
-
-    places: Mapping[SiteKey, LegacyPlace]
-    mask: Any  # the attention mask as it was saved; None if no file holds one
-    batch_shape: tuple[int, int] | None  # (B, S) of the token rows; None if no file tells
-
-
-class LegacyFiles:
-    """The `.pt` files of one folder; the last one read is kept."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.names = _list_names(directory)
-        self._loaded: tuple[str, Any] | None = None
-
-    def load(self, name: str) -> Any:
-        """Load a file as `load_restricted` does."""
-        if self._loaded is None or self._loaded[0] != name:
-            self._loaded = None  # before the next is read, so that memory holds one
-            self._loaded = name, load_restricted(self.directory / name)
-        return self._loaded[1]
-
-    def read(self, place: LegacyPlace) -> torch.Tensor:
-        """Read the tensor at a place, as it was saved.
-
-        Raises:
-            CaptureError: The file is damaged, or holds no tensor there.
-        """
-        value = self.load(place.file)
-        tensor = find_tensor(value, place.keys)
-        if tensor is None:
-            raise CaptureError(
-                f"{self.directory / place.file} holds no tensor where one is looked for",
-                expected="a tensor, a tuple that begins with it, or a dict with " + ", ".join(place.keys),
-                found=describe_value(value),
-                next_step="Save the tensor alone: torch.save(tensor.cpu(), FILE).",
-            )
-        # In memory of its own: the file may change now.
-        return tensor.clone()
-
-
 def is_legacy(directory: Path) -> bool:
     """Decide whether a folder holds files of this layout."""
     return any(
         name in _RUN_FILES or name in _MODEL_FILES or _LAYER_FILE.fullmatch(name)
         for name in _list_names(directory)
     )
-
-
-def read_layout(files: LegacyFiles) -> LegacyLayout:
-    """Find the tensors in a folder; files are read only if their names do not tell what they hold.
-
-    Raises:
-        CaptureError: A file is damaged, or does not say which layers it is of.
-    """
-    places: dict[SiteKey, LegacyPlace] = {}
-    mask: Any = None
-    batch_shape: tuple[int, int] | None = None
-    for name in files.names:
-        found = dict(_layer_places(files, name))
-        if name in _MODEL_FILES:
-            found[None, _MODEL_FILES[name]] = LegacyPlace(file=name, keys=_OWN_FILE_KEYS)
-        for key, place in found.items():
-            layer, site = key
-            first = places.setdefault(key, place)
-            if first != place:
-                raise CaptureError(
-                    f"{files.directory} holds the {site}{'' if layer is None else f' of layer {layer}'} twice",
-                    found=f"{first.file} and {place.file}",
-                    next_step="Keep the files of each run in a folder of their own.",
-                )
-        if name in _RUN_FILES or name == _METADATA_FILE:
-            # The first record that holds a mask or a shape counts.
-            for record in _mappings(files.load(name)):
-                mask = _first_of(record, _MASK_KEYS) if mask is None else mask
-                batch_shape = batch_shape or _batch_shape(record)
-    return LegacyLayout(places=places, mask=mask, batch_shape=batch_shape)
 
 
 def find_tensor(value: Any, keys: tuple[str, ...]) -> torch.Tensor | None:
@@ -196,42 +121,17 @@ def _list_names(directory: Path) -> tuple[str, ...]:
         return ()
 
 
-def _layer_places(files: LegacyFiles, name: str) -> dict[SiteKey, LegacyPlace]:
-    """Return the places in one file of the layers' inputs and outputs; {} for a file that holds none."""
-    layer_file = _LAYER_FILE.fullmatch(name)
-    if layer_file is not None:
-        layer, site = int(layer_file[1]), Site(layer_file[2])
-        keys = _OWN_FILE_KEYS if site is Site.OUTPUT else (*_RUN_KEYS[site], "hidden_states", "input")
-        return {(layer, site): LegacyPlace(file=name, keys=keys)}
-    if name not in _RUN_FILES:
-        return {}
-    record = files.load(name)
-    if not isinstance(record, Mapping):
-        raise CaptureError(
-            f"{files.directory / name} is of another layout",
-            expected=f"a dict with {_RUN_FILES[name].last_key} and output_hidden_states",
-            found=describe_value(record),
-            next_step="Run the capture again.",
-        )
-    first, last = _run_layers(files, name, record)
-    return {
-        (layer, site): LegacyPlace(file=name, keys=_RUN_KEYS[site])
-        for layer, site in ((first, Site.INPUT), (last, Site.OUTPUT))
-        if _first_of(record, _RUN_KEYS[site]) is not None
-    }
-
-
-def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tuple[int, int]:
+def _run_layers(path: Path, record: Mapping[Any, Any]) -> tuple[int, int]:
     """Return the first and the last layer of a run, the latter included."""
-    first_key, last_key, folder = _RUN_FILES[name]
-    match = folder.fullmatch(files.directory.resolve().name)
+    first_key, last_key, folder = _RUN_FILES[path.name]
+    match = folder.fullmatch(path.resolve().parent.name)
     named = {key: int(value) for key, value in match.groupdict().items()} if match else {}
     try:
         first = operator.index(record.get(first_key, named.get(first_key)))
         last = operator.index(record.get(last_key, named.get(last_key)))
     except TypeError:  # no number, or not a whole one
         raise CaptureError(
-            f"{files.directory / name} does not say which layer it holds",
+            f"{path} does not say which layer it holds",
             expected=f"a whole number under {last_key}",
             found=describe_value(record),
             next_step="Name the folder single_layer_N or layers_A_to_B as the script did.",
@@ -240,7 +140,7 @@ def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tup
     is_other_number = isinstance(num_layers, int) and num_layers != last - first + 1
     if first < 0 or last < first or is_other_number:
         raise CaptureError(
-            f"{files.directory / name} contradicts itself",
+            f"{path} contradicts itself",
             expected=f"{last - first + 1} layers, {first} to {last}",
             found=f"num_layers {num_layers}",
             next_step="Run the capture again.",
@@ -285,14 +185,32 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
     Such files hold the batch as the golden does, padding included, so tensors are read as they lie.
     """
 
-    def __init__(self, files: LegacyFiles, layout: LegacyLayout) -> None:
-        super().__init__(files.directory, layout.places)
-        self._files = files
-        self._layout = layout
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._loaded: tuple[str, Any] | None = None  # the last file that was read
+        places: dict[SiteKey, LegacyPlace] = {}
+        self._mask: Any = None  # the attention mask as it was saved; None if no file holds one
+        self._batch_shape: tuple[int, int] | None = None  # (B, S) of the token rows; None if no file tells
+        for name in _list_names(directory):
+            for key, place in self._places_in(name).items():
+                first = places.setdefault(key, place)
+                if first != place:
+                    layer, site = key
+                    raise CaptureError(
+                        f"{directory} holds the {site}{'' if layer is None else f' of layer {layer}'} twice",
+                        found=f"{first.file} and {place.file}",
+                        next_step="Keep the files of each run in a folder of their own.",
+                    )
+            if name in _RUN_FILES or name == _METADATA_FILE:
+                # The first record that holds a mask or a shape counts.
+                for record in _mappings(self._load(name)):
+                    self._mask = _first_of(record, _MASK_KEYS) if self._mask is None else self._mask
+                    self._batch_shape = self._batch_shape or _batch_shape(record)
+        super().__init__(directory, places)
 
     @classmethod
     def open(cls, directory: Path) -> LegacyCapture:
-        """Open a folder of this layout.
+        """Open a folder of this layout; files are read only if their names do not tell what they hold.
 
         Raises:
             CaptureError: The folder holds no such file, one is damaged, or does not say which layers it is of.
@@ -303,8 +221,7 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
                 expected=LEGACY_LAYOUT,
                 next_step="Name the folder that holds the files themselves.",
             )
-        files = LegacyFiles(directory)
-        return cls(files, read_layout(files))
+        return cls(directory)
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
         """Read a site's tensor to the CPU, in its stored dtype; [B,S,H] if the files tell B and S."""
@@ -319,7 +236,7 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
         """Read the tensor of a site outside the layers."""
-        place = self._layout.places.get((None, site))
+        place = self._places.get((None, site))
         if place is None:
             raise CaptureError(
                 f"{self.directory} holds no {site}", next_step="Only whole-model runs capture it."
@@ -332,21 +249,62 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
         Raises:
             CaptureError: The stored mask does not tell real tokens from padding.
         """
-        if self._layout.mask is None:
+        if self._mask is None:
             return None
-        mask = find_tensor(self._layout.mask, keys=())  # a tensor, or the first or only one of its container
+        mask = find_tensor(self._mask, keys=())  # a tensor, or the first or only one of its container
         if mask is None or mask.ndim not in (1, 2) or not bool(((mask == 0) | (mask == 1)).all()):
             raise CaptureError(
                 f"the attention mask of {self.directory} does not tell real tokens from padding",
                 expected="[B,S] of 0 and 1",
-                found=describe_value(self._layout.mask),
+                found=describe_value(self._mask),
                 next_step="Capture again with mm2, which stores the rows it ran.",
             )
         return (mask[None] if mask.ndim == 1 else mask).to(torch.int64)
 
+    def _load(self, name: str) -> Any:
+        if self._loaded is None or self._loaded[0] != name:
+            self._loaded = None  # before the next is read, so that memory holds one
+            self._loaded = name, load_restricted(self.directory / name)
+        return self._loaded[1]
+
     def _read(self, place: LegacyPlace) -> torch.Tensor:
-        tensor = self._files.read(place)
-        shape = self._layout.batch_shape
+        value = self._load(place.file)
+        tensor = find_tensor(value, place.keys)
+        if tensor is None:
+            raise CaptureError(
+                f"{self.directory / place.file} holds no tensor where one is looked for",
+                expected="a tensor, a tuple that begins with it, or a dict with " + ", ".join(place.keys),
+                found=describe_value(value),
+                next_step="Save the tensor alone: torch.save(tensor.cpu(), FILE).",
+            )
+        # In memory of its own: the file may change now.
+        tensor, shape = tensor.clone(), self._batch_shape
         if tensor.ndim == 2 and shape is not None and tensor.shape[0] == shape[0] * shape[1]:
             return tensor.reshape(*shape, -1)
         return tensor
+
+    def _places_in(self, name: str) -> dict[SiteKey, LegacyPlace]:
+        """Return the places in one file; {} for a file that holds none."""
+        if name in _MODEL_FILES:
+            return {(None, _MODEL_FILES[name]): LegacyPlace(file=name, keys=_OWN_FILE_KEYS)}
+        layer_file = _LAYER_FILE.fullmatch(name)
+        if layer_file is not None:
+            layer, site = int(layer_file[1]), Site(layer_file[2])
+            keys = _OWN_FILE_KEYS if site is Site.OUTPUT else (*_RUN_KEYS[site], "hidden_states", "input")
+            return {(layer, site): LegacyPlace(file=name, keys=keys)}
+        if name not in _RUN_FILES:
+            return {}
+        record = self._load(name)
+        if not isinstance(record, Mapping):
+            raise CaptureError(
+                f"{self.directory / name} is of another layout",
+                expected=f"a dict with {_RUN_FILES[name].last_key} and output_hidden_states",
+                found=describe_value(record),
+                next_step="Run the capture again.",
+            )
+        first, last = _run_layers(self.directory / name, record)
+        return {
+            (layer, site): LegacyPlace(file=name, keys=_RUN_KEYS[site])
+            for layer, site in ((first, Site.INPUT), (last, Site.OUTPUT))
+            if _first_of(record, _RUN_KEYS[site]) is not None
+        }

@@ -356,8 +356,6 @@ def _names_nothing(
 
 def _notes(found: FoundSites, names: NameMap, zeros: Sequence[DumpPiece]) -> Iterator[str]:
     """Yield sentences on how the dump is read, for the reader of a comparison."""
-    if found.not_joined:
-        yield f"the passes are not joined along the prompts: {found.not_joined}"
     if found.left and found.schedule is not None:
         yield (
             f"{_some(found.left)}: not read, because a longer pass has tokens of the same request from its first on, "
