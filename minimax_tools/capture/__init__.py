@@ -1,5 +1,7 @@
 """Captures: mm2's own directories of activations, written, read and checked.
 
+What reads or writes raises CaptureError if a file is missing or damaged, or the disk is full.
+
 - `recorder`: hooks that keep the tensors at a module's sites; several calls of a site in one forward, joined
 - `further`: a port's tensors that are no sites, kept on request
 - `taps`: places of sites in a module tree

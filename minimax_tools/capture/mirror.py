@@ -75,9 +75,6 @@ def mirror_capture(address: RemoteAddress) -> Path:
     """Return the folder that stands for the capture at an address; its tensor files come when they are read.
 
     If the server does not answer, the capture that the address named last is taken, with a warning.
-
-    Raises:
-        CaptureError: There is no whole capture at the address, or its manifest is damaged.
     """
     cache, folder = RemoteCache.from_environment(), open_remote(address)
     try:
@@ -139,11 +136,7 @@ class CaptureMirror:
         return cls(directory=directory, address=record.address, manifest=manifest)
 
     def hold(self, name: str) -> None:
-        """Fetch a file unless it is here. A file that comes damaged is fetched once more.
-
-        Raises:
-            CaptureError: It came damaged twice, or the address has no such file.
-        """
+        """Fetch a file unless it is here. A file that comes damaged is fetched once more."""
         path = self.directory / name
         if path.exists():
             return

@@ -1,11 +1,7 @@
-"""ModelPasses: what a whole port's run shows beside its sites: calls of its layers, its cache, its chosen tokens.
+"""ModelPasses: what a whole port's run shows beside its sites; Generation: the tokens generated after each prompt.
 
-A whole port computes a prefill and decoding steps; each is a pass. Pass 0 is the prefill, pass t the t-th step. Then it
-computes the same prompts in chunks: passes of several tokens, each behind what the ones before have cached. They are a
-capture of their own, in the folder `CHUNKS_FOLDER` of the run's.
-B prompts, K kv heads, S columns of the batch, D head_dim.
-
-Generation: the tokens that a model generated after each prompt, stored beside its activations.
+A whole port computes a prefill (pass 0) and decoding steps (pass t). Then it computes the same prompts in chunks: a
+capture of their own, in the folder `CHUNKS_FOLDER` of the run's. B prompts, K kv heads, S columns, D head_dim.
 """
 
 from __future__ import annotations
@@ -103,11 +99,7 @@ class Generation:
 
     @classmethod
     def read(cls, directory: Path) -> Generation | None:
-        """Read the generation of a capture directory; None if nothing was generated.
-
-        Raises:
-            CaptureError: The file is damaged.
-        """
+        """Read the generation of a capture directory; None if nothing was generated."""
         return _read_record(cls, directory / GENERATION_NAME, next_step="Run the capture again.")
 
     def num_alike(self, other: Generation) -> tuple[int, ...]:
@@ -241,11 +233,7 @@ class ModelPasses:
 
     @classmethod
     def read(cls, directory: Path) -> ModelPasses | None:
-        """Read the passes of a capture directory; None if its run was not one of a whole port.
-
-        Raises:
-            CaptureError: The file is damaged.
-        """
+        """Read the passes of a capture directory; None if its run was not one of a whole port."""
         return _read_record(cls, directory / PASSES_NAME, next_step="Run the port again.")
 
     def number_tokens(self, attention_mask: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,6 @@
 | site | its entry; a golden's statistics too, if nothing else shows that tensor and digest were changed together |
 | inputs, float32 twin, noise floor | the manifest's digests |
 | float32 twin | also the golden's tensor: its shape, and finite values wherever the golden has them |
-
-CheckRunner: runs each check of a capture's tensors once, now or on a thread beside the code that reads them.
-
-OpenFiles: the safetensors files of a directory that were read last, kept open for the next tensor.
 """
 
 from __future__ import annotations
@@ -225,19 +221,11 @@ class Proof:
         return self._checks.beside()
 
     def check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Raise if a site's tensor is not the one that its entry describes; within `beside`, at the block's end.
-
-        Raises:
-            CaptureError: The tensor differs.
-        """
+        """Raise if a site's tensor is not the one that its entry describes; within `beside`, at the block's end."""
         self._checks.run(self._key(entry.file, entry.site), lambda: self._check_entry(entry, tensor))
 
     def check_tensor(self, file: str, name: str, tensor: torch.Tensor, *, place: str) -> None:
-        """Raise if a tensor without an entry does not have its digest; `place` names the tensor in messages.
-
-        Raises:
-            CaptureError: The tensor differs, or the manifest does not list it.
-        """
+        """Raise if a tensor without an entry does not have its digest; `place` names the tensor in messages."""
         expected = self._digests.get((file, name))
         if expected is None:
             raise self.refuse(
@@ -258,11 +246,7 @@ class Proof:
             )
 
     def check_text(self, name: str, content: bytes | None) -> None:
-        """Raise if a JSON file does not have its digest; `content` is its bytes, None if there is no such file.
-
-        Raises:
-            CaptureError: The file differs, is missing, or is not listed.
-        """
+        """Raise if a JSON file does not have its digest; `content` is its bytes, None if there is no such file."""
         expected = self._texts.get(name)
         found = None if content is None else hashlib.sha256(content).hexdigest()
         if expected != found:

@@ -1,23 +1,9 @@
 """ReadRecord: the tensors that one node read of a checkpoint, written by a run, checked by `mm2-split verify`.
 
-In a run on several machines, each rank computes one node's slice of a plan. Before each layer that a rank writes, it
-writes `read_records/{node}.json` in the capture directory anew:
-
-    {"node": "a", "tensors": ["lm_head.weight", …], "bytes_read": 1024, "bytes_asked": 1024, …}
-
-| key | value |
-|---|---|
-| `node` | the node's name in the plan |
-| `tensors` | names of the tensors that were opened, each once |
-| `bytes_read` | bytes of these tensors that were read from files, without headers; a byte read twice counts twice |
-| `bytes_asked` | sum of the tensors' sizes in bytes |
-| `bytes_read_again` | bytes that a resumed run read of tensors that an earlier attempt had read |
-| `plan` | digest of the plan that the run went by; empty if none is known |
-
-A run that was killed and resumed has one record of all its attempts. A tensor's bytes count in `bytes_read` for the
-first attempt that reads the tensor, and in `bytes_read_again` for later ones. So `bytes_read` over the slice's size is
-1 if every attempt read its tensors once, however often the run was killed. Two things are not counted: what a killed
-attempt read after its last record, and attempts by another plan.
+In a run on several machines, each rank computes one node's slice of a plan. Before each layer that it writes, it
+writes `read_records/{node}.json` in the capture directory anew. A run that was killed and resumed has one record of
+all its attempts: a tensor's bytes count in `bytes_read` for the first attempt that reads it, and in `bytes_read_again`
+for later ones. What a killed attempt read after its last record, and attempts by another plan, are not counted.
 """
 
 from __future__ import annotations
@@ -84,11 +70,7 @@ class ReadRecord:
         )
 
     def write(self, folder: Path) -> Path:
-        """Write the record as `{node}.json` into a folder, made if only its parent exists, and return its path.
-
-        Raises:
-            CannotRunError: The file cannot be written.
-        """
+        """Write the record as `{node}.json` into a folder, made if only its parent exists, and return its path."""
         path = folder / f"{self.node}.json"
         try:
             # Not its parents: a capture directory that was removed must not come back without its manifest.
@@ -105,11 +87,7 @@ class ReadRecord:
 
     @classmethod
     def read(cls, path: Path) -> ReadRecord:
-        """Read a record.
-
-        Raises:
-            CannotRunError: The file is no such record.
-        """
+        """Read a record."""
         try:
             return decode(cls, read_own_json(path))
         except (OSError, ValueError) as error:

@@ -1,11 +1,7 @@
 """Capture: a capture directory of mm2, opened for reading.
 
-Tensors are read one at a time, and checked against their digests (see `proof`) before they are returned.
-
-Kept tokens: the values of each row's last tokens alone, for long rows.
-
-A row of thousands of tokens shows what short rows cannot: windows, pages and chunks of attention. Its last tokens show
-it as well as all of them, and take little disk. What other tokens or layers read is stored of every token.
+Tensors are read one at a time, and checked against their digests (see `proof`). Of long rows the values of the last
+tokens alone may be kept: they show windows, pages and chunks of attention as well as all tokens, and take little disk.
 B rows, S columns, n last tokens of each row, D head_dim.
 """
 
@@ -146,11 +142,7 @@ class Capture(CaptureSource):
 
     @classmethod
     def open(cls, directory: Path | str) -> Capture:
-        """Open a capture directory, or by a text such as `s3://bucket/golden` the capture at a remote address.
-
-        Raises:
-            CaptureError: There is no capture, or it is damaged.
-        """
+        """Open a capture directory, or by a text such as `s3://bucket/golden` the capture at a remote address."""
         folder = capture_folder(directory)
         if not (folder / MANIFEST_NAME).exists():
             _refuse_parent(folder)

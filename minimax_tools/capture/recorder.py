@@ -1,6 +1,6 @@
 """Recorder: hooks that keep the tensors at a module's sites while it runs, or replace them.
 
-Calls: a site whose module runs several times in one forward, joined if the calls make up the batch.
+A site whose module runs several times in one forward is joined if the calls make up the batch, in its order:
 
 | a call holds | for example |
 |---|---|
@@ -8,9 +8,8 @@ Calls: a site whose module runs several times in one forward, joined if the call
 | columns of every row: [B,s,F], [B,N,s,D] | a long prompt in chunks |
 | tokens: [t,F], [1,t,F], [t,N,D], [1,N,t,D] | experts over chunks of all tokens, or of such columns |
 
-Calls lie in the order of the batch. A site that is computed again, with the same bits, counts once. Where tokens may be
-consecutive or columns of every row, the inputs of the calls tell: they are rows of a tensor that was recorded whole.
-B batch, S sequence, F channels, N heads, D head_dim; b, s and t are parts of B, S and B·S.
+Where tokens may be consecutive or columns of every row, the inputs of the calls tell: they are rows of a tensor that
+was recorded whole. B batch, S sequence, F channels, N heads, D head_dim; b, s and t are parts of B, S and B·S.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Resumption: find out whether a killed run's capture can be resumed, and remove it if not.
+"""Resumption: a killed run's capture, resumed or removed; manifests of the ranks that write one capture together.
 
-Parts: manifests of the ranks that write one capture directory together.
-
-Each rank lists its tensors in a manifest of its own, its part, so no rank waits for another. When all ranks are done,
-they send rank 0 their parts to merge. If a rank is killed before, its part's file lists the layers that it finished,
-and a later run resumes from there.
+Each rank lists its tensors in a manifest of its own, its part. When all are done, they send rank 0 their parts to
+merge. If a rank is killed before, its part's file lists the layers that it finished, and a later run resumes from
+there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""RunCommands: the commands that judge, name and repeat a run of a port, as its captures describe it.
+"""RunCommands: the commands that judge, name and repeat a run of a port, and those that come next for a capture.
 
 Every command is complete: it can be pasted into a shell.
-
-Commands that come next for a capture, or for a checkpoint that has no golden yet.
 """
 
 from __future__ import annotations

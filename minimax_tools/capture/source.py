@@ -1,9 +1,4 @@
-"""CaptureSource: a readable capture, whichever tool wrote it.
-
-DumpListing: the tensors that another tool's dump holds, and the sites that they map to.
-
-CaptureInspection: a whole capture read once and checked against its digests.
-"""
+"""CaptureSource: a readable capture, whichever tool wrote it; its inspection, and the listing of a dump."""
 
 from __future__ import annotations
 

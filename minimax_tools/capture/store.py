@@ -70,11 +70,7 @@ def files_of_layers(directory: Path, layers: Iterable[int], *, most_bytes: int) 
 
 
 def newest_capture(captures: Path, side: str) -> Path:
-    """Return the capture of a side whose manifest was written last.
-
-    Raises:
-        CaptureError: There is none.
-    """
+    """Return the capture of a side whose manifest was written last."""
     stored = list_captures(captures / side)
     if not stored:
         raise CaptureError(

@@ -125,9 +125,6 @@ class WrittenFiles:
         """Check that all files of a capture are there, as they were written, and the manifest too.
 
         Files of another machine may show late: they are waited for, at most `patience_s` seconds.
-
-        Raises:
-            CaptureError: Files are missing, or were changed; the message names them.
         """
         names = dict.fromkeys((*manifest.file_names(), manifest_name))
         own = {name: self._states[name] for name in names if name in self._states}
@@ -295,11 +292,7 @@ class CaptureWriter:
         return Capture(self.directory, self.manifest).read(layer, Site.INPUT)
 
     def read_hidden_states(self) -> torch.Tensor:
-        """Read the hidden states [B,S,H] that `write_inputs` stored.
-
-        Raises:
-            CaptureError: There are none, or the file is damaged.
-        """
+        """Read the hidden states [B,S,H] that `write_inputs` stored."""
         stored = Capture(self.directory, self.manifest).read_hidden_states()
         if stored is None:
             raise CaptureError(f"{self.directory} holds no hidden states", next_step="Run the capture again.")

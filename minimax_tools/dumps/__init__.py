@@ -1,5 +1,7 @@
 """Dumps: captures of other tools, read as mm2's own are; no code in their files runs.
 
+What reads a file raises CaptureError if it is missing or damaged, or holds something else than its layout says.
+
 The path of the data: files, pieces, places of sites, rows of real tokens, one batch, a capture. A row is in this room
 one token of a tensor, and a map is a user's YAML about a dump.
 

@@ -46,11 +46,7 @@ class DumpAssembly:
     )
 
     def read_pass(self, site: FoundSite, step: str, *, what: str) -> torch.Tensor:
-        """Read a site from one pass, padding included, in mm2's shape of the site.
-
-        Raises:
-            CaptureError: A file is damaged, or the pieces do not fit the map or the usual names.
-        """
+        """Read a site from one pass, padding included, in mm2's shape of the site."""
         if site.is_running_sum:
             return self._read_running_sum(site.terms, step, what=what)
         terms = [self._read_term(term, step, what=what) for term in site.terms]
@@ -80,11 +76,7 @@ class DumpAssembly:
         return total
 
     def read_tokens(self, site: FoundSite, rows: TokenRows, *, kind: TokenKind, what: str) -> torch.Tensor:
-        """Read a site's real tokens, the places of which `rows` tells, from all passes: [T,F], [T,N,D] or [T].
-
-        Raises:
-            CaptureError: A file is damaged, the pieces do not fit, or nothing tells which rows are real.
-        """
+        """Read a site's real tokens, the places of which `rows` tells, from all passes: [T,F], [T,N,D] or [T]."""
         if rows.stretches:
             return self._read_stretches(site, rows, kind=kind, what=what)
         num_groups = len(self.found.passes)

@@ -1,19 +1,11 @@
 """CacheCapture: keys and values out of vLLM Neuron's paged cache, read as the sites k_rope and v_proj.
 
-Its KV-cache analysis puts each prompt's blocks in order and writes them as `kv_analysis/vllm_kv.pt`, with the prompts'
-folders beside each other:
-
     prompt_analysis/prompt_0/kv_analysis/vllm_kv.pt    {"layers.0.self_attn": (keys, values), …}
 
 Keys (rotated) and values are [1,K,S,D]. The file tells neither tokens nor model. It has the prompt and the tokens that
-were fed behind it, so it may be longer than the golden's row; what follows the row is not read.
-
+were fed behind it; what follows the golden's row is not read. JoinedCapture is such caches beside the modules' dump of
+the same run, in `tensor_compare/neuron`: it shows what each layer was fed, so the keys and values can be judged.
 B prompts, S tokens, K kv heads, D head_dim.
-
-JoinedCapture: a dump of modules and the caches of the same run, read as one capture.
-
-vLLM Neuron's debugger writes both below a prompt's folder, `tensor_compare/neuron` and `kv_analysis/vllm_kv.pt`. The
-dump shows what each layer was fed, so the keys and values can be judged.
 """
 
 from __future__ import annotations
@@ -79,11 +71,7 @@ class CacheCapture(CaptureSource):
 
     @classmethod
     def open(cls, directory: Path) -> CacheCapture:
-        """Open a folder of this layout.
-
-        Raises:
-            CaptureError: The folder holds no such file, or one is damaged.
-        """
+        """Open a folder of this layout."""
         caches = {path: _read_cache(path) for path in _find_files(directory)}
         if not caches:
             raise CaptureError(

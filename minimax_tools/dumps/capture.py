@@ -1,15 +1,8 @@
 """DumpCapture: another tool's dump, read as a capture.
 
-`formats` lists the pieces in its files, `site_finder` finds the sites among them, `row_finder` tells real tokens from
-padding, `assembly` puts a site's real tokens together, and `rows` lays them out as a batch of B prompts and length S.
-A pass is one forward pass of the dumped run, `step` its label; the passes of a group continue the same prompts.
-
-Last tokens: the rows of a site that a serving engine computes only for the tokens to sample from.
-
-These are the final norm and the logits, which a pass holds for the last token of each prompt in it; a decoding pass may
-hold them for all of its rows, padding included. A pass is one forward pass, a group is several passes that follow each
-other for the same prompts, and a stretch is consecutive tokens of one prompt in one pass.
-B prompts, S their padded length, R rows of the site's tensor in one pass, F channels.
+A pass is one forward pass of the dumped run, `step` its label; the passes of a group continue the same prompts. Serving
+engines compute final norm and logits only for the tokens to sample from: the last one of each prompt in a pass.
+B prompts, S their padded length, R rows of a site's tensor in one pass, F channels.
 """
 
 from __future__ import annotations
@@ -80,11 +73,7 @@ def mark_tokens(tokens: tuple[LastToken, ...], mask: torch.Tensor) -> torch.Tens
 def read_last_tokens(
     site: FoundSite, tokens: tuple[LastToken, ...], *, assembly: DumpAssembly, mask: torch.Tensor, what: str
 ) -> torch.Tensor:
-    """Read the site as [B,S,F], zeros where the dump holds nothing.
-
-    Raises:
-        CaptureError: A file is damaged, or the pieces do not fit together.
-    """
+    """Read the site as [B,S,F], zeros where the dump holds nothing."""
     batch: torch.Tensor | None = None
     for step in dict.fromkeys(token.step for token in tokens):
         tensor = assembly.read_pass(site, step, what=f"{what} in pass {step}")
@@ -232,11 +221,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     @classmethod
     def open(cls, directory: Path, names: NameMap, *, format_: Format | None = None) -> DumpCapture:
-        """Open a dump; the files tell its format if none is given.
-
-        Raises:
-            CaptureError: The layout is not known, a file is damaged, or the map does not fit the dump.
-        """
+        """Open a dump; the files tell its format if none is given."""
         chosen = format_ or find_format(directory)
         if chosen is None:
             raise CaptureError(

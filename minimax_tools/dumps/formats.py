@@ -57,11 +57,7 @@ def find_format(directory: Path) -> Format | None:
 
 
 def read_dump(directory: Path, format_: Format) -> Dump:
-    """List the tensors of a folder that has a format, or holds a folder of it for each rank.
-
-    Raises:
-        CaptureError: The folder has another format, or a file is damaged.
-    """
+    """List the tensors of a folder that has a format, or holds a folder of it for each rank."""
     if not directory.is_dir() or not _fits(directory, format_):
         raise CaptureError(
             f"{directory} holds no {format_.name} capture",

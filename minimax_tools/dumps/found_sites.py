@@ -1,14 +1,10 @@
-"""FoundSites: the sites found in a dump, and the pieces of each.
-
-RankRows: whose tokens the rows of a rank's tensor are, told by their number.
+"""FoundSites: the sites found in a dump, the pieces of each, and whose tokens the rows of a rank's tensor are.
 
 | rows of a rank's tensor | tokens |
 |---|---|
-| P | all of the pass |
+| P, the tokens of the pass with its padding | all of the pass |
 | P / ranks | consecutive ones; the ranks' follow each other (sequence parallelism) |
 | P · replicas | those of all data-parallel replicas, one replica after another |
-
-P tokens of a pass, padding included.
 """
 
 from __future__ import annotations

@@ -210,11 +210,7 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
 
     @classmethod
     def open(cls, directory: Path) -> LegacyCapture:
-        """Open a folder of this layout; files are read only if their names do not tell what they hold.
-
-        Raises:
-            CaptureError: The folder holds no such file, one is damaged, or does not say which layers it is of.
-        """
+        """Open a folder of this layout; files are read only if their names do not tell what they hold."""
         if not is_legacy(directory):
             raise CaptureError(
                 f"no capture at {directory}",

@@ -36,11 +36,7 @@ def recognises(directory: Path) -> bool:
 
 
 def read_dump(directory: Path) -> Dump:
-    """List the tensors of a folder.
-
-    Raises:
-        CaptureError: The folder holds traces of several models, a trace without tensors, or a damaged file.
-    """
+    """List the tensors of a folder."""
     names = sorted(path.name.removesuffix(_TREE) for path in directory.glob(f"*{_TREE}"))
     if len(names) != 1:
         raise CaptureError(

@@ -33,11 +33,7 @@ def recognises(directory: Path) -> bool:
 
 
 def read_dump(directory: Path) -> Dump:
-    """List the tensors of a folder.
-
-    Raises:
-        CaptureError: A file is damaged.
-    """
+    """List the tensors of a folder."""
     pieces = tuple(
         piece
         for step, rank, folder in _data_folders(directory)

@@ -61,11 +61,7 @@ def recognises(directory: Path) -> bool:
 
 
 def read_dump(directory: Path) -> Dump:
-    """List the tensors of a folder.
-
-    Raises:
-        CaptureError: A file is damaged.
-    """
+    """List the tensors of a folder."""
     metadata = _read_metadata(directory / _METADATA)
     matches = {
         path.name: match

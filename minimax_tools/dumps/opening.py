@@ -1,7 +1,4 @@
-"""Opening: a capture of any layout, found by the directory's files unless a format is named.
-
-Refusal of a dump with files that cannot be reached: a site that lies in one is not a site that the port hides.
-"""
+"""Opening: a capture of any layout, found by the directory's files unless a format is named."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ def open_source(directory: Path | str, reading: DumpReading | None = None) -> Ca
     """Open a capture directory of mm2, of the legacy `.pt` layout, or of another tool.
 
     Raises:
-        CaptureError: The directory does not exist, holds no capture, or the capture is damaged.
         UsageError: A format or a map is given for a capture of mm2, or a map alone for one of the legacy layout.
     """
     directory = Path(directory)
@@ -112,7 +108,6 @@ def open_sides(
     Other captures keep their padding.
 
     Raises:
-        CaptureError: A directory does not exist, holds no capture, or the capture is damaged.
         UsageError: As for `open_source`.
     """
     first, second = without_expert_tokens(

@@ -1,10 +1,7 @@
 """DumpPiece: a tensor of another tool's dump, known by its file's name and header; Dump: all pieces of a directory.
 
-SitePlace: the place of a site in another tool's dump, in the notation of a map.
-
-    model.layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)
-
-The notation is that of `minimax_tools.model.site_layouts`. The path may be the end of a module's path. In it,
+SitePlace is the place of a site in a dump, in the notation of a map (`minimax_tools.model.site_layouts`):
+`model.layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)`. The path may be the end of a module's path;
 `{layer}` is the layer's number, and `{next}` the number of the layer behind it.
 """
 
@@ -82,9 +79,6 @@ def list_pieces(
     """Yield the pieces in the file `path` of the dump in `directory`, from its header; see `DumpPiece` for the rest.
 
     The keys of a tensor within a `.pt` file follow `element`: with the keys (0, "k"), `out` becomes `out.0.k`.
-
-    Raises:
-        CaptureError: The file is damaged, or holds no tensor.
     """
     tensors = list_tensors(path)
     if not tensors:
@@ -219,11 +213,7 @@ class SitePlace:
         return ()
 
     def cut(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
-        """Cut the part out of one rank's tensor; `what` names the tensor in messages.
-
-        Raises:
-            CaptureError: The tensor is too narrow.
-        """
+        """Cut the part out of one rank's tensor; `what` names the tensor in messages."""
         if self.part is None:
             return tensor
         start, stop = self.part

@@ -1,10 +1,6 @@
 """Row finder: tells a dump's real tokens from padding, by the user's map, the dump itself or the other side's batch.
 
-B prompts, S their padded length, S' their padded length in the dump.
-
-OtherSide: the capture on the other side of a comparison, as far as it tells how a dump is to be read.
-
-B prompts, S their padded length, H hidden.
+B prompts, S their padded length, S' their padded length in the dump, H hidden.
 """
 
 from __future__ import annotations
@@ -82,7 +78,6 @@ def find_rows(assembly: DumpAssembly, names: NameMap, *, other: OtherSide | None
 
     Raises:
         IncomparableError: The prompts are of other lengths than the other side's.
-        CaptureError: A file is damaged, or the map and the dump do not fit.
     """
     other_lengths = () if other is None else other.lengths
     schedule = assembly.found.schedule

@@ -37,11 +37,7 @@ class TokenRows:
         return sum(self.lengths)
 
     def take(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
-        """Take the real tokens [T,F] of [B,S',F], [B·S',F], packed [T',F] or [1,T',F].
-
-        Raises:
-            CaptureError: The tensor has fewer rows, or nothing tells which of them are real.
-        """
+        """Take the real tokens [T,F] of [B,S',F], [B·S',F], packed [T',F] or [1,T',F]."""
         if tensor.ndim == 3 and tensor.shape[0] == 1 and (len(self.lengths) > 1 or self.is_packed):
             tensor = tensor[0]  # packed [1,T',F]
         if tensor.ndim == 3 and tensor.shape[0] == len(self.lengths):
@@ -118,9 +114,6 @@ def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None
         stretch: The tokens.
         num_rows: T'; None if the pass does not tell it.
         what: Name of the tensor in messages.
-
-    Raises:
-        CaptureError: The tensor has other rows than the pass.
     """
     if tensor.ndim == 3 and 1 in tensor.shape[:2]:
         tensor = tensor.flatten(0, 1)

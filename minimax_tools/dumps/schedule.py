@@ -1,11 +1,9 @@
 """Schedule: the tokens of each request in each forward pass of a serving engine.
 
-An engine computes a long prompt in several passes (chunks), and then one token of each prompt in every pass (decoding).
-A pass holds tokens of several requests one after another, a row for each. A dump records the position of each row's
-token in its prompt. A request's rows begin behind those of the request before, and go on as long as positions follow
-each other: rows with the positions 5 6 7 0 1 are three tokens of one request, and two of the next. A run without a
-cache computes the whole prompt in every pass: of such passes the longest is read. A map is the user's file that
-describes a dump (`--map`).
+A long prompt is computed in several passes (chunks), and then a token of each prompt in every pass (decoding). A pass
+holds tokens of several requests one after another; a dump records the position of each row's token in its prompt. Rows
+with the positions 5 6 7 0 1 are three tokens of one request, and two of the next. A run without a cache computes the
+whole prompt in every pass: of such passes the longest is read.
 """
 
 from __future__ import annotations

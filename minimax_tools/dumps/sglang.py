@@ -73,11 +73,7 @@ def recognises(directory: Path) -> bool:
 
 
 def read_dump(directory: Path) -> Dump:
-    """List the tensors of a folder.
-
-    Raises:
-        CaptureError: A file is damaged or of another layout, or its tensors are divided along an unknown axis.
-    """
+    """List the tensors of a folder."""
     paths = [path for path in sorted(directory.glob("step=*.pt")) if _FILE.fullmatch(path.name)]
     files = sorted((_read(path) for path in paths), key=lambda file: (file.step, file.index))
     labels = _find_labels(files)

@@ -1,16 +1,14 @@
 """Stream proof: finds the residual stream in a dump by what its tensors must satisfy, whatever their names.
 
-The stream begins as the embedding. Attention and experts each add their delta to it, and norms read it. So what a
-layer's module returns is the layer's output if it passes one of two tests:
+What a layer's module returns is the layer's output if it passes one of two tests:
 
 | test | passes if the tensor is |
 |---|---|
-| sum | the stream before the layer plus both deltas, but for rounding |
+| sum | the stream before the layer plus attention's and experts' deltas, but for rounding |
 | norm | what the norm behind the layer returns, but for a scale of each token and of each channel |
 
-If it passes neither, the sum itself is taken, if it passes the test of the norm. That test proves nothing if the tokens
-are all alike, as in a warm-up: one scale of each channel fits any tensor then. Right and wrong ports pass alike: the
-tests tell what a tensor is, not whether its values are right.
+If it passes neither, the sum itself is taken, if it passes the test of the norm. That proves nothing if the tokens are
+all alike, as in a warm-up. Right and wrong ports pass alike: the tests tell what a tensor is, not whether it is right.
 T real tokens of one pass, H hidden.
 """
 

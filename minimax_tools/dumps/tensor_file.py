@@ -32,21 +32,13 @@ class HeldTensor:
 
 
 def describe_structure(path: Path) -> Any:
-    """Map the value of a `.pt` file; its tensors are not read before they are used.
-
-    Raises:
-        CaptureError: The file is missing or damaged.
-    """
+    """Map the value of a `.pt` file; its tensors are not read before they are used."""
     with refusing(path, CaptureError, next_step=_COPY_AGAIN):
         return TorchFile(path).value
 
 
 def list_tensors(path: Path) -> tuple[HeldTensor, ...]:
-    """List the tensors of a file without reading their values.
-
-    Raises:
-        CaptureError: The file is missing or damaged.
-    """
+    """List the tensors of a file without reading their values."""
     if path.suffix == _SAFETENSORS:
         return _list_safetensors(path)
     return tuple(find_tensors(describe_structure(path)))
@@ -72,11 +64,7 @@ def _walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str |
 
 
 def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
-    """Read one tensor of a file to the CPU, in the dtype that `list_tensors` tells.
-
-    Raises:
-        CaptureError: The file is missing or damaged, or holds no tensor there.
-    """
+    """Read one tensor of a file to the CPU, in the dtype that `list_tensors` tells."""
     if path.suffix == _SAFETENSORS:
         with _opened(path) as tensors:
             tensor: torch.Tensor = tensors.get_tensor(str(keys[0]))
@@ -103,9 +91,6 @@ def load_restricted(path: Path) -> Any:
     """Read a file of torch.save: CPU tensors, containers and numbers; all else becomes records that run no code.
 
     The tensors stay mapped; those that `find_tensors` finds are read once, and checked by their checksums.
-
-    Raises:
-        CaptureError: The file is missing, cut short, damaged, or not one of torch.save's.
     """
     with refusing(path, CaptureError, next_step=_COPY_AGAIN):
         file = TorchFile(path)

@@ -1,14 +1,12 @@
 """Dumps of vLLM Neuron's accuracy tools: `dp{d}/{prefill_s{S}_{n}|decode_b{B}_{n}}/{module}/rank{r}.pt`.
 
-The first output of each module is kept, no inputs. The tokens of all requests of a pass lie one after another, padded
-to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`. In that folder,
-`{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined. Speculative
-decoding writes two such trees, `target/` and `draft/`.
+The first output of each module is kept. The tokens of all requests of a pass lie one after another, padded to the
+bucket S; `{pass}_meta.json` tells the requests and every row's position. Speculative decoding writes `target/` and
+`draft/`.
 
 | written | read |
 |---|---|
-| a pass without tensors (warm-up, or metadata alone) | left out |
-| `draft/` beside `target/` | left out |
+| a pass without tensors, `draft/` beside `target/` | left out |
 | `manual.q_rope`, `manual.q_rope_1`, … (`capture_tensor` in each layer) | `manual.layers.{n}.q_rope` |
 | a request's name in several replicas, each of which counts its own | `dp0/NAME`, `dp1/NAME` |
 """
@@ -100,11 +98,7 @@ def recognises(directory: Path) -> bool:
 
 
 def read_dump(directory: Path) -> Dump:
-    """List the tensors of a folder.
-
-    Raises:
-        CaptureError: A file is damaged.
-    """
+    """List the tensors of a folder."""
     root = _root(directory)
     all_passes = _passes(root)
     passes = [one for one in all_passes if not one.is_empty]

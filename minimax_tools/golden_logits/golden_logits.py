@@ -1,22 +1,12 @@
 """GoldenLogits: the exact next-token logits of a row, and those of right models that round.
 
-The exact model computes in float32. The variants round wherever a correct BF16 implementation may, through all layers:
-their distance from the exact model is the noise of a right port, token by token.
+The exact model computes in float32. The variants round wherever a correct BF16 implementation may: their distance from
+it is the noise of a right port, token by token. Noise rarely sends a token to another expert, and such a flip may
+change far more than noise. So a port may also be near one of the alternatives, right models that flip elsewhere.
 
-Noise rarely sends a token to another expert, and what such a flip changes may be far larger than noise. So a port need
-not be near the exact model: at each token it may be near one of the alternatives, right models that flip elsewhere.
-T tokens of a row, K candidates.
-
-TokenLogits: next-token logits of a row, at some candidates and in sum at all other tokens.
-
-A vocabulary of 200 064 logits for each token would fill a disk. The divergence over K candidates and one remainder is
-never more than that over all tokens, for any two models; what noise makes and what a mistake makes shrink alike.
-T tokens of a row, K candidates, V the vocabulary.
-
-StreamStart: the golden's stream at the input of a layer, from which golden logits are computed.
-
-The layers before have no part in such logits, and so none in their noise.
-T tokens of a row, H hidden.
+Logits are kept at some candidates, and in sum at all other tokens: the divergence over these is never more than that
+over the vocabulary, and what noise makes and what a mistake makes shrink alike. T tokens of a row, K candidates, V the
+vocabulary, H hidden.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """GoldenRows: golden logits of rows of tokens, read from the store or computed, some rows at a time.
 
-V the vocabulary, T tokens of a row.
-
-Computation of golden logits: rows in batches through all layers, then the head, some tokens at a time.
-
 T tokens of a row, C copies, H hidden, V the vocabulary, K candidates.
 """
 

@@ -64,9 +64,6 @@ class LogitsStore:
         """Open the store of a checkpoint beneath `folder`, and make it if it is missing.
 
         With `start`, the store holds the logits that follow from the golden's stream there.
-
-        Raises:
-            CaptureError: The folder cannot be written to.
         """
         fingerprint = fingerprint_model(reader, spec, range(spec.num_hidden_layers))
         record = {
@@ -98,11 +95,7 @@ class LogitsStore:
         return self._read(row) is not None
 
     def read(self, row: Sequence[int]) -> GoldenLogits:
-        """Read a row's golden logits.
-
-        Raises:
-            CaptureError: They are not stored, or damaged.
-        """
+        """Read a row's golden logits."""
         found = self._read(row)
         if found is None:
             raise CaptureError(

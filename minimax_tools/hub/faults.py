@@ -1,7 +1,7 @@
 """Failures of requests to a hub: new attempts after transient ones, and errors for the user after the others.
 
-huggingface_hub uses requests before 1.0, httpx before 2.0 and httpx2 since. Their errors have no common class, so the
-library that an error comes from decides.
+huggingface_hub uses requests, httpx or httpx2. Their errors have no common class: the library that one comes from
+decides.
 """
 
 from __future__ import annotations

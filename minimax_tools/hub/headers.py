@@ -38,7 +38,6 @@ def read_headers(source: Source) -> Mapping[str, TensorEntry]:
 
     Raises:
         NoRangesError: The server sends whole files only, or the weights are not safetensors.
-        CheckpointError: Headers could not be fetched, or contradict each other or the index.
     """
     shards = find_shards(source, layers=None)
     if any(not shard.endswith(SAFETENSORS_SUFFIX) for shard in shards):
@@ -64,9 +63,6 @@ def fetch_header(
     """Fetch a header in two ranges: its length, then the header itself, which ends where the tensors' data start.
 
     `read` gives bytes from a start to a stop; `path` is the shard's place, for messages and entries.
-
-    Raises:
-        CheckpointError: The header is damaged.
     """
     data_start = data_start_of(path, read(0, min(LENGTH_BYTES, size_bytes)), file_size_bytes=size_bytes)
     if data_start - LENGTH_BYTES > _MAX_HEADER_BYTES:

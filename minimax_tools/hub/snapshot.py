@@ -61,11 +61,7 @@ class HubSnapshot:
         return read_range(self.commit, self.files[name], start, stop)
 
     def fetch(self, names: Iterable[str]) -> dict[str, Path]:
-        """Return the files' paths by name; files that the cache lacks are fetched.
-
-        Raises:
-            CheckpointError: The model has no such file, the disk is too small, or a transfer failed for good.
-        """
+        """Return the files' paths by name; files that the cache lacks are fetched."""
         wanted = sorted(set(names))
         missing = [name for name in wanted if name not in self.files]
         if missing:

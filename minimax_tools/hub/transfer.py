@@ -1,8 +1,7 @@
 """Transfers of one commit's files: whole ones into the cache, and byte ranges.
 
-huggingface_hub fetches, locks, caches and knows xet. It compares no hashes, so mm2 does, once a file has come. It
-reads a whole shard where a server ignores byte ranges, so mm2 asks for those itself. Of a range no hub has a hash: the
-length, the place and the size of the file are checked.
+huggingface_hub fetches, locks, caches and knows xet. It compares no hashes, so mm2 does, once a file has come. It reads
+a whole shard where a server ignores byte ranges, so mm2 asks for those itself; of a range no hub has a hash.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ class NoRangesError(CheckpointError):
 
 
 def fetch_file(commit: HubCommit, file: HubFile) -> Path:
-    """Return the file's path in the snapshot; it is fetched if it is absent or has another size.
-
-    Raises:
-        CheckpointError: The file could not be fetched or stored, or came corrupted twice.
-    """
+    """Return the file's path in the snapshot; it is fetched if it is absent or has another size."""
     if commit.holds(file):
         return commit.folder / file.name
     try:
