@@ -18,9 +18,9 @@ from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import GoldenOptions
 from gpu_reference.streaming.stream_choice import choose_streaming, is_whole
-from minimax_tools.capture.kept_runs import holds_same, other_run_error, read_kept, refuse_other_run
 from minimax_tools.capture.passes import GENERATION_NAME, Generation
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.resumption import holds_same, other_run_error, read_kept, refuse_other_run
 from minimax_tools.capture.run_commands import after_golden
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import GOLDEN_SIDE

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_reference.golden.golden import Golden
-from minimax_tools.capture.kept_runs import holds_same, refuse_other_run
 from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.mirror import address_of
-from minimax_tools.capture.resumption import part_name
+from minimax_tools.capture.resumption import holds_same, part_name, refuse_other_run
 from minimax_tools.capture.writer import SETTLING_S, CaptureWriter, open_capture, tidy_capture, wait_for_lock
 from minimax_tools.checkpoint.index import digest_shapes
 from minimax_tools.errors import CannotRunError, CaptureError

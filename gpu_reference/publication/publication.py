@@ -19,11 +19,10 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, RemoteError, list_faults
-from minimax_tools.hub.faults import NoRepositoryError
+from minimax_tools.hub.access import NoRepositoryError
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.remote_folder import RemoteFolder
+from minimax_tools.remote.address import RemoteAddress, RemoteFolder
 
 CARD_NAME = "README.md"
 

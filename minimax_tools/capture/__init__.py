@@ -7,8 +7,8 @@ What reads or writes raises CaptureError if a file is missing or damaged, or the
 - `taps`: places of sites in a module tree
 - `writer`: a capture directory being written, layer by layer; its files as the run left them, looked for at the run's
   end; files that another machine wrote, waited for
-- `kept_runs`: the folder of a run that replaces no other finished run
-- `resumption`: a killed run's capture, resumed or removed; manifests of ranks that write one directory together
+- `resumption`: a killed run's capture, resumed or removed; manifests of ranks that write one directory together; the
+  folder of a run that replaces no other finished run
 - `store`: folders of captures, and the captures in them, newest first
 - `manifest`: the JSON file that lists a capture; what a port holds of a layer's weights; the checks that a golden
   went through

@@ -25,9 +25,8 @@ from minimax_tools.errors import CaptureError, NetworkLossError, list_names
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.files import digest_file, whole_file
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.remote.address import RemoteAddress, is_remote
+from minimax_tools.remote.address import RemoteAddress, RemoteFolder, is_remote
 from minimax_tools.remote.cache import ADDRESS_NAME, CAPTURES, RemoteCache, locked_file, mark_used
-from minimax_tools.remote.remote_folder import RemoteFolder
 
 logger = logging.getLogger(__name__)
 

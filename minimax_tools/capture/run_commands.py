@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.capture.further import ALSO
-from minimax_tools.capture.kept_runs import is_numbered
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.resumption import is_numbered
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import (
     DEFAULT_CAPTURES,

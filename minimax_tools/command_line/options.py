@@ -101,7 +101,7 @@ class CaptureStore:
 
     def saved(self, side: str, run_name: str) -> Path:
         """Return the directory of a saved run: of its numbered folders the one that was written last."""
-        from minimax_tools.capture.kept_runs import numbered_directories
+        from minimax_tools.capture.resumption import numbered_directories
 
         directory = self.directory(side, run_name)
         if self.output_dir is not None:
@@ -117,7 +117,7 @@ class CaptureStore:
         Raises:
             CaptureError: The directory that the user named holds another finished capture.
         """
-        from minimax_tools.capture.kept_runs import find_free_directory, refuse_other_run
+        from minimax_tools.capture.resumption import find_free_directory, refuse_other_run
 
         directory = self.directory(DEVICE_SIDE, run_name)
         if self.overwrite:

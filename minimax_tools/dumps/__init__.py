@@ -20,9 +20,8 @@ one token of a tensor, and a map is a user's YAML about a dump.
 - `stream_proof`: the residual stream, found by what its tensors must satisfy
 - `found_sites`: the result of that search; the tokens that the rows of a rank's tensor are of
 - `schedule`: the tokens of each request in each pass
-- `rows`: real tokens taken out of tensors and laid out as a batch
 - `row_finder`: the rows that are real tokens; the other capture, as far as it tells how a dump is to be read
-- `assembly`: pieces of ranks and passes put together
+- `assembly`: real tokens taken out of tensors, put together from ranks and passes, and laid out as a batch
 - `placed_capture`: a capture whose sites have places in its files
 - `capture`: a dump as a capture; rows computed only for the tokens to sample from
 - `cache_capture`: keys and values out of vLLM Neuron's cache as a capture; a dump of modules and caches of the same

@@ -19,8 +19,8 @@ import torch
 
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.source import CaptureSource, DumpListing
+from minimax_tools.dumps.assembly import batch_mask
 from minimax_tools.dumps.piece import find_layer
-from minimax_tools.dumps.rows import batch_mask
 from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site

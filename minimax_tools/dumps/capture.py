@@ -20,14 +20,13 @@ import torch
 from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.recorder import with_signed
 from minimax_tools.capture.source import CaptureSource, DumpListing, ListedTensor
-from minimax_tools.dumps.assembly import DumpAssembly, TokenKind
+from minimax_tools.dumps.assembly import DumpAssembly, TokenKind, TokenRows, batch_mask, lay_out
 from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
 from minimax_tools.dumps.found_sites import FoundSite, FoundSites
 from minimax_tools.dumps.name_map import BEHIND_LAYERS, INPUT_IDS, NameMap
 from minimax_tools.dumps.piece import DumpPiece, find_layer, word_module, word_modules
 from minimax_tools.dumps.placed_capture import PlacedCapture
 from minimax_tools.dumps.row_finder import OtherSide, find_rows
-from minimax_tools.dumps.rows import TokenRows, batch_mask, lay_out
 from minimax_tools.dumps.site_finder import find_sites
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.assembly import DumpAssembly, TokenKind
+from minimax_tools.dumps.assembly import DumpAssembly, TokenKind, TokenRows
 from minimax_tools.dumps.name_map import ATTENTION_MASK, INPUT_IDS, NameMap
-from minimax_tools.dumps.rows import TokenRows
 from minimax_tools.dumps.schedule import Schedule, word_lengths
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.errors import CaptureError, IncomparableError

@@ -25,8 +25,7 @@ from minimax_tools.hub.snapshot import HubSnapshot, find_snapshot
 from minimax_tools.model.spec import CONFIG_FILE
 from minimax_tools.model.weight_names import layer_of
 from minimax_tools.remote.address import RemoteAddress
-from minimax_tools.remote.checkpoint import RemoteCheckpoint
-from minimax_tools.remote.s3_folder import S3Folder
+from minimax_tools.remote.s3_folder import RemoteCheckpoint, S3Folder
 
 # Files for tokenizers and loaders; pictures and remote code are not fetched.
 DESCRIBING_SUFFIXES = (".json", ".model", ".txt", ".jinja")

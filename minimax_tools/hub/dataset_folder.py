@@ -8,12 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import NetworkLossError, RemoteError
-from minimax_tools.hub.access import HubAccess, HubCommit, HubFile, RepositoryKind
-from minimax_tools.hub.faults import NoRepositoryError, attempt, is_transient, root_cause, translate
-from minimax_tools.hub.snapshot import HubSnapshot, find_snapshot, is_commit, list_files, quieten_hub
-from minimax_tools.hub.transfer import hash_like
-from minimax_tools.remote.address import DEFAULT_REVISION, RemoteAddress, Scheme
-from minimax_tools.remote.remote_folder import RemoteFile, RemoteFolder, stays_inside
+from minimax_tools.hub.access import (
+    HubAccess,
+    HubCommit,
+    HubFile,
+    NoRepositoryError,
+    RepositoryKind,
+    attempt,
+    is_transient,
+    root_cause,
+    translate,
+)
+from minimax_tools.hub.snapshot import (
+    HubSnapshot,
+    find_snapshot,
+    hash_like,
+    is_commit,
+    list_files,
+    quieten_hub,
+)
+from minimax_tools.remote.address import (
+    DEFAULT_REVISION,
+    RemoteAddress,
+    RemoteFile,
+    RemoteFolder,
+    Scheme,
+    stays_inside,
+)
 from minimax_tools.remote.s3_folder import S3Folder
 
 _MAX_FOUND_LENGTH = 300

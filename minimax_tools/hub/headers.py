@@ -24,8 +24,7 @@ from minimax_tools.checkpoint.weight_files import (
 )
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.checkpoint_folder import Source, find_shards
-from minimax_tools.hub.snapshot import run_all
-from minimax_tools.hub.transfer import NoRangesError
+from minimax_tools.hub.snapshot import NoRangesError, run_all
 
 # Longest header that safetensors itself reads. A damaged file may state any length, and it would all be fetched.
 _MAX_HEADER_BYTES = 100_000_000

@@ -16,8 +16,7 @@ from minimax_tools.errors import CheckpointError, UnsupportedModelError, list_fa
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import Source, described_source
 from minimax_tools.hub.headers import read_headers
-from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
-from minimax_tools.hub.transfer import NoRangesError
+from minimax_tools.hub.snapshot import HubSnapshot, NoRangesError, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
 from minimax_tools.model.family import MODEL_TYPE
 from minimax_tools.model.quantisation import refuse_side_format

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from minimax_tools.capture.kept_runs import (
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.resumption import (
     find_free_directory,
     holds_same,
     is_numbered,
     numbered_directories,
     refuse_other_run,
 )
-from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.inputs import Inputs

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from minimax_tools.dumps.assembly import batch_mask
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.row_finder import OtherSide
-from minimax_tools.dumps.rows import batch_mask
 from minimax_tools.model.sites import ModelSite
 
 V, T = 16, 12

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimax_tools.dumps.assembly import batch_mask, lay_out
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.row_finder import OtherSide
-from minimax_tools.dumps.rows import batch_mask, lay_out
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import Site
 

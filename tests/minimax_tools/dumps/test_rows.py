@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.dumps.rows import TokenRows, batch_mask, join_passes, lay_out
+from minimax_tools.dumps.assembly import TokenRows, batch_mask, join_passes, lay_out
 from minimax_tools.errors import CaptureError
 
 LENGTHS = (3, 2)

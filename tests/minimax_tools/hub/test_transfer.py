@@ -9,7 +9,7 @@ import pytest
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import hub_snapshot
-from minimax_tools.hub.transfer import NoRangesError, read_range
+from minimax_tools.hub.snapshot import NoRangesError, read_range
 
 MODEL, SHARD = "owner/name", "model.safetensors"
 DATA = bytes(range(256)) * 2_000
