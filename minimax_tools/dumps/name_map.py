@@ -86,7 +86,7 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = {
 # Serving engines compute these only for the tokens to sample from.
 BEHIND_LAYERS = (ModelSite.FINAL_NORM, ModelSite.LOGITS)
 # What a layer's module returns: its output, or one of two addends of it.
-LAYER_ITSELF = SitePlace.parse(_LAYER)
+LAYER_ITSELF = SitePlace.read(_LAYER)
 # In place of the above for models that fuse each residual add into the norm behind it, as vLLM's and SGLang's do. Their
 # norms and layers take and return pairs: a value, and the residual that it is to be added to. A tuple is a sum.
 _FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = {
@@ -103,8 +103,8 @@ _FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = {
 # Affinities of all experts and the chosen experts, from which `router_weights` are computed: what NxD's router returns.
 AFFINITIES = tuple(
     (
-        SitePlace.parse(f"{_LAYER}.{moe}.router:output[1]"),
-        SitePlace.parse(f"{_LAYER}.{moe}.router:output[2]"),
+        SitePlace.read(f"{_LAYER}.{moe}.router:output[1]"),
+        SitePlace.read(f"{_LAYER}.{moe}.router:output[2]"),
     )
     for moe in _MOES
 )
@@ -123,14 +123,14 @@ def usual_places(
         has_fused_residuals: Whether norms return the residual stream beside the normed value.
     """
     places: dict[Site | ModelSite | str, tuple[SumOfPlaces, ...]] = {
-        site: tuple((SitePlace.parse(name),) for name in names) for site, names in _NAMES.items()
+        site: tuple((SitePlace.read(name),) for name in names) for site, names in _NAMES.items()
     }
     if format_name == "nxdi":
         # Its fused projection returns queries, keys and values apart; the capture keeps the first.
-        places[Site.Q_PROJ] += ((SitePlace.parse(_NXDI_QUERIES),),)
+        places[Site.Q_PROJ] += ((SitePlace.read(_NXDI_QUERIES),),)
     if has_fused_residuals:
         for site, names in _FUSED_PAIRS.items():
-            places[site] = tuple(tuple(SitePlace.parse(name) for name in terms) for terms in names)
+            places[site] = tuple(tuple(SitePlace.read(name) for name in terms) for terms in names)
     if format_name == "vllm-neuron":
         # It keeps the first of several outputs. `stream_proof` finds out whether that is a layer's whole output.
         places[Site.OUTPUT] = ()
@@ -138,7 +138,7 @@ def usual_places(
         places[Site.ATTN_DELTA] = tuple(reversed(places[Site.ATTN_DELTA]))
         for site in Site:
             # A tensor that the model's code gives to `capture_tensor` under the site's name.
-            by_hand = (SitePlace.parse(f"manual.{_LAYER}.{site}"),)
+            by_hand = (SitePlace.read(f"manual.{_LAYER}.{site}"),)
             places[site] = (*places.get(site, ()), by_hand)
     return places
 
@@ -280,7 +280,7 @@ def _read_place(path: Path, name: str, value: Any) -> MappedSite:
     if not are_texts or not isinstance(order, list) or not _is_order_of_dims(order):
         raise wrong
     try:
-        return MappedSite(terms=tuple(SitePlace.parse(term) for term in terms), transpose=tuple(order))
+        return MappedSite(terms=tuple(SitePlace.read(term) for term in terms), transpose=tuple(order))
     except UsageError as error:
         raise UsageError(f"{path}: sites.{name}: {error.what}", expected=error.expected) from error
 

@@ -154,9 +154,6 @@ def _holds_both(directory: Path) -> bool:
     return (directory / MODULES_FOLDER).is_dir() and holds_caches(directory)
 
 
-_TENSOR_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
-
-
 def refuse_unreadable(directory: Path) -> None:
     """Check that each folder below a directory can be listed, and each link and tensor file opened.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.dumps.tensor_file import list_tensors
 from minimax_tools.errors import CaptureError, UsageError
-from minimax_tools.model.site_layouts import PlaceNotation, SiteLayout
+from minimax_tools.model.site_layouts import PlaceNotation
 
 # The first number is the layer's, whatever the list of layers is called; numbers of experts follow.
 _FIRST_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
@@ -136,33 +136,16 @@ _USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SitePlace:
-    """The place of a site."""
-
-    path: str  # the module's path or its end, with `{layer}` or `{next}` if there is one for each layer
-    point: str = "output"  # `input` or `output`
-    element: str | None = None  # index or name among several; None for the only one or the first
-    # Start and stop along the last dim of each rank's tensor; None for all of it.
-    part: tuple[int, int] | None = None
-    layout: SiteLayout | None = None  # layout of the ranks' pieces; None if the map does not say
+class SitePlace(PlaceNotation):
+    """The place of a site; its path is a module's, or the end of one, and may hold `{layer}` or `{next}`."""
 
     @classmethod
-    def parse(cls, text: str) -> SitePlace:
-        """Read a place.
-
-        Raises:
-            UsageError: The text cannot be read.
-        """
+    def read(cls, text: str) -> SitePlace:
+        """Read a place; raise UsageError if it cannot be read."""
         notation = PlaceNotation.parse(text, example=_EXAMPLE)
         if text.count(_LAYER) + text.count(_NEXT) > 1:
             raise UsageError(f"the place {text!r} cannot be read", expected=_EXAMPLE)
-        return cls(
-            path=notation.path,
-            point=notation.point,
-            element=notation.element,
-            part=notation.part,
-            layout=notation.layout,
-        )
+        return cls(**{part.name: getattr(notation, part.name) for part in fields(notation)})
 
     def find_layers(self, modules: Iterable[str]) -> dict[int | None, str]:
         """Return, of `modules`, those that fit the path, by layer; by None if the path names no layer.

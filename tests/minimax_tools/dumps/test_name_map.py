@@ -24,8 +24,8 @@ def test_everything_that_the_docstring_shows_is_read(tmp_path: Path) -> None:
     assert (names.padding, names.is_packed, names.steps) == ("right", False, (("0",),))
     assert names.sites[Site.Q_ROPE].transpose == (0, 2, 1, 3)
     assert names.sites[Site.OUTPUT].terms == (
-        SitePlace.parse("layers.{layer}:output[0]"),
-        SitePlace.parse("layers.{layer}:output[1]"),
+        SitePlace.read("layers.{layer}:output[0]"),
+        SitePlace.read("layers.{layer}:output[1]"),
     )
     assert names.sites[ModelSite.LOGITS].terms == (SitePlace(path="lm_head"),)
 

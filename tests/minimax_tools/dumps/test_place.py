@@ -24,7 +24,7 @@ def piece(element: str, *, point: str = "output") -> DumpPiece:
 
 class TestParse:
     def test_all_parts(self) -> None:
-        place = SitePlace.parse("layers.{layer}.self_attn.qkv_proj:output[1][768:896]@shard(-1; 0,0,1,1)")
+        place = SitePlace.read("layers.{layer}.self_attn.qkv_proj:output[1][768:896]@shard(-1; 0,0,1,1)")
         assert place == SitePlace(
             path="layers.{layer}.self_attn.qkv_proj",
             point="output",
@@ -46,58 +46,58 @@ class TestParse:
         ],
     )
     def test_parts_may_be_left_out(self, text: str, place: SitePlace) -> None:
-        assert SitePlace.parse(text) == place
-        assert SitePlace.parse(str(place)) == place
+        assert SitePlace.read(text) == place
+        assert SitePlace.read(str(place)) == place
 
     @pytest.mark.parametrize("text", ["a:middle", "a[0]", "a:output[0", "a[3:x]", "{layer}.{layer}"])
     def test_other_words_are_refused(self, text: str) -> None:
         with pytest.raises(UsageError, match="cannot be read: expected 'layers"):
-            SitePlace.parse(text)
+            SitePlace.read(text)
 
 
 class TestFindLayers:
     def test_whole_path_or_its_end_is_meant(self) -> None:
         modules = ("model.layers.0.mlp", "model.layers.11.mlp", "model.layers.0.mlp.gate", "mlp")
-        found = SitePlace.parse("layers.{layer}.mlp").find_layers(modules)
+        found = SitePlace.read("layers.{layer}.mlp").find_layers(modules)
         assert found == {0: "model.layers.0.mlp", 11: "model.layers.11.mlp"}
 
     def test_next_layer_means_the_one_before(self) -> None:
         modules = ("layers.0", "layers.1", "layers.2")
-        assert SitePlace.parse("layers.{next}:input").find_layers(modules) == {0: "layers.1", 1: "layers.2"}
+        assert SitePlace.read("layers.{next}:input").find_layers(modules) == {0: "layers.1", 1: "layers.2"}
 
     def test_name_inside_a_layer_is_not_the_models(self) -> None:
-        assert SitePlace.parse("norm").find_layers(("model.layers.0.norm", "model.norm")) == {
+        assert SitePlace.read("norm").find_layers(("model.layers.0.norm", "model.norm")) == {
             None: "model.norm"
         }
 
     def test_exact_path_goes_before_the_end_of_another(self) -> None:
-        assert SitePlace.parse("norm").find_layers(("draft.norm", "norm")) == {None: "norm"}
-        assert SitePlace.parse("norm").find_layers(("norm", "draft.norm")) == {None: "norm"}
-        assert SitePlace.parse("norm").find_layers(("draft.norm", "model.norm", "norm")) == {None: "norm"}
+        assert SitePlace.read("norm").find_layers(("draft.norm", "norm")) == {None: "norm"}
+        assert SitePlace.read("norm").find_layers(("norm", "draft.norm")) == {None: "norm"}
+        assert SitePlace.read("norm").find_layers(("draft.norm", "model.norm", "norm")) == {None: "norm"}
 
     def test_two_modules_for_one_layer_are_refused(self) -> None:
         with pytest.raises(
             CaptureError, match=r"means two modules: found draft\.layers\.0 and model\.layers\.0"
         ):
-            SitePlace.parse("layers.{layer}").find_layers(("draft.layers.0", "model.layers.0"))
+            SitePlace.read("layers.{layer}").find_layers(("draft.layers.0", "model.layers.0"))
 
     def test_dots_of_a_path_are_dots(self) -> None:
-        assert SitePlace.parse("layers.{layer}.a_b").find_layers(("layers.0xa_b", "layers.0.a.b")) == {}
+        assert SitePlace.read("layers.{layer}.a_b").find_layers(("layers.0xa_b", "layers.0.a.b")) == {}
 
 
 class TestChoose:
     def test_first_of_several_is_the_usual_one(self) -> None:
         pieces = [piece("1"), piece("0"), piece("0", point="input")]
-        assert SitePlace.parse("layers.{layer}").choose(pieces) == (pieces[1],)
-        assert SitePlace.parse("layers.{layer}:output[1]").choose(pieces) == (pieces[0],)
-        assert SitePlace.parse("layers.{layer}:input").choose(pieces) == (pieces[2],)
+        assert SitePlace.read("layers.{layer}").choose(pieces) == (pieces[1],)
+        assert SitePlace.read("layers.{layer}:output[1]").choose(pieces) == (pieces[0],)
+        assert SitePlace.read("layers.{layer}:input").choose(pieces) == (pieces[2],)
 
     def test_first_of_one_is_that_one(self) -> None:
-        assert SitePlace.parse("layers.{layer}:output[0]").choose([piece("")]) == (piece(""),)
-        assert SitePlace.parse("layers.{layer}:output[1]").choose([piece("")]) == ()
+        assert SitePlace.read("layers.{layer}:output[0]").choose([piece("")]) == (piece(""),)
+        assert SitePlace.read("layers.{layer}:output[1]").choose([piece("")]) == ()
 
 
 def test_part_beyond_the_tensor_is_refused() -> None:
-    assert SitePlace.parse("a[1:3]").cut(torch.arange(8).reshape(2, 4), what="q").tolist() == [[1, 2], [5, 6]]
+    assert SitePlace.read("a[1:3]").cut(torch.arange(8).reshape(2, 4), what="q").tolist() == [[1, 2], [5, 6]]
     with pytest.raises(CaptureError, match=r"q cannot be cut .*expected at least 9 .*found \[2, 8\]"):
-        SitePlace.parse("a[1:9]").cut(torch.zeros(2, 8), what="q")
+        SitePlace.read("a[1:9]").cut(torch.zeros(2, 8), what="q")
