@@ -36,6 +36,19 @@ from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.provenance import CONFIGS, Provenance
 from minimax_tools.text_enum import TextEnum
 
+INPUTS_NAME = "inputs.safetensors"
+SCHEMA_VERSION = 3
+# Fields of a manifest that hold a value for each layer, as far as there is something to note.
+OF_LAYER = ("not_exposed", "unreached_experts", "num_calls", "held_weights")
+# Fields of a manifest beside description, entries and digests, in the order of its file, and keys that are other names.
+_FIELDS = (
+    *("not_exposed", "unreached_experts", "num_calls", "observed_dtypes", "held_weights"),
+    *("complete_layers", "is_complete", "certificate"),
+)
+_RENAMED = {"is_complete": "complete"}
+# Fields that most captures do not have: absent, not empty.
+_OPTIONAL = ("unreached_experts", "num_calls", "held_weights", "certificate")
+
 
 class WeightMistake(TextEnum):
     """A kind of fault in the port's weights. A source element is an element of the checkpoint's layer."""
@@ -149,21 +162,6 @@ class Certificate:
 
     def _with_outcome(self, outcome: Outcome) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.outcome is outcome)
-
-
-INPUTS_NAME = "inputs.safetensors"
-SCHEMA_VERSION = 3
-# Fields of a manifest that hold a value for each layer, as far as there is something to note.
-OF_LAYER = ("not_exposed", "unreached_experts", "num_calls", "held_weights")
-# Keys of a manifest's other fields in its file, in their order.
-_KEYS = {
-    **{name: name for name in ("not_exposed", "unreached_experts", "num_calls", "observed_dtypes")},
-    **{name: name for name in ("held_weights", "complete_layers")},
-    "is_complete": "complete",
-    "certificate": "certificate",
-}
-# Fields that most captures do not have: absent, not empty.
-_OPTIONAL = ("unreached_experts", "num_calls", "held_weights", "certificate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,10 +342,10 @@ class Manifest:
     def _frame(self) -> dict[str, Any]:
         """Return the JSON values of everything but the entries and the digests of tensors."""
         frame = {"schema_version": SCHEMA_VERSION, **encode(self.description)}
-        for name, key in _KEYS.items():
+        for name in _FIELDS:
             value = getattr(self, name)
             if value or name not in _OPTIONAL:
-                frame[key] = encode(value)
+                frame[_RENAMED.get(name, name)] = encode(value)
         return {**frame, "text_digests": dict(self.digests.texts)}
 
     @classmethod
@@ -386,12 +384,12 @@ class Manifest:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Manifest:
         """Return the manifest that `to_json` gave."""
-        for name, key in _KEYS.items():
-            if key not in record and name not in _OPTIONAL:
-                raise KeyError(key)
+        for name in set(_FIELDS) - set(_OPTIONAL):
+            if _RENAMED.get(name, name) not in record:
+                raise KeyError(_RENAMED.get(name, name))
         digests = {"tensors": record["digests"], "texts": record["text_digests"]}
         whole = {**record, "description": record, "digests": digests}
-        return decode_fields(cls, whole, is_complete=_KEYS["is_complete"])
+        return decode_fields(cls, whole, **_RENAMED)
 
     @staticmethod
     def is_in(directory: Path) -> bool:

@@ -29,7 +29,6 @@ from minimax_tools.remote.address import RemoteAddress, RemoteFolder, is_remote
 from minimax_tools.remote.cache import ADDRESS_NAME, CAPTURES, RemoteCache, locked_file, mark_used
 
 logger = logging.getLogger(__name__)
-
 _MAX_NAMED = 5
 _PUBLISH_AGAIN = (
     "Run again: another capture may have been put there meanwhile. Else publish it again from where it was made: "

@@ -21,10 +21,14 @@ from minimax_tools.model.inputs import Inputs, decoded_tokens, number_steps
 from minimax_tools.text_enum import TextEnum
 
 _Record = TypeVar("_Record")
-
 GENERATION_NAME = "generation.json"
 # Candidates kept for each generated token, which is one of them.
 NUM_LIKELIEST = 32
+PASSES_NAME = "passes.json"
+# Folder in a run's capture, with that of its chunks.
+CHUNKS_FOLDER = "chunks"
+# Keys and values of a layer, [B,K,S,D] each.
+CachePair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +126,6 @@ def _count_equal(first: Sequence[int], second: Sequence[int]) -> int:
     # The shorter sequence ends the count.
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-PASSES_NAME = "passes.json"
-# Folder in a run's capture, with that of its chunks.
-CHUNKS_FOLDER = "chunks"
-# Keys and values of a layer, [B,K,S,D] each.
-CachePair = tuple[torch.Tensor, torch.Tensor]
 
 
 class LogitsForm(TextEnum):

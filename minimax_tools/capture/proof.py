@@ -33,6 +33,22 @@ from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.remote.cache import ADDRESS_NAME
 
+# A layer has three files (sites, twins, floor), the model outside its layers too, and the inputs have one.
+_MOST_OPEN = 8
+# A tensor of a mapped file is copied up to this size, which is cheaper than to map the file again for it.
+_COPIED_BYTES = 2**20
+# A file of up to this size is read whole: a floor has hundreds of tensors, and each costs more to ask for than to read.
+_SMALL_FILE_BYTES = 2**22
+FileState: TypeAlias = "tuple[int, int, int]"
+# What is given to both the model and its float32 twin has no twin of its own.
+_WITHOUT_TWIN = (str(Site.INPUT), str(ModelSite.EMBEDDING))
+# Values squared and summed in float32 at a time: so the sum over all blocks is exact to 1e-6.
+_BLOCK_ELEMENTS = 1 << 17
+# Relative, of a norm; leaves room for that error.
+_STATISTICS_TOLERANCE = 1e-4
+# A tensor of up to this size is hashed in less time than a thread takes to be told of it.
+_SMALL_BYTES = 1 << 14
+
 
 class CheckRunner:
     """Checks that have passed, and those that wait on the thread; a check raises CaptureError if it fails.
@@ -75,17 +91,6 @@ class CheckRunner:
                 for key, check in pending.items():
                     check.result()
                     self._passed.add(key)
-
-
-# A layer has three files (sites, twins, floor), the model outside its layers too, and the inputs have one.
-_MOST_OPEN = 8
-# A tensor of a mapped file is copied up to this size, which is cheaper than to map the file again for it.
-_COPIED_BYTES = 2**20
-# A file of up to this size is read whole: a floor has hundreds of tensors, and each costs more to ask for than to read.
-_SMALL_FILE_BYTES = 2**22
-
-
-FileState: TypeAlias = "tuple[int, int, int]"
 
 
 def file_state(path: Path | str) -> FileState:
@@ -160,16 +165,6 @@ class _OpenFile(NamedTuple):
                 return cls(state, frozenset(tensors), tensors.__getitem__, is_mapped=False)
         opened: Any = safe_open(path, framework="pt")  # it has no public type
         return cls(state, frozenset(opened.keys()), opened.get_tensor, is_mapped=True)
-
-
-# What is given to both the model and its float32 twin has no twin of its own.
-_WITHOUT_TWIN = (str(Site.INPUT), str(ModelSite.EMBEDDING))
-# Values squared and summed in float32 at a time: so the sum over all blocks is exact to 1e-6.
-_BLOCK_ELEMENTS = 1 << 17
-# Relative, of a norm; leaves room for that error.
-_STATISTICS_TOLERANCE = 1e-4
-# A tensor of up to this size is hashed in less time than a thread takes to be told of it.
-_SMALL_BYTES = 1 << 14
 
 
 class Proof:

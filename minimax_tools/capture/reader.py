@@ -44,7 +44,6 @@ from minimax_tools.model.sites import ModelSite, Site
 _WHOLE_SITES = frozenset((Site.INPUT, Site.OUTPUT, Site.K_ROPE, Site.V_PROJ))
 # Sites of which other tokens read every token, and that are not stored so.
 MIXED_SITES = frozenset((Site.INPUT_NORM, Site.K_PROJ, Site.K_NORM))
-
 # Tensors by site: of a layer, or of those outside the layers.
 _BySite = Mapping[Site, torch.Tensor] | Mapping[ModelSite, torch.Tensor]
 

@@ -30,10 +30,12 @@ from minimax_tools.model.site_layouts import are_equal_bits
 from minimax_tools.model.sites import ModelSite, Site
 
 logger = logging.getLogger(__name__)
-
-
 # Channels of a call's input that are kept, to find its rows in other tensors.
 NUM_TRACED = 8
+# Sites of a layer, or those around the layers.
+SiteKind = TypeVar("SiteKind", Site, ModelSite)
+# Torch neither compares nor indexes these on a CPU.
+_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class Calls(NamedTuple):
@@ -207,12 +209,6 @@ def _begins_with(tensor: torch.Tensor, rows: torch.Tensor) -> bool:
 def _flat(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """Return [1,t,F] and [1,N,t,D], whose tokens lie along `dim`, with the tokens in front; dim 0 is there already."""
     return tensor if dim == 0 else tensor[0].movedim(dim - 1, 0)
-
-
-# Sites of a layer, or those around the layers.
-SiteKind = TypeVar("SiteKind", Site, ModelSite)
-# Torch neither compares nor indexes these on a CPU.
-_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

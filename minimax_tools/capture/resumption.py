@@ -24,9 +24,9 @@ from minimax_tools.machine.files import LOCK_NAME, is_temporary
 from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)
-
-
 _STEM, _SUFFIX = MANIFEST_NAME.split(".")
+# The first layer's input [B,S,H], or a function that computes it; None if the tokens make it.
+HiddenStates = torch.Tensor | Callable[[], torch.Tensor] | None
 
 
 def part_name(rank: int) -> str:
@@ -78,10 +78,6 @@ def remove_parts(directory: Path) -> None:
 
 def _part_files(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"{_STEM}.rank*.{_SUFFIX}"))
-
-
-# The first layer's input [B,S,H], or a function that computes it; None if the tokens make it.
-HiddenStates = torch.Tensor | Callable[[], torch.Tensor] | None
 
 
 def find_resumable(

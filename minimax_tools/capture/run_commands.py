@@ -29,6 +29,14 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.sites import SITE_LEVELS
 
+# Advice where a run had other inputs than the golden's.
+RUN_ON_THIS_GOLDEN = "Run the port on this golden."
+_USUAL_DTYPE = "bfloat16"
+# Options that change numbers, and that a run of several ranks records.
+_RANK_OPTIONS = ("tp_degree", "ep_degree", "reduce_dtype")
+# A file of mm2-test trace holds converted weights: there is no conversion to trace.
+_COMPILED = "traced:"
+
 
 def make_golden(model: str) -> str:
     """Return the command that makes a golden of a checkpoint."""
@@ -130,15 +138,6 @@ def _are_same(source: str, model: str) -> bool:
 def _shorten(folder: Path) -> Path:
     """Return a folder as the user would name it from where he is."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-
-
-# Advice where a run had other inputs than the golden's.
-RUN_ON_THIS_GOLDEN = "Run the port on this golden."
-_USUAL_DTYPE = "bfloat16"
-# Options that change numbers, and that a run of several ranks records.
-_RANK_OPTIONS = ("tp_degree", "ep_degree", "reduce_dtype")
-# A file of mm2-test trace holds converted weights: there is no conversion to trace.
-_COMPILED = "traced:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,12 @@ from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
+_QUICK_ROWS = (
+    "the golden's rows are those of --quick, two short ones from position 0: far positions, left padding and experts "
+    "that no token chose are not tested; a golden without --quick tests them"
+)
+_NO_DIGESTS = "its layout has no digests; that its files are as they were written was not checked"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedTensor:
@@ -45,13 +51,6 @@ class DumpListing:
     num_ranks: int  # number of ranks that the port was divided among
     tensors: tuple[ListedTensor, ...]
     unmapped: tuple[str, ...]  # modules that map to no site, with `{layer}` for the layer's number
-
-
-_QUICK_ROWS = (
-    "the golden's rows are those of --quick, two short ones from position 0: far positions, left padding and experts "
-    "that no token chose are not tested; a golden without --quick tests them"
-)
-_NO_DIGESTS = "its layout has no digests; that its files are as they were written was not checked"
 
 
 class CaptureSource(ABC):

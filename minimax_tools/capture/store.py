@@ -16,12 +16,10 @@ DEVICE_SIDE = "neuron"  # runs of a port on a device
 # The folder of all captures, and the variable that names another.
 DEFAULT_CAPTURES = Path("mm2-captures")
 CAPTURES_VARIABLE = "MM2_CAPTURES"
-
 _COMMANDS = {
     GOLDEN_SIDE: "mm2-gpu extract-all --model DIR",
     DEVICE_SIDE: "mm2-test sweep --model DIR --golden DIR",
 }
-
 _OPTIONS = {GOLDEN_SIDE: "--golden", DEVICE_SIDE: "--run"}
 
 

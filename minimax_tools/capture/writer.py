@@ -51,6 +51,8 @@ from minimax_tools.model.sites import ModelSite, Site
 # Longest wait, in seconds: NFS keeps what it knows of a folder for at most 60 s by default (`acdirmax`), and a margin.
 SETTLING_S = 75.0
 POLL_S = 0.25
+_TENSORS = ".safetensors"
+SiteTensors = Mapping[Site, torch.Tensor] | Mapping[ModelSite, torch.Tensor]
 
 
 def wait_for_lock(directory: Path, owner: str, *, patience_s: float = SETTLING_S) -> None:
@@ -105,9 +107,6 @@ def read_shared(
                 next_step="Check that all machines see the same folder, and run the same command again.",
             )
         time.sleep(POLL_S)
-
-
-_TENSORS = ".safetensors"
 
 
 class WrittenFiles:
@@ -185,9 +184,6 @@ class WrittenFiles:
         except (OSError, SafetensorError) as error:
             return f"{name} is damaged: {error}"
         return None
-
-
-SiteTensors = Mapping[Site, torch.Tensor] | Mapping[ModelSite, torch.Tensor]
 
 
 class CaptureWriter:

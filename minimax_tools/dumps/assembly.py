@@ -24,6 +24,8 @@ from minimax_tools.errors import CaptureError, TargetError
 from minimax_tools.model.site_layouts import Replicated, are_equal_bits
 
 _NAME_THE_ROWS = "Name the rows in a map: lengths, padding (left or right), rows (padded or packed)."
+# Running sums kept of a pass: a layer's input, the stream behind its attention, and its output.
+_NUM_SUMS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -178,10 +180,6 @@ def _unreadable(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) ->
         found=str(list(tensor.shape)),
         next_step=_NAME_THE_ROWS,
     )
-
-
-# Running sums kept of a pass: a layer's input, the stream behind its attention, and its output.
-_NUM_SUMS = 3
 
 
 class TokenKind(Enum):

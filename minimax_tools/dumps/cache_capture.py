@@ -29,7 +29,6 @@ from minimax_tools.torch_file import is_plain, without_gradient
 
 FILE = "vllm_kv.pt"
 LAYOUT = f"prompt_0/kv_analysis/{FILE}"
-
 # Folders above the file, from a report's, down to the file's own.
 _PLACES = (
     f"prompt_analysis/prompt_*/kv_analysis/{FILE}",
@@ -43,9 +42,10 @@ _LAYER = re.compile(r"(.*\.)?layers\.\d+\.self_attn(\..+)?")
 _HALVES = {Site.K_ROPE: 0, Site.V_PROJ: 1}
 _AGAIN = "Run its KV-cache analysis again, on all prompts."
 _SAME_PROMPTS = "Make the golden with the same prompts, in the same order."
-
 # Keys and values of each layer, [1,K,S,D].
 _Cache = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+# Folder of the dump below the folder with the caches.
+MODULES_FOLDER = Path("tensor_compare", "neuron")
 
 
 class CacheCapture(CaptureSource):
@@ -227,10 +227,6 @@ def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_plain(value)
-
-
-# Folder of the dump below the folder with the caches.
-MODULES_FOLDER = Path("tensor_compare", "neuron")
 
 
 class JoinedCapture(CaptureSource):

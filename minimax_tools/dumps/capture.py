@@ -31,6 +31,12 @@ from minimax_tools.dumps.site_finder import find_sites
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 
+# Sites whose width tells how many ranks divided the heads. Keys and values may be copied on several ranks.
+_QUERY_SITES = (Site.Q_PROJ, Site.Q_NORM, Site.ATTN_CONTEXT)
+_KEY_SITES = (Site.K_PROJ, Site.K_NORM, Site.V_PROJ)
+# Sites of the hidden size that dumps hold most often.
+_HIDDEN_SITES = (Site.INPUT_NORM, Site.ATTN_DELTA, Site.POST_NORM, Site.MOE_DELTA, Site.OUTPUT)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastToken:
@@ -183,13 +189,6 @@ def _num_layer_rows(found: FoundSites, step: str) -> int:
 def _num_rows(site: FoundSite, step: str) -> int:
     """Count the rows of a site's tensor in one pass; 0 if the pass does not hold it."""
     return site.terms[0].count_rows(step)
-
-
-# Sites whose width tells how many ranks divided the heads. Keys and values may be copied on several ranks.
-_QUERY_SITES = (Site.Q_PROJ, Site.Q_NORM, Site.ATTN_CONTEXT)
-_KEY_SITES = (Site.K_PROJ, Site.K_NORM, Site.V_PROJ)
-# Sites of the hidden size that dumps hold most often.
-_HIDDEN_SITES = (Site.INPUT_NORM, Site.ATTN_DELTA, Site.POST_NORM, Site.MOE_DELTA, Site.OUTPUT)
 
 
 class DumpCapture(PlacedCapture[FoundSite]):

@@ -19,6 +19,15 @@ from minimax_tools.dumps.piece import Dump
 from minimax_tools.errors import CaptureError
 
 _RANK = "rank"
+_TOOLS = {
+    NXDI: nxdi,
+    VLLM_NEURON: vllm_neuron,
+    MSPROBE: msprobe,
+    SGLANG: sglang,
+    MODEL_DEBUGGER: model_debugger,
+}
+# These tools keep the tensors of one rank. Users let each rank write into a folder of its own: rank0, rank1 and so on.
+_ONE_RANK = (NXDI, MODEL_DEBUGGER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +40,6 @@ class Format:
     read_dump: Callable[[Path], Dump]  # lists the tensors of a folder by file names and headers
 
 
-_TOOLS = {
-    NXDI: nxdi,
-    VLLM_NEURON: vllm_neuron,
-    MSPROBE: msprobe,
-    SGLANG: sglang,
-    MODEL_DEBUGGER: model_debugger,
-}
 FORMATS: Mapping[str, Format] = {
     name: Format(
         name=name,
@@ -47,8 +49,6 @@ FORMATS: Mapping[str, Format] = {
     )
     for name in FORMAT_NAMES
 }
-# These tools keep the tensors of one rank. Users let each rank write into a folder of its own: rank0, rank1 and so on.
-_ONE_RANK = (NXDI, MODEL_DEBUGGER)
 
 
 def find_format(directory: Path) -> Format | None:

@@ -26,7 +26,6 @@ from minimax_tools.torch_file import InertRecord, is_plain, without_gradient
 
 # Names of the files, for messages.
 LEGACY_LAYOUT = "layer_<N>_output.pt, embedding_output.pt, layer_output.pt or layers_output.pt"
-
 _LAYER_FILE = re.compile(r"layer_(\d+)_(input|output)\.pt")
 _METADATA_FILE = "metadata.pt"
 _MODEL_FILES: Mapping[str, ModelSite] = {
@@ -38,7 +37,6 @@ _MODEL_FILES: Mapping[str, ModelSite] = {
     "logits.pt": ModelSite.LOGITS,
     "logits_output.pt": ModelSite.LOGITS,
 }
-
 # Keys of the tensor of a file that holds one tensor, if it lies in a dict; the likeliest first.
 _OWN_FILE_KEYS = ("output_hidden_states", "hidden_states", "output", "last_hidden_state", "logits")
 # Keys of the tensors of a file that holds a whole run.

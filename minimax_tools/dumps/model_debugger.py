@@ -19,7 +19,6 @@ from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces
 from minimax_tools.errors import CaptureError
 
 LAYOUT = "<Class>_debug_tree_FULL_TENSORS.json with <Class>.<path>_outputs.safetensors"
-
 _TREE = "_debug_tree_FULL_TENSORS.json"
 # The rest of a file's name behind the class, such as `.model.norm_outputs.safetensors`.
 _REST = re.compile(

@@ -16,7 +16,6 @@ from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces, order_steps
 from minimax_tools.errors import CaptureError
 
 LAYOUT = "step<N>/rank<R>/dump_tensor_data/Module.<path>.<Class>.forward.0.output.0.pt"
-
 _STEP = re.compile(r"step(\d+)")
 # A process without a rank, `proc1234`, counts as rank 0; a run has one such process.
 _RANK = re.compile(r"rank(\d+)|proc\d+")

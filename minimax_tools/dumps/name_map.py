@@ -33,14 +33,11 @@ from minimax_tools.model.sites import ModelSite, Site
 
 # Places whose tensors are added up; most often one.
 SumOfPlaces = tuple[SitePlace, ...]
-
 INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
 # The input of the final norm: the last layer's output.
 HEAD_INPUT = "head_input"
-
 _LAYER = "layers.{layer}"
 _MOES = ("block_sparse_moe", "mlp", "moe")  # names of the MoE block in different models
-
 # Places of MiniMax-M2's sites under the module names of the hub, transformers and NxDI. Of a site's places, the first
 # that a dump holds counts; one of them may be a sum of several. Facts that differ between models of a tool, such as the
 # widths of a fused projection, need a user's map.
@@ -111,6 +108,13 @@ AFFINITIES = tuple(
 _NXDI_QUERIES = f"{_LAYER}.self_attn.qkv_proj:output[0]"
 # Sites whose heads are divided among ranks along the last dim.
 _SPLIT_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, Site.ATTN_CONTEXT)
+_ROW_KEYS = ("requests", "lengths", "padding", "rows", "attention_mask")
+_KEYS = ("format", "ranks", "steps", *_ROW_KEYS, "usual_names", "sites")
+# More tokens, or ranks, than any dump has.
+_MAX_COUNT = (1 << 31) - 1
+_SIDES = ("right", "left")
+_ROWS = ("padded", "packed")
+_LIST_OF_KEYS = "The keys are: " + ", ".join(_KEYS) + "."
 
 
 def usual_places(
@@ -148,15 +152,6 @@ def usual_layout(site: Site | ModelSite | str) -> SiteLayout:
     if site in _SPLIT_HEADS:
         return Sharded(dim=-1)
     return Sharded(dim=1) if site in (Site.Q_ROPE, Site.K_ROPE) else Replicated()
-
-
-_ROW_KEYS = ("requests", "lengths", "padding", "rows", "attention_mask")
-_KEYS = ("format", "ranks", "steps", *_ROW_KEYS, "usual_names", "sites")
-# More tokens, or ranks, than any dump has.
-_MAX_COUNT = (1 << 31) - 1
-_SIDES = ("right", "left")
-_ROWS = ("padded", "packed")
-_LIST_OF_KEYS = "The keys are: " + ", ".join(_KEYS) + "."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import read_json
 
 LAYOUT = "captured_tensors_cte_step_1_module_<name>_output.pt"
-
 _FILE = re.compile(
     r"captured_tensors_(?P<phase>cte|ctx|tkg)_step_(?P<step>\d+)_"
     r"(module_(?P<module>.+)|manual_tensor_(?P<manual>\d+))\.pt"

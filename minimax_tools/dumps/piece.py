@@ -22,6 +22,12 @@ from minimax_tools.model.site_layouts import PlaceNotation
 
 # The first number is the layer's, whatever the list of layers is called; numbers of experts follow.
 _FIRST_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all but the path may be left out"
+_LAYER, _NEXT = "{layer}", "{next}"
+# Path before a place's own that leads into a layer: the place `norm` does not mean the module `layers.0.norm`.
+_OTHER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
+# The input or output that is meant if a place does not say; the first of these that a module has.
+_USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +131,6 @@ def word_module(module: str) -> str:
 def word_modules(modules: Iterable[str]) -> list[str]:
     """Return modules' names as a map writes them, each once."""
     return list(dict.fromkeys(word_module(module) for module in modules))
-
-
-_EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all but the path may be left out"
-_LAYER, _NEXT = "{layer}", "{next}"
-# Path before a place's own that leads into a layer: the place `norm` does not mean the module `layers.0.norm`.
-_OTHER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-# The input or output that is meant if a place does not say; the first of these that a module has.
-_USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,9 @@ from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 
+# Share of a token's channels that are equal if the embedding is the same token's.
+_LEAST_EQUAL = 0.99
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OtherSide:
@@ -56,10 +59,6 @@ def _hidden_size(source: CaptureSource) -> int | None:
     keys += [(layer, site) for layer in source.layers for site in (Site.INPUT, Site.OUTPUT)]
     entries = (source.entry(layer, site) for layer, site in keys)
     return next((entry.shape[-1] for entry in entries if entry is not None), None)
-
-
-# Share of a token's channels that are equal if the embedding is the same token's.
-_LEAST_EQUAL = 0.99
 
 
 def find_rows(assembly: DumpAssembly, names: NameMap, *, other: OtherSide | None) -> TokenRows | None:

@@ -24,7 +24,6 @@ from minimax_tools.dumps.tensor_file import describe_structure, find_tensors, re
 from minimax_tools.errors import CaptureError, shorten
 
 LAYOUT = "step=0___rank=0___dump_index=1___name=<name>.pt"
-
 _FILE = re.compile(r"step=\d+___rank=\d+___dump_index=\d+___name=.+\.pt")
 _HOOK_PREFIX = "non_intrusive__"
 _HOOK_NAME = re.compile(r"((?P<module>.+)\.)?(?P<point>inputs|output)(\.(?P<element>.+))?")

@@ -27,7 +27,6 @@ from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import read_json
 
 LAYOUT = "dp0/prefill_s<S>_<n>/<module>/rank0.pt"
-
 _TARGET, _DRAFT = "target", "draft"
 _REPLICA = re.compile(r"dp(\d+)")
 _PASS = re.compile(r"(?P<phase>prefill_s|decode_b)(?P<size>\d+)_(?P<number>\d+)")

@@ -22,6 +22,19 @@ from minimax_tools.reference.rounding import RoundingKind
 
 # Choice of a token whose logits hold NaN.
 NO_CHOICE = -1
+Row = tuple[int, ...]
+# Computed copies: the exact model, then the variants, the last ones with plausible flips.
+KINDS = (RoundingKind.EXACT, RoundingKind.NEAREST, *(RoundingKind.RANDOM,) * (1 + len(FLIP_SHARES)))
+# Copies that find alternatives: three that show how far noise reaches, then the alternatives themselves, each by the
+# share of the plausible flips that each makes. A right port makes few of them, and any few.
+ALTERNATIVE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2) * 12
+ALTERNATIVE_KINDS = (
+    RoundingKind.EXACT,
+    RoundingKind.NEAREST,
+    *(RoundingKind.RANDOM,) * (1 + len(ALTERNATIVE_SHARES)),
+)
+# Most candidates of a token: the exact model's likeliest.
+MOST_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,9 +118,6 @@ def divergence(reference: TokenLogits, target: TokenLogits) -> torch.Tensor:
     return terms.sum(dim=-1).clamp(min=0.0)
 
 
-Row = tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StreamStart:
     """The stream of some rows at the input of one layer, as every computed copy begins with it."""
@@ -130,20 +140,6 @@ class StreamStart:
         for padded, states_th in zip(batch, states, strict=True):
             padded[: len(states_th)] = states_th
         return batch
-
-
-# Computed copies: the exact model, then the variants, the last ones with plausible flips.
-KINDS = (RoundingKind.EXACT, RoundingKind.NEAREST, *(RoundingKind.RANDOM,) * (1 + len(FLIP_SHARES)))
-# Copies that find alternatives: three that show how far noise reaches, then the alternatives themselves, each by the
-# share of the plausible flips that each makes. A right port makes few of them, and any few.
-ALTERNATIVE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2) * 12
-ALTERNATIVE_KINDS = (
-    RoundingKind.EXACT,
-    RoundingKind.NEAREST,
-    *(RoundingKind.RANDOM,) * (1 + len(ALTERNATIVE_SHARES)),
-)
-# Most candidates of a token: the exact model's likeliest.
-MOST_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -38,6 +38,9 @@ from minimax_tools.reference.rounding import RoundingKind
 _BATCH_TOKENS = 10240
 # Logits in memory at a time, of all copies: 0.5 GB in float32.
 _MOST_LOGITS = 2**27
+# Values of hidden states in memory at a time, of all copies and prompts: 4 GB in float32. The weights of all layers are
+# read once for so many.
+_MOST_STATES = 2**30
 
 
 def compute_golden_logits(
@@ -143,11 +146,6 @@ def _score(
         for copy, values in zip(copies, logits, strict=True):
             copy.append(TokenLogits.of(values, candidates=likeliest, following=following[block]))
     return torch.cat(chosen), [join_tokens(copy) for copy in copies]
-
-
-# Values of hidden states in memory at a time, of all copies and prompts: 4 GB in float32. The weights of all layers are
-# read once for so many.
-_MOST_STATES = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

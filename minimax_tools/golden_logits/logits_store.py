@@ -38,7 +38,6 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import ModelFingerprint
 
 logger = logging.getLogger(__name__)
-
 # Another number for another computation of golden logits: those of earlier versions are computed anew.
 _VERSION = 2
 MODEL_FILE = "model.json"

@@ -15,6 +15,18 @@ from typing import Any, TypeVar
 from minimax_tools.errors import CheckpointError
 from minimax_tools.text_enum import TextEnum
 
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+_LONGEST_DELAY_S = 30.0
+# The hub counts requests in windows of five minutes. A longer wait is not worth it.
+_LONGEST_ASKED_DELAY_S = 330.0
+_HTTP_LIBRARIES = frozenset({"requests", "urllib3", "httpx", "httpx2", "httpcore"})
+# Timeout, too early, too many requests.
+_TRANSIENT_STATUSES = frozenset({408, 425, 429})
+# Header of the hub: no requests remain (r=0), and the window ends in t seconds.
+_RATE_LIMIT = re.compile(r"r=0\b.*?\bt=(\d+)")
+_MAX_FOUND_LENGTH = 300
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubAccess:
@@ -26,29 +38,15 @@ class HubAccess:
     is_offline: bool = False  # True if only the cache is used, and no request is sent
     timeout_s: float = 10.0  # longest silence of the hub, for requests of mm2's own
     num_attempts: int = 5  # failures in a row that end a request
-    # Wait after the first failure; doubled after each further one, up to a limit (`faults`).
+    # Wait after the first failure; doubled after each further one, up to a limit.
     first_delay_s: float = 1.0
     num_workers: int = 4  # number of files that are fetched at once
 
-    def __post_init__(self) -> None:
-        if self.num_attempts < 1 or self.num_workers < 1:
-            raise ValueError(f"{self.num_attempts} attempts with {self.num_workers} workers fetch nothing")
-
     @classmethod
     def from_environment(cls) -> HubAccess:
-        """Read the access from huggingface_hub's variables (`HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`, …).
+        """Read the access from huggingface_hub's variables (`HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`, …)."""
+        from huggingface_hub import constants
 
-        Raises:
-            CheckpointError: huggingface_hub cannot be imported.
-        """
-        try:
-            from huggingface_hub import constants
-        except ImportError as error:
-            raise CheckpointError(
-                "a model of the hub needs the package huggingface_hub, which cannot be imported",
-                found=str(error),
-                next_step="Repair it with: pip install -U huggingface_hub, or give --model a folder.",
-            ) from error
         return cls(
             endpoint=constants.ENDPOINT.rstrip("/"),
             cache_dir=Path(constants.HF_HUB_CACHE).expanduser(),
@@ -138,21 +136,6 @@ class HubCommit:
 def hub_tools() -> Any:
     """Return the module huggingface_hub.utils, untyped because its types differ between versions."""
     return importlib.import_module("huggingface_hub.utils")
-
-
-logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-
-_LONGEST_DELAY_S = 30.0
-# The hub counts requests in windows of five minutes. A longer wait is not worth it.
-_LONGEST_ASKED_DELAY_S = 330.0
-_HTTP_LIBRARIES = frozenset({"requests", "urllib3", "httpx", "httpx2", "httpcore"})
-# Timeout, too early, too many requests.
-_TRANSIENT_STATUSES = frozenset({408, 425, 429})
-# Header of the hub: no requests remain (r=0), and the window ends in t seconds.
-_RATE_LIMIT = re.compile(r"r=0\b.*?\bt=(\d+)")
-_MAX_FOUND_LENGTH = 300
 
 
 class NoRepositoryError(CheckpointError):

@@ -36,7 +36,6 @@ _NUMBERED = re.compile(r".*-of-\d+\.\w+")
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w][\w./-]*))?")
 _DEFAULT_REVISION = "main"
 _HUB_PREFIX, _BUCKET_PREFIX = "hf://", "s3://"
-
 # A checkpoint that is not in a folder of this machine, or not whole.
 Source = HubSnapshot | RemoteCheckpoint
 

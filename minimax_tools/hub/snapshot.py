@@ -18,13 +18,14 @@ from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.size import format_size
 
 logger = logging.getLogger(__name__)
-
 Item = TypeVar("Item")
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUM_NAMES_SHOWN = 6
 # Attempts at a listing where the cache may do without.
 _NUM_ATTEMPTS_WITH_CACHE = 2
+_SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+_HASHED_AT_ONCE_BYTES = 1 << 20
+_MAX_SHOWN = 200
 
 
 class NotCachedError(CheckpointError):
@@ -269,11 +270,6 @@ def quieten_hub() -> None:
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         is_shown = logger.isEnabledFor(logging.INFO)
         (tools.enable_progress_bars if is_shown else tools.disable_progress_bars)()
-
-
-_SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
-_HASHED_AT_ONCE_BYTES = 1 << 20
-_MAX_SHOWN = 200
 
 
 class NoRangesError(CheckpointError):

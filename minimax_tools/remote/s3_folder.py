@@ -26,9 +26,7 @@ from minimax_tools.remote.address import RemoteAddress, RemoteFile, RemoteFolder
 from minimax_tools.remote.cache import CACHE_VARIABLE, MODELS, RemoteCache, check_room, locked_file, mark_used
 
 logger = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
-
 _MAX_FOUND_LENGTH = 300
 _LIBRARIES = frozenset({"botocore", "aiobotocore", "aiohttp", "fsspec", "urllib3"})
 _WITHOUT_CREDENTIALS = frozenset(
@@ -48,6 +46,7 @@ _NUM_RANGES = 8
 _SHA256_KEY = "mm2-sha256"
 # In seconds. The variable AWS_MAX_ATTEMPTS sets the number of attempts.
 _PATIENCE = {"connect_timeout": 10, "read_timeout": 60}
+_MAX_NAMED = 6
 
 
 @dataclass(kw_only=True)
@@ -131,7 +130,7 @@ class S3Folder(RemoteFolder):
 
     def _cat(self, file: RemoteFile, ranges: list[tuple[int, int]]) -> list[bytes]:
         """Read ranges of a file, each from a start to a stop; a piece has the length that was asked for."""
-        starts, stops = [list(bounds) for bounds in zip(*ranges, strict=True)]
+        starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
         path = self._key(file.name)
 
         def ask(system: Any) -> list[bytes]:
@@ -320,9 +319,6 @@ def _service_loader() -> Any:
 
 def _tag(record: Mapping[str, Any]) -> str:
     return "".join(letter for letter in str(record.get("ETag", "")) if letter.isalnum() or letter == "-")
-
-
-_MAX_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
