@@ -22,7 +22,6 @@ from pathlib import Path
 
 from faults.baseline import Baseline, open_baseline
 from faults.cases import Case, DumpCase
-from faults.curve import give_curve_figures, render_curve, trace_operating_curve
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.dump_tally import dump_misses, give_dump_figures
 from faults.journal import AnyCase, RunJournal
@@ -30,7 +29,6 @@ from faults.pass_tally import JoinedCounts, give_pass_figures
 from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import PLANTS, choose_plants
 from faults.runs import carry_out
-from faults.table import render_table
 from faults.tally import give_figures, misses
 from faults.trained_model import TrainedModel
 from figures import benchmark_parser, print_figures
@@ -51,13 +49,7 @@ def main() -> int:
     cases = [case for case in all_cases if isinstance(case, Case)]
     dumps = [case for case in all_cases if isinstance(case, DumpCase)]
     _print_misses(cases, dumps)
-    if arguments.table:
-        print(render_table(cases))
-        return 0
     figures = [*give_figures(cases), *give_dump_figures(dumps), *give_pass_figures(cases, dumps, joined)]
-    if arguments.curve:
-        figures += give_curve_figures(trace_operating_curve(cases))
-        print(render_curve(cases), file=sys.stderr if arguments.json else sys.stdout)
     return print_figures("faults", figures, as_json=arguments.json)
 
 
@@ -137,7 +129,6 @@ def _plan(arguments: argparse.Namespace) -> Iterator[AnyRun]:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--table", action="store_true", help="print a table in Markdown, not the figures")
     parser.add_argument("--quick", action="store_true", help="a few mistakes on a small model: seconds")
     parser.add_argument(
         "--mistakes", nargs="*", default=(), metavar="NAME", help="mistakes to plant (default: all)"
@@ -187,11 +178,6 @@ def _parse_arguments() -> argparse.Namespace:
         default=(),
         metavar="FILE.json",
         help="output of other benchmarks (--json), whose wrong things count in false_passes too",
-    )
-    parser.add_argument(
-        "--curve",
-        action="store_true",
-        help="print detection against false alarms as all limits are scaled from 0.5 to 2",
     )
     arguments = parser.parse_args()
     unknown = set(arguments.mistakes) - {plant.name for plant in PLANTS}

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from faults.cases import Case
 from faults.rivals import RULES
-from faults.table import render_table
 
 GOLDEN = torch.linspace(-3, 3, 600, dtype=torch.float64).reshape(20, 30) + 0.01
 TWIN = GOLDEN * (1 + 1e-3)
@@ -79,26 +77,3 @@ def test_tenstorrent_takes_nan_for_zero() -> None:
 @pytest.mark.parametrize("rule", ["seeds", "polygraphy", "sglang", "vllm_neuron", "aws_equivalence"])
 def test_nan_is_a_difference(rule: str) -> None:
     assert RULES[rule](GOLDEN, spoilt(float("nan")), TWIN)
-
-
-def test_table_has_a_row_for_every_mistake() -> None:
-    case = Case(
-        run="a run",
-        baseline="a baseline",
-        port="planted",
-        backend="cpu",
-        rows="prefill",
-        layer=2,
-        kind="catalogued",
-        mistake="rope_theta",
-        parameters={"theta": 10000.0},
-        sites=("q_rope",),
-        effects={"q_rope": 30.0, "output": 2.0},
-        failed=("q_rope",),
-        blamed=(("q_rope",),),
-        named=(("rope_theta", {"theta": 10000.0}),),
-        rivals=dict.fromkeys(RULES, ()),
-    )
-    row = render_table([case]).splitlines()[-1]
-    rivals = " | ".join(["0/1"] * 7)
-    assert row == f"| `rope_theta` theta 1e+04 | 1 | 30 to 30 | 1/1 | 1/1 | 0/1 | 1/1 | {rivals} |"
