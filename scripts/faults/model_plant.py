@@ -43,7 +43,9 @@ class ModelPlant:
     @property
     def name(self) -> str:
         """The mistake, or the style of a right port, as `head_tied`."""
-        return re.sub("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", self.port.partition(":")[2]).lower()
+        return re.sub(
+            "(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", self.port.partition(":")[2]
+        ).lower()
 
     @property
     def is_right(self) -> bool:
