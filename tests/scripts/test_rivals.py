@@ -1,4 +1,4 @@
-"""What mm2 is measured against is what it is said to be: exo's rule, the seeds' figures, the best of all plans."""
+"""Rivals are what they are said to be: exo's rule, the seeds' figures, the best of all plans."""
 
 from __future__ import annotations
 

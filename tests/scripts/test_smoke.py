@@ -1,4 +1,4 @@
-"""Every script tells how it is used, and those whose figures are published run at toy scale."""
+"""Scripts tell how they are used, and those whose figures are published run at toy scale."""
 
 from __future__ import annotations
 
