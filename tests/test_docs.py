@@ -66,7 +66,8 @@ def pages(root: Path) -> list[Path]:
 
 
 def papers(root: Path) -> list[Path]:
-    return [*pages(root), *(root / paper for paper in PAPERS if not paper.startswith("README"))]
+    others = (root / paper for paper in PAPERS if not paper.startswith("README"))
+    return [*pages(root), *others, *sorted((root / "benchmarks").glob("*.md"))]
 
 
 def long_lines(root: Path) -> Iterator[str]:
@@ -278,7 +279,7 @@ def test_commands_of_every_page_are_looked_at() -> None:
 
 def plant(folder: Path, page: str, old: str, new: str) -> Path:
     """A copy of all papers in which one place is another."""
-    for pages_folder in ("docs", "skills"):
+    for pages_folder in ("benchmarks", "docs", "skills"):
         shutil.copytree(REPOSITORY / pages_folder, folder / pages_folder)
     for paper in (*PAPERS, "LICENSE"):
         shutil.copy(REPOSITORY / paper, folder)
@@ -309,7 +310,7 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
         (wrong_commands, "README.md", "mm2-test sweep --model", "mm2-test swep --model", "no command swep"),
         (wrong_commands, "README.md", "mm2-diagnose --golden", "mm2-name --golden", "no command mm2-name"),
         (wrong_commands, "docs/golden.md", "--max-memory 70GB", "--max-mem 70GB", "--max-mem"),
-        (wrong_commands, "docs/several-boxes.md", "--plan plan.json --output-dir", "--plans", "--plans"),
+        (wrong_commands, "docs/splitting.md", "--plan plan.json --output-dir", "--plans", "--plans"),
         (wrong_commands, "docs/ports.md", "--output layer_0.pt2", "--output", "requires an argument"),
         (
             wrong_commands,
@@ -328,7 +329,7 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
         ),
         (
             wrong_commands,
-            "docs/several-boxes.md",
+            "docs/splitting.md",
             "--records /shared/golden ",
             "--record /shared/golden ",
             "--record",
