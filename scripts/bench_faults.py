@@ -24,7 +24,7 @@ from faults.baseline import Baseline, open_baseline
 from faults.cases import Case, DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.dump_tally import dump_misses, give_dump_figures
-from faults.journal import AnyCase, RunJournal
+from faults.journal import Journal
 from faults.pass_tally import JoinedCounts, give_pass_figures
 from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import PLANTS, choose_plants
@@ -36,13 +36,17 @@ from figures import benchmark_parser, print_figures
 from minimax_tools.errors import Mm2Error
 from neuron.devices.runtime import open_runtime
 
+AnyCase = Case | DumpCase
+
 
 def main() -> int:
     """Run what the journal lacks, and print; return 1 if a goal is missed, 3 if a run could not start, else 0."""
     arguments = _parse_arguments()
     try:
         joined = [JoinedCounts.read(path) for path in arguments.join]
-        all_cases = run_all(list(_plan(arguments)), journal=RunJournal(arguments.journal))
+        all_cases = run_all(
+            list(_plan(arguments)), journal=Journal[AnyCase](arguments.journal, Case, DumpCase)
+        )
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)
         return 3
@@ -53,7 +57,7 @@ def main() -> int:
     return print_figures("faults", figures, as_json=arguments.json)
 
 
-def run_all(plan: Sequence[AnyRun], *, journal: RunJournal) -> list[AnyCase]:
+def run_all(plan: Sequence[AnyRun], *, journal: Journal[AnyCase]) -> list[AnyCase]:
     """Return the cases of all runs; those that the journal lacks run here, baseline by baseline, backend by backend.
 
     A baseline is a model with its golden. The plan lists the runs of a baseline, and of a backend, one after the other.
@@ -74,7 +78,7 @@ def run_all(plan: Sequence[AnyRun], *, journal: RunJournal) -> list[AnyCase]:
 
 
 def _run_on_baseline(
-    pending: Sequence[AnyRun], baseline: Baseline, *, journal: RunJournal, directory: Path
+    pending: Sequence[AnyRun], baseline: Baseline, *, journal: Journal[AnyCase], directory: Path
 ) -> Iterator[AnyCase]:
     for backend, on_backend in itertools.groupby(pending, key=lambda planned: planned.backend):
         with open_runtime(backend) as runtime:

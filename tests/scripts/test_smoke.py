@@ -59,6 +59,7 @@ TOYS = {
             ),
         },
     ),
+    "bench_logits.py": (("--goldens", "1", "--ports", "3"), {"prompts: right ports that fail"}),
     "bench_names.py": (
         ("--drawn", "1", "--groups", "reported", "--mistakes", "vllm#50761"),
         {"reported, sites: named_%", "reported: wrong names proved"},
