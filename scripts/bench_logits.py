@@ -35,8 +35,13 @@ _TRAINED = _SCRIPTS.parent / "tests" / "models" / "learned"
 _BOXES = _SCRIPTS / "whole_ports" / "implementations.py"
 # Right ports, and the commands that judge them by their logits alone: `model` does so where a port shows no layer, and
 # `bisect --whole` replaces the stream between layers, which must show.
-RIGHT = {f"{_BOXES}:{name}": ("model", "prompts") for name in ("TransformersBlackBox", "BlackBox")}
-RIGHT |= dict.fromkeys((*(f"{_BOXES}:{name}" for name in ("TransformersSdpa", "TransformersEager", "TransformersBatched")), f"{_SCRIPTS / 'examples' / 'model_port.py'}:Model"), ("bisect", "prompts"))
+_SHOWN = [f"{_BOXES}:{name}" for name in ("TransformersSdpa", "TransformersEager", "TransformersBatched")]
+_SHOWN.append(f"{_SCRIPTS / 'examples' / 'model_port.py'}:Model")
+_HIDDEN = [f"{_BOXES}:{name}" for name in ("TransformersBlackBox", "BlackBox")]
+RIGHT = {
+    **dict.fromkeys(_HIDDEN, ("model", "prompts")),
+    **dict.fromkeys(_SHOWN, ("bisect", "prompts")),
+}
 # Options of `mm2-gpu` for every second golden; the others have the default implementation.
 _EAGER = ("--attn-implementation", "eager", "--experts-implementation", "eager")
 COMMANDS = ("model", "bisect", "prompts")
