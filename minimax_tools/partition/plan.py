@@ -62,16 +62,13 @@ def find_stage_faults(slices: Sequence[Slice], num_hidden_layers: int) -> list[s
 def _end_faults(slices: Sequence[Slice], used: Sequence[Slice]) -> list[str]:
     """Return faults of the embedding, which only the first used slice may hold, and of the head, only the last."""
     faults = []
-    first, last = (used[0], used[-1]) if used else (None, None)
-    for part, position, right_holder, holders in (
-        ("embedding", "first", first, [slice_ for slice_ in slices if slice_.stage.has_embedding]),
-        ("head", "last", last, [slice_ for slice_ in slices if slice_.stage.has_head]),
+    for part, holders, right in (
+        ("embedding", [slice_ for slice_ in slices if slice_.stage.has_embedding], used[:1]),
+        ("head", [slice_ for slice_ in slices if slice_.stage.has_head], used[-1:]),
     ):
-        if len(holders) != 1:
-            faults.append(f"{len(holders)} nodes hold the {part}")
-        for slice_ in holders:
-            if slice_ is not right_holder:
-                faults.append(f"node {slice_.node.name} holds the {part}, but is not the {position}")
+        found, expected = (", ".join(slice_.node.name for slice_ in group) for group in (holders, right))
+        if found != expected:
+            faults.append(f"the {part} is on {found or 'no node'}, expected {expected or 'a used node'}")
     return faults
 
 
@@ -115,12 +112,7 @@ def find_entry_faults(
 ) -> list[str]:
     """Return faults of tensors that no node holds, that the checkpoint lacks, or that lie elsewhere.
 
-    Args:
-        slices: The plan's slices.
-        entries: Tensors of the checkpoint whose headers are known, by name. Other tensors' places are not checked.
-        architecture: Naming of the tensors.
-        folder: The checkpoint's folder; None if all shards lie at its top.
-        names: Names of all tensors of the checkpoint.
+    Places are checked of the tensors in `entries`; `names` are those of all tensors of the checkpoint.
     """
     held = {tensor.name for slice_ in slices for tensor in slice_.tensors}
     faults = [f"no node holds {name}" for name in sorted(names - held)]
@@ -238,17 +230,7 @@ class PartitionPlan:
         folder: Path | None = None,
         names: Set[str] | None = None,
     ) -> list[str]:
-        """Return all faults of the plan in words; empty if it meets all rules.
-
-        The rules:
-
-        - The slices' layers meet, from the first layer to the last.
-        - The first slice holds the embedding, the last one the head.
-        - Each node has the memory for its slice.
-        - Each tensor lies in exactly one slice, a `shared` one in the first and the last.
-        - Block scales lie with their weights.
-        - A slice holds only tensors of its own parts.
-        - Files and byte ranges are those of the headers.
+        """Return all faults of the plan in words: of layers, ends, memory, tensors, and their places in the headers.
 
         Args:
             entries: The checkpoint's tensors by name; None to check the plan without a checkpoint.

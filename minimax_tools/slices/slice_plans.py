@@ -35,7 +35,7 @@ class SplitPlan:
     Args:
         node_id: Name of the node.
         layer_names: Full names of its tensors in the checkpoint.
-        total_compute: Compute that they need; in FLOPs per token if `split_plans` made the plan.
+        total_compute: Compute that they need.
         compute_utilization: Fraction of the time that the node is busy, 0 to 1.
 
     Raises:
@@ -160,9 +160,7 @@ class ModelSplitter:
         )
 
     @staticmethod
-    def validate_split_plan(
-        all_layers: Collection[str], split_plan: Mapping[str, SplitPlan], *, shared: Collection[str] = ()
-    ) -> None:
+    def validate_split_plan(all_layers: Collection[str], split_plan: Mapping[str, SplitPlan]) -> None:
         """Raise unless every tensor goes to exactly one node.
 
         Block scales go with their weights and need not be named; if named, they must be with them.
@@ -170,7 +168,6 @@ class ModelSplitter:
         Args:
             all_layers: Names of all tensors of the checkpoint.
             split_plan: Tensors of each node, by node.
-            shared: Tensors that several nodes hold on purpose, such as an embedding that the lm_head is tied to.
 
         Raises:
             UsageError: A tensor has no node, two nodes or an unknown name, or is repeated; scales lack their weight;
@@ -189,7 +186,7 @@ class ModelSplitter:
         faults += [
             f"{name} is assigned to {' and '.join(nodes)}"
             for name, nodes in sorted(holders.items())
-            if len(nodes) > 1 and name not in shared
+            if len(nodes) > 1
         ]
         if faults:
             raise _faulty(faults)
@@ -214,29 +211,6 @@ def read_split_plans(path: Path) -> dict[str, SplitPlan]:
             found=f"{type(error).__name__}: {error}",
             next_step="List each node's tensors by their names in the checkpoint.",
         ) from error
-
-
-def split_plans(plan: PartitionPlan) -> dict[str, SplitPlan]:
-    """Return a plan's tensor names by node, without idle nodes.
-
-    The utilization is the node's time for a token over that of the slowest node, which limits a pipeline. If a node's
-    throughput is unknown, all nodes are taken as equally fast.
-    """
-    speeds = {slice_.node.name: slice_.node.tflops or 0.0 for slice_ in plan.used}
-    if not all(speeds.values()):
-        speeds = dict.fromkeys(speeds, 1.0)
-    times = {slice_.node.name: slice_.cost.flops_per_token / speeds[slice_.node.name] for slice_ in plan.used}
-    # A plan without any compute must not divide by zero.
-    slowest = max(times.values()) or 1.0
-    return {
-        slice_.node.name: SplitPlan(
-            node_id=slice_.node.name,
-            layer_names=slice_.names,
-            total_compute=float(slice_.cost.flops_per_token),
-            compute_utilization=times[slice_.node.name] / slowest,
-        )
-        for slice_ in plan.used
-    }
 
 
 def _parse_split_plan(node: str, value: object) -> SplitPlan:
@@ -288,8 +262,11 @@ class StagePlan:
 
     def read_all_nodes(self) -> tuple[str, ...]:
         """Return the nodes that hold something, after checking that their slices make up the checkpoint."""
-        self._whole_plan = _read_whole_plan(self._path, self._model)
-        return tuple(slice_.node.name for slice_ in self._whole_plan.used)
+        plan = PartitionPlan.read(self._path)
+        source = open_source(self._model or plan.model)
+        plan.validate(source.entries, source.architecture, folder=source.folder)
+        self._whole_plan = plan
+        return tuple(slice_.node.name for slice_ in plan.used)
 
     def cut(self, node: str, *, shard_size_bytes: int | None) -> SliceCut:
         """Cut a node's slice."""
@@ -318,11 +295,3 @@ class NamesPlan:
     def cut(self, node: str, *, shard_size_bytes: int | None) -> SliceCut:
         """Cut a node's slice."""
         return self._splitter.cut_shard(self._config, node, shard_size_bytes=shard_size_bytes)
-
-
-def _read_whole_plan(plan_file: Path, model: str | None) -> PartitionPlan:
-    """Read a plan, and verify against the checkpoint that its slices cover all tensors."""
-    plan = PartitionPlan.read(plan_file)
-    source = open_source(model or plan.model)
-    plan.validate(source.entries, source.architecture, folder=source.folder)
-    return plan

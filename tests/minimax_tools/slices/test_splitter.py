@@ -12,9 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from minimax_tools.errors import UsageError
-from minimax_tools.partition.cost import Workload
-from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import SliceCut
 from minimax_tools.slices.slice_plans import (
     ModelSplitter,
@@ -22,9 +19,7 @@ from minimax_tools.slices.slice_plans import (
     SplitPlan,
     SplitResult,
     read_split_plans,
-    split_plans,
 )
-from minimax_tools.slices.source import open_source
 
 Tensors = dict[str, torch.Tensor]
 Save = Callable[..., Path]
@@ -94,15 +89,6 @@ def plans(**names: tuple[str, ...]) -> dict[str, SplitPlan]:
 
 def config_of(folder: Path, split_plan: dict[str, SplitPlan], output: Path | None) -> SplitConfig:
     return SplitConfig(model_name="a/model", model_path=str(folder), split_plan=split_plan, output_dir=output)
-
-
-def partition(folder: Path, *nodes: str, planner: str = "balanced") -> PartitionPlan:
-    source = open_source(str(folder))
-    return source.divide(
-        planner=planner,
-        nodes=[Node.parse(node) for node in nodes],
-        workload=Workload(context_length=8),
-    )
 
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
@@ -200,33 +186,6 @@ def test_scales_without_their_weights_are_a_fault() -> None:
         ModelSplitter.validate_split_plan(list(llama()), plans(a=(*rest, name), b=(f"{name}_scale_inv",)))
     assert f"b gets {name}_scale_inv without its weight" in str(raised.value)
     assert f"{name}_scale_inv is assigned to a and b" in str(raised.value)
-
-
-def test_a_partition_plan_becomes_split_plans(save: Save, tmp_path: Path) -> None:
-    folder = save("llama")
-    plan = partition(folder, "fast:memory=1GB,tflops=100", "slow:memory=1GB,tflops=10")
-    split_plan = split_plans(plan)
-    assert list(split_plan) == [slice_.node.name for slice_ in plan.used]
-    ModelSplitter.validate_split_plan(list(llama()), split_plan, shared=plan.shared)
-    assert sum(own.total_compute for own in split_plan.values()) == sum(
-        slice_.cost.flops_per_token for slice_ in plan.used
-    )
-    times = {"fast": split_plan["fast"].total_compute / 100, "slow": split_plan["slow"].total_compute / 10}
-    for node, time in times.items():
-        assert split_plan[node].compute_utilization == pytest.approx(time / max(times.values()))
-    names = set()
-    for node in split_plan:
-        config = config_of(folder, split_plan, tmp_path / "out")
-        names |= set(ModelSplitter().split_model_sync(config, node).layer_names)
-    assert names == llama().keys()
-
-
-def test_a_tied_embedding_is_shared_on_purpose(save: Save) -> None:
-    plan = partition(save("gpt2"), "a:memory=1GB,layers=0:1", "b:memory=1GB,layers=1:2", planner="manual")
-    split_plan = split_plans(plan)
-    ModelSplitter.validate_split_plan(list(gpt2()), split_plan, shared=plan.shared)
-    with pytest.raises(UsageError, match=r"transformer.wte.weight is assigned to a and b"):
-        ModelSplitter.validate_split_plan(list(gpt2()), split_plan)
 
 
 def test_utilization_and_compute_are_kept_in_bounds() -> None:
