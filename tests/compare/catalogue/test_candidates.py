@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,14 +33,16 @@ def clues(wrong: WrongTokens) -> Clues:
     return cast("Clues", SimpleNamespace(wrong_tokens=wrong))
 
 
-def listed(candidates: Iterable[Parameters]) -> list[str]:
-    return [
+def listed(candidates: tuple[Parameters, ...]) -> str:
+    """Candidates in words: `factor 2; factor 0.5`, or `once` for a mistake without parameters."""
+    words = [
         ", ".join(
             f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in one.items()
         )
         for one in candidates
     ]
+    return "once" if words == [""] else "; ".join(words) or "nothing"
 
 
 def test_what_is_tried_is_what_the_golden_file_lists(
