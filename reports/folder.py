@@ -1,4 +1,4 @@
-"""Folder: the files of a report, written side by side.
+"""Folder: the files of a report, side by side.
 
 | file | for |
 |---|---|
@@ -9,17 +9,8 @@
 | `comparison_report.json`, `comparison_summary.json` | programs |
 | `comparison.csv` | tables |
 
-Junit: a comparison as JUnit XML, a case for each layer and site, for a build server to show.
-
-| site | case |
-|---|---|
-| pass | passes |
-| warn | passes, and says why |
-| fail | a failure |
-| not exposed, not captured, not judged | skipped |
-
-A last case holds the verdict, so that no build is green that nothing was proved in: it fails with `fail`, and is an
-error with `incomparable`.
+In JUnit, a site that was not compared is skipped. A last case holds the verdict, so that no build is green in which
+nothing was proved: it fails with `fail`, and is an error with `incomparable`.
 """
 
 from __future__ import annotations
@@ -45,11 +36,17 @@ from reports.page.html import has_library, render_page
 from reports.page.origins import OriginRow
 from reports.page.page import plan_page
 from reports.terminal import render_comparison
+from reports.views import headline
 from reports.wording import word_figure, word_layer
 
 
-def render_junit(comparison: Comparison, *, sentence: str) -> str:
-    """Return a comparison as JUnit XML; `sentence` is its verdict in words."""
+PAGE_NAME = "report.html"
+
+_WIDTH = 120
+
+
+def render_junit(comparison: Comparison) -> str:
+    """Return a comparison as JUnit XML."""
     suite = ElementTree.Element("testsuite", name="mm2")
     for site in comparison.sites:
         _add_site(suite, site)
@@ -60,7 +57,7 @@ def render_junit(comparison: Comparison, *, sentence: str) -> str:
     for row in comparison.generated:
         case = _add_case(suite, "generated", f"prompt {row.row}")
         _add_status(case, row.status, row.reason)
-    _add_verdict(suite, comparison, sentence)
+    _add_verdict(suite, comparison)
     for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(name, str(len(suite.findall(f"testcase/{tag}"))))
     suite.set("tests", str(len(suite)))
@@ -79,7 +76,7 @@ def _add_site(suite: ElementTree.Element, site: SiteResult) -> None:
     lines = [f"{title} {word_figure(value)}" for title, value in figures if value is not None]
     lines += [site.reason] if site.status is SiteStatus.WARN else []
     if lines:
-        ElementTree.SubElement(case, "system-out").text = _xml("\n".join(lines))
+        ElementTree.SubElement(case, "system-out").text = printable("\n".join(lines))
 
 
 def _add_status(case: ElementTree.Element, status: SiteStatus, reason: str) -> None:
@@ -89,43 +86,27 @@ def _add_status(case: ElementTree.Element, status: SiteStatus, reason: str) -> N
         _add(case, "skipped", f"{status}: {reason}" if reason else str(status))
 
 
-def _add_verdict(suite: ElementTree.Element, comparison: Comparison, sentence: str) -> None:
+def _add_verdict(suite: ElementTree.Element, comparison: Comparison) -> None:
     case = _add_case(suite, "mm2", "verdict")
     reasons = "\n".join(
         f"{word_layer(blame.layer)}, {', '.join(blame.sites)}: {blame.reason}" for blame in comparison.blame
     )
     if comparison.verdict is Verdict.FAIL:
-        _add(case, "failure", sentence, text=reasons)
+        _add(case, "failure", headline(comparison), text=reasons)
     elif comparison.verdict is Verdict.INCOMPARABLE:
-        _add(case, "error", sentence, text="\n".join(comparison.notes))
+        _add(case, "error", headline(comparison), text="\n".join(comparison.notes))
 
 
 def _add_case(suite: ElementTree.Element, layer: str, name: str) -> ElementTree.Element:
     return ElementTree.SubElement(
-        suite, "testcase", classname=_xml(f"mm2.{layer}"), name=_xml(name), time="0"
+        suite, "testcase", classname=printable(f"mm2.{layer}"), name=printable(name), time="0"
     )
 
 
 def _add(case: ElementTree.Element, tag: str, message: str, *, text: str = "") -> None:
-    element = ElementTree.SubElement(case, tag, message=_xml(message))
+    element = ElementTree.SubElement(case, tag, message=printable(message))
     if text:
-        element.text = _xml(text)
-
-
-def _xml(text: str) -> str:
-    # What XML 1.0 cannot hold is of category C.
-    return printable(text)
-
-
-PAGE_NAME = "report.html"
-MARKDOWN_NAME = "report.md"
-TEXT_NAME = "report.txt"
-JUNIT_NAME = "junit.xml"
-REPORT_NAME = "comparison_report.json"
-SUMMARY_NAME = "comparison_summary.json"
-TABLE_NAME = "comparison.csv"
-
-_WIDTH = 120
+        element.text = printable(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,24 +147,25 @@ def write_report(report: Report, directory: Path) -> WrittenReport:
         origins=report.origins,
     )
     texts = {
-        MARKDOWN_NAME: render_markdown(
-            comparison, sentence=page.sentence, next_commands=commands, diagnosis=report.diagnosis
+        "report.md": render_markdown(comparison, next_commands=commands, diagnosis=report.diagnosis),
+        "report.txt": _terminal_text(report),
+        "junit.xml": render_junit(comparison),
+        "comparison_report.json": _json_text(
+            versioned(comparison_record(comparison), next_commands=commands)
         ),
-        TEXT_NAME: _terminal_text(report),
-        JUNIT_NAME: render_junit(comparison, sentence=page.sentence),
-        REPORT_NAME: _json_text(versioned(comparison_record(comparison), next_commands=commands)),
-        SUMMARY_NAME: _json_text(versioned(summary_record(comparison), next_commands=commands)),
-        TABLE_NAME: printable(comparison_table(comparison), keep="\r\n\t"),
+        "comparison_summary.json": _json_text(versioned(summary_record(comparison), next_commands=commands)),
+        "comparison.csv": printable(comparison_table(comparison), keep="\r\n\t"),
     }
     missing = ""
     if has_library():
         texts = {PAGE_NAME: render_page(page), **texts}
     else:
-        # A page of an earlier run would not fit the files beside it.
-        _remove(directory / PAGE_NAME)
         missing = f"not written: {PAGE_NAME}, whose charts need a package: {install_command('report')}"
     paths = {directory / name: text for name, text in texts.items()}
     _write(paths)
+    if missing:
+        # A page of an earlier run would not fit the files beside it.
+        (directory / PAGE_NAME).unlink(missing_ok=True)
     return WrittenReport(paths=tuple(paths), missing=missing)
 
 
@@ -191,23 +173,13 @@ def _terminal_text(report: Report) -> str:
     text = render_comparison(
         report.comparison, width=_WIDTH, is_terminal=False, shows_metrics=True, is_verbose=True
     )
-    parts = [text, report.diagnosis_text] if report.diagnosis_text else [text]
-    if report.next_commands:
-        parts.append(
-            "\n".join([NEXT_TITLE, *(f"  {printable(command)}" for command in report.next_commands)])
-        )
-    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+    following = [NEXT_TITLE, *(f"  {printable(command)}" for command in report.next_commands)]
+    parts = (text, report.diagnosis_text, "\n".join(following) if report.next_commands else "")
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
 def _json_text(record: Mapping[str, Any]) -> str:
     return printable_json(record) + "\n"
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
 
 
 def _write(texts: Mapping[Path, str]) -> None:
@@ -223,19 +195,9 @@ def _write(texts: Mapping[Path, str]) -> None:
                 # A path may hold bytes that are no text.
                 file.write(text.encode("utf-8", "replace").decode("utf-8"))
                 file.flush()
-        missing = [path.name for path in texts if not path.is_file()]
     except OSError as error:
-        raise _cannot_write(path, error) from error
-    if missing:
         raise CannotRunError(
-            f"the report's {', '.join(missing)} in {path.parent} was removed while the others were written",
-            next_step="Find out what else cleans up there, then run the same command again.",
-        )
-
-
-def _cannot_write(path: Path, error: OSError) -> CannotRunError:
-    return CannotRunError(
-        f"cannot write the report {path}",
-        found=error.strerror or str(error),
-        next_step="Choose another directory for reports, one that can be written to.",
-    )
+            f"cannot write the report {path}",
+            found=error.strerror or str(error),
+            next_step="Choose another directory for reports, one that can be written to.",
+        ) from error

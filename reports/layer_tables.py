@@ -1,14 +1,11 @@
-"""Layer tables: a line for each layer of a comparison, and a table of the sites in a layer that fail or warn.
-
-Curves: where a chained run's errors begin, and a table of its error after each layer.
-"""
+"""Layer tables: a line for each layer of a comparison, the sites in a layer that fail or warn, and a chain's errors."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
+from minimax_tools.errors import format_count
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import (
@@ -21,6 +18,7 @@ from minimax_tools.results.results import (
     SiteStatus,
 )
 from reports.canvas import Canvas, Column, Row
+from reports.views import LayerView, largest_rho, view_layers
 from reports.wording import word_figure, word_fraction, word_index, word_place
 
 # Rows of the table; a longer one would hide the onset, the first layer that adds more than noise.
@@ -115,69 +113,60 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
 
     With `shows_metrics`, the line has the five classic figures of the layer's output too.
     """
-    layers: list[int | None] = [*comparison.layers]
-    if comparison.of_layer(None):
-        # None stands for the model outside its layers.
-        layers.append(None)
+    layers = view_layers(comparison)
     if not layers:
         return
     has_noise = any(site.noise for site in comparison.sites)
     shows_worst = has_noise or not shows_metrics
     # The classic limits judge outputs alone, whose figures the line has already.
     has_suspects = shows_worst and any(site.status in _STYLES for site in comparison.sites)
-    worst = "largest ρ" if has_noise else "lowest cosine"
-    columns: tuple[Column, ...] = (*_LAYER_COLUMNS, *(_METRIC_COLUMNS if shows_metrics else ()))
+    columns: list[Column] = [*_LAYER_COLUMNS]
+    if shows_metrics:
+        columns += _METRIC_COLUMNS
     if shows_worst:
-        columns = (*columns, Column(title=worst), Column(title="site", is_text=True))
+        worst = "largest ρ" if has_noise else "lowest cosine"
+        columns += [Column(title=worst), Column(title="site", is_text=True)]
     if has_suspects:
-        columns = (*columns, Column(title="fails or warns", is_text=True))
+        columns.append(Column(title="fails or warns", is_text=True))
     rows = []
     for layer in layers:
-        sites = comparison.of_layer(layer)
-        cells = (
-            *_layer_cells(layer, sites),
-            *(
-                _metric_cells([site.metrics for site in sites if site.site in _METRIC_SITES])
-                if shows_metrics
-                else ()
-            ),
-            *(_worst_cells(sites, has_noise=has_noise) if shows_worst else ()),
-            *([_suspects_word(sites)] if has_suspects else []),
-        )
-        status = _layer_status(sites)
+        cells = [layer.name, _status_word(layer.status), layer.compared]
+        if shows_metrics:
+            cells += _metric_cells([site.metrics for site in layer.sites if site.site in _METRIC_SITES])
+        if shows_worst:
+            cells += _worst_cells(layer.sites, has_noise=has_noise)
+        if has_suspects:
+            cells.append(_suspects_word(layer.sites))
         # Without a status no site was compared.
-        rows.append(Row(cells=cells, style=_STYLES.get(status, "") if status else "yellow"))
+        style = _STYLES.get(layer.status, "") if layer.status else "yellow"
+        rows.append(Row(cells=tuple(cells), style=style))
     canvas.gap()
     canvas.table(columns, rows)
     if shows_metrics:
         canvas.gap()
         canvas.paragraph(_METRIC_LEGEND, style="dim")
-        _draw_own_input_metrics(canvas, comparison, layers)
+        _draw_own_input_metrics(canvas, layers)
     if has_noise:
         canvas.gap()
         canvas.paragraph(_legend(comparison), style="dim")
 
 
-def _draw_own_input_metrics(canvas: Canvas, comparison: Comparison, layers: Sequence[int | None]) -> None:
+def _draw_own_input_metrics(canvas: Canvas, layers: Sequence[LayerView]) -> None:
     """Draw the five figures of each layer on the port's own input, if it is judged by that, as in a chained run."""
     rows = []
     for layer in layers:
-        measured = [
-            site.own_input_metrics for site in comparison.of_layer(layer) if site.site in _METRIC_SITES
-        ]
+        measured = [site.own_input_metrics for site in layer.sites if site.site in _METRIC_SITES]
         if any(measured):
-            rows.append(Row(cells=(_layer_word(layer), *_metric_cells(measured))))
+            rows.append(Row(cells=(layer.name, *_metric_cells(measured))))
     if rows:
         canvas.section("On the port's own input: the error of each layer alone")
         canvas.table((Column(title="layer"), *_METRIC_COLUMNS), rows)
 
 
-def worst_site(sites: Sequence[SiteResult]) -> str:
+def word_worst(sites: Sequence[SiteResult]) -> str:
     """Return the largest ρ among sites in words, with its place; empty if none has a noise floor."""
-    worst = _largest_rho(sites)
-    if worst is None:
-        return ""
-    return f"largest ρ {_word_rho(worst.noise)} ({word_place(worst.layer, [worst.site])})"
+    worst = largest_rho(sites)
+    return f"largest ρ {_word_rho(worst.noise)} ({word_place(worst.layer, [worst.site])})" if worst else ""
 
 
 def draw_layer(
@@ -203,25 +192,6 @@ def draw_layer(
         canvas.paragraph(_passing_sentence(passing), style="dim")
 
 
-def _layer_cells(layer: int | None, sites: Sequence[SiteResult]) -> tuple[str, ...]:
-    """Return the layer, its verdict, and the number of sites compared."""
-    num_compared = sum(site.status.is_compared for site in sites)
-    return _layer_word(layer), _status_word(_layer_status(sites)), f"{num_compared}/{len(sites)}"
-
-
-def _layer_word(layer: int | None) -> str:
-    return "model" if layer is None else str(layer)
-
-
-def _layer_status(sites: Sequence[SiteResult]) -> SiteStatus | None:
-    """Return the worst status of the sites that were compared; None if none was."""
-    statuses = {site.status for site in sites if site.status.is_compared}
-    for status in (SiteStatus.FAIL, SiteStatus.WARN, SiteStatus.PASS):
-        if status in statuses:
-            return status
-    return None
-
-
 def _metric_cells(measured: Iterable[PairMetrics | None]) -> tuple[str, ...]:
     """Return the five figures of a layer's output or of the logits; `-` if not measured, or if all are NaN or Inf."""
     metrics = next(filter(None, measured), None)
@@ -237,8 +207,7 @@ def _metric_cells(measured: Iterable[PairMetrics | None]) -> tuple[str, ...]:
 
 
 def _worst_cells(sites: Sequence[SiteResult], *, has_noise: bool) -> tuple[str, str]:
-    """Return the worst site's ρ, or its cosine, and its name."""
-    worst = _largest_rho(sites) if has_noise else _lowest_cosine(sites)
+    worst = largest_rho(sites) if has_noise else _lowest_cosine(sites)
     if worst is None:
         return "-", "-"
     return _word_rho(worst.noise) if has_noise else _word_cosine(worst), worst.site
@@ -300,13 +269,11 @@ def _token_sentences(sites: Sequence[SiteResult]) -> list[str]:
     left_out = {site.site: site.num_set_aside for site in sites if site.num_set_aside}
     sentences = []
     if replayed:
-        tokens = "1 token is" if replayed == 1 else f"{replayed} tokens are"
-        sentences.append(f"{tokens} judged against the golden with the port's own experts.")
+        tokens = format_count(replayed, "token")
+        sentences.append(f"Judged against the golden with the port's own experts: {tokens}.")
     if left_out:
-        count = max(left_out.values())
-        tokens = "1 token that has, or may have, other experts is" if count == 1 else ""
-        tokens = tokens or f"{count} tokens that have, or may have, other experts are"
-        sentences.append(f"{tokens} left out of {', '.join(left_out)}.")
+        tokens = format_count(max(left_out.values()), "token")
+        sentences.append(f"Left out of {', '.join(left_out)}: {tokens} with, perhaps, other experts.")
     return sentences
 
 
@@ -336,18 +303,8 @@ def _classic_sentences(sites: Sequence[SiteResult]) -> list[str]:
 
 def _passing_sentence(passing: Sequence[SiteResult]) -> str:
     words = f"{len(passing)} other sites pass" if len(passing) > 1 else f"{passing[0].site} passes"
-    worst = _largest_rho(passing)
+    worst = largest_rho(passing)
     return f"{words}, largest ρ {_word_rho(worst.noise)} ({worst.site})." if worst else f"{words}."
-
-
-def _largest_rho(sites: Sequence[SiteResult]) -> SiteResult | None:
-    return max((site for site in sites if site.noise), key=_rho_order, default=None)
-
-
-def _rho_order(site: SiteResult) -> float:
-    """Return ρ to sort by: NaN counts as infinite."""
-    rho = site.noise.whole if site.noise else 0.0
-    return math.inf if math.isnan(rho) else rho
 
 
 def _lowest_cosine(sites: Sequence[SiteResult]) -> SiteResult | None:

@@ -9,21 +9,12 @@ import re
 from collections.abc import Iterator, Sequence
 
 from minimax_tools.errors import format_count
-from minimax_tools.model.span import word_layers
 from minimax_tools.printable import printable
-from minimax_tools.results.results import Comparison, SiteStatus, Verdict
-from reports.page.evidence import DiagnosedRun, group_uncompared
+from minimax_tools.results.results import Comparison, Verdict
+from reports.page.evidence import DiagnosedRun
 from reports.page.heat_map import measured
-from reports.wording import (
-    causes_of,
-    word_figure,
-    word_fraction,
-    word_layer,
-    word_port,
-    word_reasons,
-    word_sites,
-    word_untested,
-)
+from reports.views import blame_rows, group_uncompared, headline, name_sides, view_layers, word_extent
+from reports.wording import word_figure, word_fraction, word_untested
 
 _SIGNS = {
     Verdict.PASS: "✅",
@@ -38,15 +29,11 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|~]|^[#+>-]|^\d+(?=[.)])|:(?=//)|(?<=www)\.)"
 
 
 def render_markdown(
-    comparison: Comparison,
-    *,
-    sentence: str,
-    next_commands: Sequence[str],
-    diagnosis: DiagnosedRun | None = None,
+    comparison: Comparison, *, next_commands: Sequence[str], diagnosis: DiagnosedRun | None = None
 ) -> str:
-    """Return a comparison as Markdown; `sentence` is its verdict in words."""
-    lines = [f"## {_SIGNS[comparison.verdict]} mm2: {_plain(sentence)}", ""]
-    lines += [f"Compared {comparison.compared} of {format_count(comparison.of, 'site')}.", ""]
+    """Return a comparison as Markdown."""
+    lines = [f"## {_SIGNS[comparison.verdict]} mm2: {_plain(headline(comparison))}", ""]
+    lines += [f"{word_extent(comparison).capitalize()}.", ""]
     untested = word_untested(comparison.untested)
     if untested and comparison.verdict.is_passed:
         lines += [_plain(untested), ""]
@@ -57,31 +44,23 @@ def render_markdown(
         lines += ["**Next**", "", *_fenced(next_commands), ""]
     lines += _layers(comparison)
     lines += _uncompared(comparison)
-    lines += ["| side | folder |", "|---|---|"]
-    lines += [f"| golden | {_code(comparison.reference)} |", f"| run | {_code(comparison.target)} |"]
-    lines += [f"| port | {_code(word_port(comparison.port))} |"] if comparison.port else []
+    lines += ["| side | |", "|---|---|"]
+    lines += [f"| {name} | {_code(value)} |" for name, value in name_sides(comparison)]
     return "\n".join(lines) + "\n"
 
 
 def _blame(comparison: Comparison) -> Iterator[str]:
-    causes = causes_of(comparison)
-    findings = [finding for finding in comparison.findings if not finding.is_of_sites]
-    if not causes and not findings:
+    rows = list(blame_rows(comparison))
+    if not rows:
         return
     yield "**To blame**"
     yield ""
-    for finding in findings[:_MOST_BLAMED]:
-        yield f"- {_plain(', '.join((word_layer(finding.layer), *finding.sites)))}: {_plain(finding.reason)}"
-    for cause in causes[:_MOST_BLAMED]:
-        names = cause.sites if cause.operation else word_sites(cause.sites)
-        sites = (" and " if cause.operation else ", ").join(map(_code, names))
-        first, *others = word_reasons(comparison, cause)
-        yield f"- {word_layers(cause.layers)}, {sites}: {_plain(first)}"
-        for sentence in (*others, *cause.where):
+    for row in rows[:_MOST_BLAMED]:
+        yield f"- {_plain(row.place)}: {_plain(row.reason)}"
+        for sentence in (*row.of_sites, *row.where):
             yield f"  - {_plain(sentence)}"
-    hidden = len(causes) + len(findings) - min(len(causes), _MOST_BLAMED) - min(len(findings), _MOST_BLAMED)
-    if hidden:
-        yield f"- and {format_count(hidden, 'more place')}"
+    if len(rows) > _MOST_BLAMED:
+        yield f"- and {format_count(len(rows) - _MOST_BLAMED, 'more place')}"
     yield ""
 
 
@@ -113,34 +92,29 @@ def _diagnosis(diagnosis: DiagnosedRun) -> Iterator[str]:
 
 def _layers(comparison: Comparison) -> Iterator[str]:
     """Yield a table with the worst site of each layer, folded away."""
-    if not comparison.layers:
+    layers = [layer for layer in view_layers(comparison) if layer.layer is not None]
+    if not layers:
         return
-    yield f"<details><summary>{format_count(len(comparison.layers), 'layer')}</summary>"
+    yield f"<details><summary>{format_count(len(layers), 'layer')}</summary>"
     yield ""
     yield "| layer | verdict | compared | largest ρ | site | cosine of the output |"
     yield "|---:|---|---:|---:|---|---:|"
-    for layer in comparison.layers[:_MOST_LAYERS]:
-        sites = comparison.of_layer(layer)
-        statuses = {site.status for site in sites}
-        order = (SiteStatus.FAIL, SiteStatus.WARN, SiteStatus.PASS)
-        status = next((str(one) for one in order if one in statuses), "none")
-        figures = [(value, site) for site in sites if (value := measured(site, "rho")) is not None]
-        # NaN is the worst of all.
-        value, worst = max(figures, key=lambda pair: (pair[0] != pair[0], pair[0]), default=(None, None))
-        output = next((site for site in sites if site.site == "output"), None)
+    for layer in layers[:_MOST_LAYERS]:
+        status, worst = str(layer.status or "none"), layer.worst
+        output = next((site for site in layer.sites if site.site == "output"), None)
         cosine = None if output is None else measured(output, "cosine_similarity")
         cells = (
-            str(layer),
+            layer.name,
             f"**{status}**" if status == "fail" else status,
-            f"{sum(site.status.is_compared for site in sites)}/{len(sites)}",
-            word_figure(value),
-            "" if worst is None else _code(worst.site),
+            layer.compared,
+            word_figure(worst.noise.whole if worst and worst.noise else None),
+            _code(worst.site) if worst else "",
             word_fraction(cosine, decimals=6),
         )
         yield f"| {' | '.join(cells)} |"
-    if len(comparison.layers) > _MOST_LAYERS:
+    if len(layers) > _MOST_LAYERS:
         yield ""
-        yield f"{len(comparison.layers) - _MOST_LAYERS} more layers: comparison.csv has all."
+        yield f"{len(layers) - _MOST_LAYERS} more layers: comparison.csv has all."
     yield ""
     yield "</details>"
     yield ""

@@ -17,7 +17,8 @@ from minimax_tools.results.prompt_results import (
 from minimax_tools.results.results import ModelFinding, Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.data import to_json
-from reports.model_findings import draw_findings, word_first
+from reports.terminal import draw_findings
+from reports.views import word_first
 from reports.wording import word_figure, word_untested
 
 # More would push the verdict off the screen.

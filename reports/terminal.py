@@ -4,53 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import (
-    NOT_EXPOSED,
-    BlameGroup,
+    ChunkedRun,
     Comparison,
-    GeneratedRow,
-    LogitsResult,
+    ModelFinding,
     NoiseRatio,
-    SiteResult,
+    PassLogits,
     SiteStatus,
     Verdict,
 )
-from reports.canvas import Canvas
-from reports.layer_tables import draw_curve, draw_layer, draw_overview, flip_sentences, worst_site
-from reports.model_findings import draw_findings, draw_passes, word_chunks, word_first
-from reports.wording import (
+from reports.canvas import Canvas, Column, Row
+from reports.layer_tables import draw_curve, draw_layer, draw_overview, flip_sentences, word_worst
+from reports.views import (
+    SmallTable,
     causes_of,
+    group_findings,
+    group_uncompared,
+    headline,
+    name_sides,
+    token_tables,
+    view_passes,
     word_blamed_sites,
     word_cause,
-    word_figure,
-    word_layer,
-    word_place,
-    word_port,
+    word_extent,
+    word_findings,
     word_reasons,
-    word_sites,
-    word_sites_by_layer,
-    word_untested,
 )
+from reports.wording import word_figure, word_layer, word_sites, word_untested
 
 # More of each would push the verdict off the screen.
-_MOST_BLAMED = 6  # groups of blame with their reasons
+_MOST_BLAMED = 6  # groups of blame with their reasons, or of findings
 _MOST_DETAILED_LAYERS = 4  # layers with a table of sites
-_MOST_NAMED = 3  # tokens with another likeliest choice
 
 _VERDICT_STYLES = {
     Verdict.PASS: "bold green",
     Verdict.WARN: "bold yellow",
     Verdict.FAIL: "bold red",
     Verdict.INCOMPARABLE: "bold red",
-}
-_UNCOMPARED_WORDS = {
-    SiteStatus.NOT_EXPOSED: "Not exposed by the port",
-    SiteStatus.NOT_CAPTURED: "Not captured by the golden",
-    SiteStatus.NOT_JUDGED: "Not judged",
 }
 
 
@@ -70,30 +63,24 @@ def render_comparison(
     `width` and `is_terminal` see `Canvas`.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
-    canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
+    canvas.line(headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
     is_whole = comparison.compared == comparison.of
-    canvas.paragraph(_extent(comparison), style="" if is_whole else "yellow", indent=0)
+    canvas.paragraph(word_extent(comparison), style="" if is_whole else "yellow", indent=0)
     if comparison.chunks is not None:
-        canvas.paragraph(
-            word_chunks(comparison.chunks), style="yellow" if comparison.chunks.untested else "", indent=0
-        )
-    worst = "" if is_verbose or comparison.blame else worst_site(comparison.sites)
+        style = "yellow" if comparison.chunks.untested else ""
+        canvas.paragraph(_word_chunks(comparison.chunks), style=style, indent=0)
+    worst = "" if is_verbose or comparison.blame else word_worst(comparison.sites)
     if worst:
         canvas.line(worst)
+    shows_criteria = is_verbose or comparison.criteria != "noise"
     canvas.facts(
-        [
-            ("golden", comparison.reference),
-            ("run", comparison.target),
-            *([("port", word_port(comparison.port))] if comparison.port else []),
-            *([("criteria", comparison.criteria)] if is_verbose or comparison.criteria != "noise" else []),
-            *([("tokens", comparison.tokens)] if comparison.tokens else []),
-        ]
+        [(name, value) for name, value in name_sides(comparison) if name != "criteria" or shows_criteria]
     )
     draw_findings(canvas, comparison.findings)
     _draw_blame(canvas, comparison)
-    is_classic = comparison.criteria == "classic"
-    if is_verbose or shows_metrics or is_classic:
-        draw_overview(canvas, comparison, shows_metrics=shows_metrics or is_classic)
+    shows_metrics = shows_metrics or comparison.criteria == "classic"
+    if is_verbose or shows_metrics:
+        draw_overview(canvas, comparison, shows_metrics=shows_metrics)
     draw_curve(canvas, comparison.curve, is_verbose=is_verbose)
     if is_verbose:
         _draw_details(canvas, comparison)
@@ -107,37 +94,38 @@ def render_comparison(
     return "\n\n".join(filter(None, (canvas.text, *further, last)))
 
 
-def _headline(comparison: Comparison) -> str:
-    verdict = str(comparison.verdict).upper()
-    if comparison.findings:
-        return f"{verdict}: {word_first(comparison.findings)}"
-    causes = causes_of(comparison)
-    if causes:
-        (layers, sites), *others = _sites_by_layers(causes)
-        more = f" (and {format_count(len(others), 'more place')})" if others else ""
-        return f"{verdict}: {word_layers(layers)}, {' and '.join(sites)}{more}"
-    # Without blame, as in a chained run that was not recomputed, start at the first site that fails or warns.
-    worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
-    for site in comparison.sites:
-        if site.status is worst:
-            reason = f": {site.reason}" if comparison.verdict is Verdict.WARN and site.reason else ""
-            return f"{verdict}: first at {word_place(site.layer, [site.site])}{reason}"
-    if comparison.router_dtypes and comparison.verdict is Verdict.WARN:
-        part = comparison.router_dtypes[0]
-        return f"{verdict}: {part.name} is {part.target}, the golden's {part.reference}"
-    if comparison.shows_outputs_only and comparison.verdict is Verdict.PASS:
-        return f"{verdict}: outputs only, {comparison.compared} of {format_count(comparison.of, 'site')}"
-    if comparison.shows_logits_only and comparison.verdict is Verdict.PASS:
-        return f"{verdict}: logits only, {comparison.compared} of {format_count(comparison.of, 'site')}"
-    return verdict
+def draw_findings(canvas: Canvas, findings: Sequence[ModelFinding]) -> None:
+    """Draw the findings of a whole port's run, the first at the front; layers with the same one are one entry."""
+    if not findings:
+        return
+    canvas.section("What came first")
+    groups = group_findings(findings)
+    for group in groups[:_MOST_BLAMED]:
+        cause = group[0]
+        first = cause[0]
+        if len(cause) == 1:
+            canvas.paragraph(f"{word_findings(group)}: {first.reason}")
+        else:
+            canvas.paragraph(f"{word_findings(group)}: one cause, the {first.operation}")
+            for finding in cause:
+                canvas.paragraph(f"{finding.sites[-1]}: {finding.reason}", indent=4)
+        if first.mistake is not None:
+            parameters = ", ".join(f"{name} {value}" for name, value in first.parameters.items())
+            canvas.paragraph(f"matches {first.mistake}{f' ({parameters})' if parameters else ''}", indent=4)
+            canvas.paragraph(first.what, indent=4)
+            canvas.paragraph(f"Look at {first.look_at}.", indent=4)
+    if len(groups) > _MOST_BLAMED:
+        canvas.paragraph(f"{format_count(len(groups) - _MOST_BLAMED, 'more finding')}; --json has all.")
 
 
-def _extent(comparison: Comparison) -> str:
-    parts = [f"in {format_count(len(comparison.layers), 'layer')}"] if comparison.layers else []
-    if comparison.of_layer(None):
-        parts.append("outside them" if parts else "outside the layers")
-    where = " and ".join(parts)
-    return f"compared {comparison.compared} of {format_count(comparison.of, 'site')} {where}".rstrip()
+def _word_chunks(chunks: ChunkedRun) -> str:
+    if chunks.untested:
+        return f"passes of several tokens behind a cache: not tested, {chunks.untested}"
+    widths = ", ".join(map(str, chunks.widths))
+    return (
+        f"compared {chunks.compared} of {format_count(chunks.of, 'site')} again in chunks of {widths} tokens, each "
+        "behind what the ones before have cached"
+    )
 
 
 def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
@@ -148,30 +136,25 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
     for cause in causes[:_MOST_BLAMED]:
         first, *others = word_reasons(comparison, cause)
         canvas.paragraph(f"{word_cause(cause)}: {first}")
-        for sentence in others:
-            canvas.paragraph(sentence, indent=4)
+        sentences = [*others]
         for site in comparison.of_layer(cause.worst_layer):
-            # A site that is wrong in chunks alone has the figures of the other run here.
-            if not _is_of_cause(site, cause):
-                continue
-            if site.noise and math.isfinite(site.noise.token_worst):
-                canvas.paragraph(_worst_token(site.site, site.noise), indent=4)
-            for sentence in flip_sentences(site):
-                canvas.paragraph(sentence, indent=4)
-        for sentence in cause.where:
+            # A site that is wrong in chunks alone passes here, and has the figures of the other run.
+            if site.site in cause.sites and site.status is not SiteStatus.PASS:
+                if site.noise and math.isfinite(site.noise.token_worst):
+                    sentences.append(_word_worst_token(site.site, site.noise))
+                sentences += flip_sentences(site)
+        for sentence in (*sentences, *cause.where):
             canvas.paragraph(sentence, indent=4)
     for cause in causes[_MOST_BLAMED:]:
         canvas.paragraph(f"{word_layers(cause.layers)}: {', '.join(word_blamed_sites(cause))}")
-    for sentence in _consequences(comparison):
-        canvas.paragraph(sentence)
+    behind = _sites_behind(comparison)
+    if behind:
+        sites = ", ".join(word_sites(behind))
+        canvas.paragraph(f"Consequences, which fail behind it: {sites}. --verbose shows their figures.")
 
 
-def _is_of_cause(site: SiteResult, cause: BlameGroup) -> bool:
-    return site.site in cause.sites and site.status is not SiteStatus.PASS
-
-
-def _consequences(comparison: Comparison) -> tuple[str, ...]:
-    """Return a sentence on the sites that fail behind those to blame; () if there are none."""
+def _sites_behind(comparison: Comparison) -> tuple[str, ...]:
+    """Return the sites that fail in a blamed layer, and are not to blame."""
     blamed = {(blame.layer, site) for blame in comparison.blame for site in blame.sites}
     layers = {blame.layer for blame in comparison.blame}
     behind = [
@@ -179,21 +162,10 @@ def _consequences(comparison: Comparison) -> tuple[str, ...]:
         for site in comparison.sites
         if site.status is SiteStatus.FAIL and site.layer in layers and (site.layer, site.site) not in blamed
     ]
-    if not behind:
-        return ()
-    sites = ", ".join(word_sites(tuple(dict.fromkeys(behind))))
-    return (f"Consequences, which fail behind it: {sites}. --verbose shows their figures.",)
+    return tuple(dict.fromkeys(behind))
 
 
-def _sites_by_layers(causes: Sequence[BlameGroup]) -> list[tuple[tuple[int | None, ...], list[str]]]:
-    """Return layers with the sites of each cause in them, in the order of the causes."""
-    sites_of: dict[tuple[int | None, ...], list[str]] = {}
-    for cause in causes:
-        sites_of.setdefault(cause.layers, []).append(", ".join(word_blamed_sites(cause)))
-    return list(sites_of.items())
-
-
-def _worst_token(site: str, noise: NoiseRatio) -> str:
+def _word_worst_token(site: str, noise: NoiseRatio) -> str:
     row, position = noise.worst_token
     return (
         f"{site} is worst at row {row}, token {position}: ρ {word_figure(noise.token_worst)}, "
@@ -226,76 +198,57 @@ def _roles(comparison: Comparison, layer: int | None) -> dict[str, str]:
     return {site: word for cause, word in zip(causes, words, strict=True) for site in cause.sites}
 
 
-def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
-    for status, words in _UNCOMPARED_WORDS.items():
-        missing = [site for site in comparison.sites if site.status is status]
-        if not missing:
-            continue
-        canvas.section(f"{words}: {format_count(len(missing), 'site')}")
-        # The title says it already.
-        missing = [replace(site, reason="") if site.reason == NOT_EXPOSED else site for site in missing]
-        for reason in dict.fromkeys(site.reason for site in missing):
-            places = ((site.layer, site.site) for site in missing if site.reason == reason)
-            for line in word_sites_by_layer(places):
-                canvas.paragraph(f"{line} ({reason})" if reason else line)
-        if status is SiteStatus.NOT_EXPOSED and not all(site.reason for site in missing):
-            canvas.paragraph(
-                "An attribute `sites` of the port's class names their places: see docs/ports.md."
-            )
-
-
 def _draw_next_tokens(canvas: Canvas, comparison: Comparison, *, is_verbose: bool) -> None:
-    """Draw the divergence of the logits, the likeliest tokens and the generated ones, if there are any.
-
-    Without `is_verbose`, prompts whose generated tokens are the golden's are counted only.
-    """
-    results = [site.logits for site in comparison.sites if site.logits is not None]
-    if not results and not comparison.generated:
+    """Draw the next tokens; without `is_verbose`, what is as the golden's is counted only."""
+    tables = list(token_tables(comparison))
+    if not tables:
         return
     canvas.section("Next tokens")
-    draw_passes(canvas, comparison.pass_logits)
-    for logits in results:
-        if is_verbose or not logits.is_of_head or logits.num_disagreeing:
-            for sentence in _logits_sentences(logits):
-                canvas.paragraph(sentence)
+    if comparison.pass_logits:
+        draw_passes(canvas, comparison.pass_logits)
+        tables = tables[1:]
     alike = [row for row in comparison.generated if row.reference is None and not row.reason]
-    for row in comparison.generated:
-        if is_verbose or row not in alike:
-            canvas.paragraph(_word_row(row))
-    if alike and not is_verbose:
+    is_told = is_verbose or any(
+        site.logits is not None and (not site.logits.is_of_head or site.logits.num_disagreeing)
+        for site in comparison.sites
+    )
+    for table in tables:
+        is_generated = table.title.startswith("Generated")
+        if (len(alike) < len(comparison.generated) or is_verbose) if is_generated else is_told:
+            _draw_table(canvas, table)
+    if alike and not is_verbose and len(alike) == len(comparison.generated):
         tokens = format_count(sum(row.num_compared for row in alike), "generated token")
         canvas.paragraph(f"{format_count(len(alike), 'prompt')}: all {tokens} are the golden's")
 
 
-def _word_row(row: GeneratedRow) -> str:
-    """Return how far a prompt's generated tokens are the golden's, and the first that differs, if any."""
-    alike = f"prompt {row.row}: {row.num_alike} of {row.num_compared} generated tokens are the golden's"
-    if row.reference is None:
-        return f"{alike} ({row.reason})" if row.reason else alike
-    judged = {SiteStatus.PASS: "explained by noise", SiteStatus.FAIL: "not explained by noise"}
-    return (
-        f"{alike}; the next is {row.target}, the golden's is {row.reference}: "
-        f"{judged.get(row.status, str(row.status))} ({row.reason})"
+def draw_passes(canvas: Canvas, passes: Sequence[PassLogits]) -> None:
+    """Draw the next tokens of a run, or of each pass, against the golden's own: all layers' errors are in them."""
+    first = passes[0]
+    if len(passes) > 1 or first.number is not None:
+        _draw_table(canvas, view_passes(passes))
+        return
+    row, token = first.worst_token
+    canvas.paragraph(
+        f"{first.num_agreeing} of {format_count(first.num_tokens, 'likeliest next token')} are the golden's; "
+        f"KL divergence from the golden: mean {word_figure(first.kl_mean)} nats, worst "
+        f"{word_figure(first.kl_worst)} at row {row}, token {token}. The errors of all layers are in it."
     )
 
 
-def _logits_sentences(logits: LogitsResult) -> list[str]:
-    row, position = logits.worst_token
-    overlaps = ", ".join(f"{100 * share:.1f} % of the top {k}" for k, share in logits.overlaps.items())
-    of = "the head on the port's own last layer: " if logits.is_of_head else ""
-    sentences = [
-        f"{of}KL divergence in nats: mean {word_figure(logits.kl_mean)}, 95th percentile {word_figure(logits.kl_p95)}"
-        f"; noise comes to {word_figure(logits.kl_mean_foreseen)} and {word_figure(logits.kl_p95_foreseen)}"
-        f"; worst {word_figure(logits.kl_worst)} at row {row}, token {position}",
-        f"of the golden's likeliest tokens the port has {overlaps}",
-    ]
-    if logits.num_disagreeing:
-        sentences.append(
-            f"{logits.num_disagreeing} of {logits.num_tokens} places have another likeliest token, "
-            f"{logits.num_explained} of them within the noise"
-        )
-    return sentences + [
-        f"row {choice.row}, token {choice.position}: {choice.target} for {choice.reference}, "
-        f"{word_figure(choice.margin)} below it, noise reaches {word_figure(choice.reach)}"
-        for choice in logits.worst_choices[:_MOST_NAMED]
-    ]
+def _draw_table(canvas: Canvas, table: SmallTable) -> None:
+    canvas.paragraph(table.title)
+    columns = tuple(Column(title=title, is_text=True, is_broken=True) for title in table.columns)
+    canvas.table(columns, [Row(cells=cells) for cells in table.rows])
+    canvas.gap()
+
+
+def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
+    groups = group_uncompared(comparison)
+    for group in groups:
+        canvas.section(group.title)
+        for place in group.places:
+            canvas.paragraph(f"{place} ({group.reason})" if group.reason else place)
+        if group.status is SiteStatus.NOT_EXPOSED and not group.reason:
+            canvas.paragraph(
+                "An attribute `sites` of the port's class names their places: see docs/ports.md."
+            )

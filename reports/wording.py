@@ -1,9 +1,4 @@
-"""Wording: places and figures of a report in words.
-
-Order words: the shortest true description of an order in which numbers lie.
-
-Causes: what is to blame in words, the same in the terminal, in Markdown and in the page.
-"""
+"""Wording: places, figures and orders in words."""
 
 from __future__ import annotations
 
@@ -14,8 +9,15 @@ from itertools import pairwise
 from minimax_tools.errors import format_count
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
-from minimax_tools.results.results import WEIGHTS, BlameGroup, Comparison, Untested
+from minimax_tools.results.results import Untested
 
+# Beginning of the last line of a pass.
+UNTESTED = "Not tested: "
+# A longer run of sites is named by its first and its last.
+_MOST_NAMED_SITES = 4
+# Figures from here on have no decimals; those beyond the other two have an exponent.
+_WHOLE_FROM = 1e3
+_EXPONENT_FROM, _EXPONENT_BELOW = 1e6, 1e-3
 # More exchanged pairs than this have another pattern, or none.
 _MOST_PAIRS = 3
 # Numbers that are told of an order without a pattern, from the first that is not in its place.
@@ -72,15 +74,6 @@ def _exchanged_pairs(
         if place < other:
             pairs.append((ascending[place], ascending[other]))
     return pairs
-
-
-# Beginning of the last line of a pass.
-UNTESTED = "Not tested: "
-# A longer run of sites is named by its first and its last.
-_MOST_NAMED_SITES = 4
-# Figures from here on have no decimals; those beyond the other two have an exponent.
-_WHOLE_FROM = 1e3
-_EXPONENT_FROM, _EXPONENT_BELOW = 1e6, 1e-3
 
 
 def word_figure(value: float | None) -> str:
@@ -167,35 +160,3 @@ def word_untested(untested: Iterable[Untested]) -> str:
     alone = details.pop("", [])  # what nothing tests
     parts = (*(f"{', '.join(of_command)} ({by})" for by, of_command in details.items()), *alone)
     return f"{UNTESTED}{'; '.join(parts)}." if parts else ""
-
-
-def causes_of(comparison: Comparison) -> tuple[BlameGroup, ...]:
-    """Return the causes of a comparison; one for each blame if they were not grouped."""
-    return comparison.blame_groups or tuple(
-        BlameGroup(layers=(blamed.layer,), sites=blamed.sites, worst_layer=blamed.layer, reason=blamed.reason)
-        for blamed in comparison.blame
-    )
-
-
-def word_blamed_sites(cause: BlameGroup) -> tuple[str, ...]:
-    """Return the sites of a cause: those of one operation joined by `and`, as both are wrong."""
-    return (" and ".join(cause.sites),) if cause.operation else word_sites(cause.sites)
-
-
-def word_cause(cause: BlameGroup) -> str:
-    """Return a place to look at, such as `layers 3-59, moe_delta`."""
-    return ", ".join([word_layers(cause.layers), *word_blamed_sites(cause)])
-
-
-def word_reasons(comparison: Comparison, cause: BlameGroup) -> tuple[str, ...]:
-    """Return why a cause is to blame, in the worst of its layers; of one operation's sites a sentence each."""
-    has_worst = len(cause.layers) > 1 and cause.sites != (WEIGHTS,)
-    worst = f"worst in {word_layer(cause.worst_layer)}" if has_worst else ""
-    if not cause.operation:
-        return (f"{worst}: {cause.reason}" if worst else cause.reason,)
-    reasons = (
-        f"{blamed.sites[-1]}: {blamed.reason}"
-        for blamed in comparison.blame
-        if blamed.layer == cause.worst_layer and blamed.operation == cause.operation
-    )
-    return f"one cause, the {cause.operation}{worst and f'; {worst}'}", *reasons

@@ -36,6 +36,25 @@ _TESTS = Path(__file__).parent
 _CHECKPOINT = "MM2_TEST_CHECKPOINT"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update", action="store_true", help="write the golden texts of reports anew")
+
+
+@pytest.fixture
+def expect_text(request: pytest.FixtureRequest) -> Callable[[str, Mapping[str, str]], None]:
+    """Compares texts, by their titles, with the file `texts/NAME` beside the test; --update writes it."""
+
+    def compare(name: str, texts: Mapping[str, str]) -> None:
+        file = request.path.parent / "texts" / name
+        text = "\n".join(f"==== {title}\n{words.rstrip()}\n" for title, words in texts.items())
+        if request.config.getoption("--update"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        assert text == file.read_text(encoding="utf-8"), "--update writes the golden text anew"
+
+    return compare
+
+
 def pytest_configure() -> None:
     """Divide the cores among the processes that share the tests: threads beyond them wait busily."""
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

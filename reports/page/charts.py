@@ -1,29 +1,26 @@
-"""Charts of all layers: the error of a site over the layers, and along a chain.
-
-Vega: parts of the charts' specifications for Vega-Lite, which draws them in the reader's browser.
-
-Colours are variables of the style sheet, so that a chart follows dark mode and print.
-"""
+"""The page's charts: their data and titles; `assets/charts.json.j2` has their specifications for Vega-Lite."""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from minimax_tools.results.results import Comparison, Curve
+from reports.page.evidence import ErrorPicture, LayerRouting, LogitsEvidence, SiteErrors
 
-INK, FAINT, GRID = "var(--ink)", "var(--faint)", "var(--line)"
-PORT, GOLDEN, BAND = "var(--port)", "var(--golden)", "var(--band)"
-HEIGHT = 220
-# Ticks of logarithmic axes; those outside the data are not drawn.
-DECADES = tuple(float(f"1e{power}") for power in range(-15, 9))
-
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+_ASSETS = Path(__file__).with_name("assets")
 _DIGITS = 4
-
-Spec = Mapping[str, Any]
+# Flips that the chart of margins shows.
+_MOST_FLIPS = 800
+_MOST_MASSIVE = 8
+_KINDS = ("explained by noise", "not explained")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,97 +30,32 @@ class Chart:
     name: str
     title: str
     reading: str
-    spec: Spec
+    spec: Mapping[str, Any]
 
 
-def chart_spec(body: Spec) -> dict[str, Any]:
-    """Return a whole specification: as wide as its place in the page, with the page's colours."""
-    return {"$schema": _SCHEMA, "width": "container", "config": _CONFIG, **body}
+@functools.cache
+def _specifications() -> Any:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_ASSETS), autoescape=False, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template("charts.json.j2").module
 
 
-def layer_axis() -> dict[str, Any]:
-    """Return an axis of layers, which need not begin at 0."""
-    return {
-        "field": "layer",
-        "type": "quantitative",
-        "title": "layer",
-        "axis": {"tickMinStep": 1},
-        "scale": {"zero": False, "nice": False, "padding": 8},
-    }
+def _specify(kind: str, **values: Any) -> dict[str, Any]:
+    """Return the specification of a kind of chart: a macro of the template, with its values."""
+    spec: dict[str, Any] = json.loads(getattr(_specifications(), kind)(**values))
+    return spec
 
 
-def log_axis(name: str, title: str) -> dict[str, Any]:
-    """Return a logarithmic axis of a field, with ticks at powers of ten."""
-    return {
-        "field": name,
-        "type": "quantitative",
-        "title": title,
-        "scale": {"type": "log", "nice": True},
-        "axis": {"values": DECADES, "format": "~g", "labelOverlap": True},
-    }
-
-
-def quantity(name: str, title: str) -> dict[str, Any]:
-    """Return a linear axis of a field."""
-    return {"field": name, "type": "quantitative", "title": title}
-
-
-def shown_field(name: str, title: str, kind: str = "quantitative") -> dict[str, Any]:
-    """Return a field as a tooltip shows it."""
-    field: dict[str, Any] = {"field": name, "type": kind, "title": title}
-    return {**field, "format": ".4~g"} if kind == "quantitative" else field
-
-
-def two_marks(name: str, words: Iterable[str], marks: Iterable[str]) -> dict[str, Any]:
-    """Return a channel, colour or shape, that tells two words of a field apart, with its legend."""
-    return {
-        "field": name,
-        "type": "nominal",
-        "title": None,
-        "scale": {"domain": list(words), "range": list(marks)},
-        "legend": {"orient": "top"},
-    }
-
-
-def positive(value: float | None) -> float | None:
-    """Return a value that a logarithmic axis can show; None for others."""
-    return short(value) if value is not None and 0.0 < value < math.inf else None
-
-
-def short(value: float) -> float | None:
-    """Round to four digits, which keeps the file small; None for NaN and infinity, which JSON lacks."""
-    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
-
-
-_AXIS = {
-    "labelColor": INK,
-    "titleColor": INK,
-    "domainColor": FAINT,
-    "tickColor": FAINT,
-    "gridColor": GRID,
-    "titleFontWeight": "normal",
-    "labelFontSize": 11,
-    "titleFontSize": 12,
-}
-_CONFIG: Spec = {
-    "background": "transparent",
-    "font": "system-ui, sans-serif",
-    "view": {"stroke": None},
-    "axis": _AXIS,
-    "legend": {"labelColor": INK, "titleColor": INK, "titleFontWeight": "normal"},
-    "rule": {"color": INK},
-}
-
-
-def draw_curves(comparison: Comparison) -> tuple[Chart, ...]:
+def draw_curves(comparison: Comparison) -> Iterator[Chart]:
     """Draw the error of a site over the layers, with the noise floor as a band; the reader chooses the site."""
     rows = [
         {
             "layer": site.layer,
             "site": site.site,
-            "error": short(site.noise.whole * site.noise.floor),
-            "floor": short(site.noise.floor),
-            "rho": short(site.noise.whole),
+            "error": _short(site.noise.whole * site.noise.floor),
+            "floor": _short(site.noise.floor),
+            "rho": _short(site.noise.whole),
             "status": str(site.status),
         }
         for site in comparison.sites
@@ -133,36 +65,19 @@ def draw_curves(comparison: Comparison) -> tuple[Chart, ...]:
         and 0.0 < site.noise.whole * site.noise.floor < math.inf
     ]
     if not rows:
-        return ()
+        return
     own = (
         " Each layer of the chain is judged on the port's own input." if _is_on_own_input(comparison) else ""
     )
     sites = list(dict.fromkeys(str(row["site"]) for row in rows))
     blamed = [site for blame in comparison.blame if blame.layer is not None for site in blame.sites]
     chosen = next((site for site in blamed if site in sites), "output" if "output" in sites else sites[0])
-    spec = _over_layers(
-        rows,
-        error="the port's error",
-        extra=[shown_field("rho", "ρ"), shown_field("status", "status", "nominal")],
-    )
-    return (
-        Chart(
-            name="curve",
-            title="Error over the layers",
-            reading="The port's error at one site, relative to the golden's values. The band is the noise floor: what "
-            f"BF16 alone costs there.{own}",
-            spec={
-                **spec,
-                "params": [
-                    {
-                        "name": "site",
-                        "value": chosen,
-                        "bind": {"input": "select", "options": sites, "name": "site "},
-                    }
-                ],
-                "transform": [{"filter": "datum.site == site"}],
-            },
-        ),
+    yield Chart(
+        name="curve",
+        title="Error over the layers",
+        reading="The port's error at one site, relative to the golden's values. The band is the noise floor: what "
+        f"BF16 alone costs there.{own}",
+        spec=_specify("curve", rows=rows, sites=sites, chosen=chosen),
     )
 
 
@@ -172,85 +87,202 @@ def _is_on_own_input(comparison: Comparison) -> bool:
     return comparison.curve is not None and not any(incoming)
 
 
-def draw_chain(curve: Curve | None) -> tuple[Chart, ...]:
+def draw_chain(curve: Curve | None) -> Iterator[Chart]:
     """Draw the error along a chained run; nothing for an isolated run."""
     if curve is None:
-        return ()
+        return
     rows = [
         {
             "layer": point.layer,
-            "error": positive(point.error),
-            "inherited": positive(point.handed_on),
-            "floor": positive(point.floor),
-            "rho": short(point.ratio),
+            "error": _positive(point.error),
+            "inherited": _positive(point.handed_on),
+            "floor": _positive(point.floor),
+            "rho": _short(point.ratio),
             "status": "onset" if point.layer == curve.onset else "",
         }
         for point in curve.points
     ]
-    spec = _over_layers(
-        rows,
-        error="error of the output",
-        extra=[shown_field("inherited", "inherited"), shown_field("rho", "ρ")],
-    )
-    inherited = {
-        "mark": {"type": "line", "color": FAINT, "strokeDash": [4, 3]},
-        "encoding": {"y": {"field": "inherited", "type": "quantitative"}},
-    }
     onset = "No layer adds more than noise to what it inherits."
     if curve.onset is not None:
         onset = f"Errors beyond noise begin at layer {curve.onset}."
-        mark = {"type": "rule", "color": PORT, "strokeDash": [2, 2]}
-        rule = {"data": {"values": [{"layer": curve.onset}]}, "mark": mark}
-        spec = {**spec, "layer": [*spec["layer"], rule]}
-    return (
-        Chart(
-            name="chain",
-            title="Error along the chain",
-            reading="Error of each layer's output against the golden's (line), of its input (dashed), and the noise "
-            f"floor (band). {onset}",
-            spec={**spec, "layer": [spec["layer"][0], inherited, *spec["layer"][1:]]},
-        ),
+    yield Chart(
+        name="chain",
+        title="Error along the chain",
+        reading="Error of each layer's output against the golden's (line), of its input (dashed), and the noise "
+        f"floor (band). {onset}",
+        spec=_specify("chain", rows=rows, onset=curve.onset),
     )
 
 
-def _over_layers(rows: Sequence[Mapping[str, Any]], *, error: str, extra: list[Spec]) -> dict[str, Any]:
-    """Return a chart of errors over layers: a band up to the floor, and the error as a line with points."""
-    tooltip = [
-        shown_field("layer", "layer"),
-        shown_field("error", error),
-        shown_field("floor", "noise floor"),
-        *extra,
+def draw_flips(comparison: Comparison) -> Iterator[Chart]:
+    """Draw the flips of every layer, those that noise explains apart; nothing if no experts were compared."""
+    routings = [(site.layer, site.routing) for site in comparison.sites if site.routing is not None]
+    rows = [
+        {"layer": layer, "kind": kind, "tokens": count, "of": routing.num_tokens}
+        for layer, routing in routings
+        for kind, count in zip(_KINDS, (routing.num_explained, routing.num_unexplained), strict=True)
     ]
-    shape = {
-        "field": "status",
-        "type": "nominal",
-        "scale": {
-            "domain": ["pass", "warn", "fail", "onset", ""],
-            "range": ["circle", "triangle-up", "cross", "cross", "circle"],
-        },
-        "legend": None,
-    }
-    return chart_spec(
-        {
-            "data": {"values": list(rows)},
-            "height": HEIGHT,
-            "encoding": {"x": layer_axis(), "tooltip": tooltip},
-            "layer": [
-                {
-                    "mark": {"type": "area", "color": BAND, "line": {"color": GOLDEN, "strokeWidth": 1}},
-                    "encoding": {
-                        "y": {**log_axis("floor", "relative error"), "stack": None},
-                        "y2": {"value": "height"},
-                    },
-                },
-                {
-                    "mark": {"type": "line", "color": PORT, "strokeWidth": 2},
-                    "encoding": {"y": log_axis("error", "relative error")},
-                },
-                {
-                    "mark": {"type": "point", "color": PORT, "filled": True, "size": 44},
-                    "encoding": {"y": log_axis("error", "relative error"), "shape": shape},
-                },
-            ],
-        }
+    if rows:
+        total = sum(routing.num_flipped for _, routing in routings)
+        yield Chart(
+            name="flips",
+            title="Tokens with other experts",
+            reading=f"Flips by layer, {total} in all. Those that noise explains are no fault.",
+            spec=_specify("flips", rows=rows, kinds=_KINDS),
+        )
+
+
+def draw_loads(routing: Sequence[LayerRouting], *, chosen: int | None) -> Iterator[Chart]:
+    """Draw how many tokens each expert gets on both sides, in a layer that the reader chooses."""
+    if not routing:
+        return
+    layers = [layer.layer for layer in routing]
+    rows = [{"layer": layer.layer, "golden": layer.golden_load, "port": layer.port_load} for layer in routing]
+    first = chosen if chosen in layers else max(routing, key=lambda layer: len(layer.flips)).layer
+    yield Chart(
+        name="loads",
+        title="Load of the experts",
+        reading="Tokens that each expert gets: bars are the golden's, points the port's.",
+        spec=_specify("loads", rows=rows, layers=layers, chosen=first),
     )
+
+
+def draw_margins(routing: Sequence[LayerRouting]) -> Iterator[Chart]:
+    """Draw the margin of every flip in units of what noise may turn round; nothing without flips or a floor."""
+    rows = [
+        {
+            "layer": layer.layer,
+            "token": f"row {flip.row}, token {flip.position}",
+            "margin": _short(flip.margin),
+            "reach": _short(max(flip.margin, 1e-12) / layer.reach),
+            "kind": _KINDS[0] if flip.is_explained else _KINDS[1],
+        }
+        for layer in routing
+        if layer.reach
+        for flip in layer.flips
+    ][:_MOST_FLIPS]
+    if not rows:
+        return
+    chained = " Layers of a chain are held against the golden itself, errors that they inherit included."
+    yield Chart(
+        name="margins",
+        title="Margins of the flips",
+        reading="Distance of the scores that changed places, in units of the largest that noise may turn round. "
+        "Above the dashed line noise does not explain the flip."
+        f"{chained if any(layer.is_inherited for layer in routing) else ''}",
+        spec=_specify("margins", rows=rows, kinds=_KINDS),
+    )
+
+
+def draw_divergence(logits: LogitsEvidence | None) -> Iterator[Chart]:
+    """Draw the divergence of the next-token distributions by position, with what noise foretells."""
+    if logits is None:
+        return
+    rows = [
+        {"row": f"row {row}", "position": position, "kl": _positive(kl), "foreseen": _positive(foreseen)}
+        for row, position, kl, foreseen in zip(
+            logits.rows, logits.positions, logits.divergence, logits.foreseen, strict=True
+        )
+    ]
+    yield Chart(
+        name="divergence",
+        title="KL divergence by position",
+        reading="KL(golden ‖ port) in nats of the next token after each position (points), and what noise "
+        "foretells (line). The errors of all layers are in it.",
+        spec=_specify("divergence", rows=rows, prompts=list(dict.fromkeys(str(row["row"]) for row in rows))),
+    )
+
+
+def draw_site(errors: SiteErrors, *, anchor: str) -> Iterator[Chart]:
+    """Draw the errors of one site: their sizes, and where they lie."""
+    picture, unit = errors.picture, errors.picture.unit
+    yield Chart(
+        name=f"sizes-{anchor}",
+        title=f"Sizes of the errors against {'the float32 twin' if errors.has_twin else 'the golden'}",
+        reading=_read_histogram(errors),
+        spec=_specify("sizes", rows=list(_size_rows(errors))),
+    )
+    yield Chart(
+        name=f"picture-{anchor}",
+        title="Error by token and channel",
+        reading=f"Root mean square of each block of tokens and channels, in units of {unit}; faint is 1 and below.",
+        spec=_picture(picture),
+    )
+    yield Chart(
+        name=f"tokens-{anchor}",
+        title="Error by token",
+        reading=f"In units of {unit}, over all channels.",
+        spec=_profile(picture.token_starts, picture.by_token, title="token", names=picture.token_names),
+    )
+    massive = ", ".join(map(str, picture.massive[:_MOST_MASSIVE]))
+    yield Chart(
+        name=f"channels-{anchor}",
+        title="Error by channel",
+        reading=f"In units of {unit}, over all tokens.{massive and f' Massive channels: {massive}.'}",
+        spec=_profile(picture.channel_starts, picture.by_channel, title="channel"),
+    )
+
+
+def _size_rows(errors: SiteErrors) -> Iterator[dict[str, Any]]:
+    histogram = errors.histogram
+    for side, counts in (("port", histogram.port), ("golden", histogram.golden)):
+        # Without a twin the golden has no counts.
+        for low, high, count in zip(histogram.edges, histogram.edges[1:], counts, strict=False):
+            yield {"side": side, "low": _short(low), "high": _short(high), "elements": count}
+
+
+def _picture(picture: ErrorPicture) -> dict[str, Any]:
+    # NaN and infinity are drawn as the largest error.
+    most = max((value for blocks in picture.blocks for value in blocks if math.isfinite(value)), default=1.0)
+    rows = [
+        {
+            "token": start,
+            "end": end,
+            "tokens": name,
+            "error": [_short(value if value <= most else most) for value in blocks],
+        }
+        for start, end, name, blocks in zip(
+            picture.token_starts, picture.token_starts[1:], picture.token_names, picture.blocks, strict=False
+        )
+    ]
+    return _specify(
+        "picture", rows=rows, starts=list(picture.channel_starts), most=max(most, 2.0), unit=picture.unit
+    )
+
+
+def _profile(
+    starts: Sequence[int], values: Sequence[float], *, title: str, names: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the error over blocks of tokens or channels as a stepped line, with a rule at 1."""
+    rows: list[dict[str, Any]] = [
+        {
+            "start": start,
+            "name": names[place] if names else f"{start} to {starts[place + 1] - 1}",
+            "error": _positive(value),
+        }
+        for place, (start, value) in enumerate(zip(starts, values, strict=False))
+    ]
+    if rows:
+        rows.append({**rows[-1], "start": starts[-1]})
+    return _specify("profile", rows=rows, title=title)
+
+
+def _read_histogram(errors: SiteErrors) -> str:
+    histogram = errors.histogram
+    equal = f"{histogram.num_equal} elements of the port have no error"
+    if not errors.has_twin:
+        return f"The golden keeps no float32 twin of the site. {equal}."
+    return (
+        "Line: the port. Bars: the golden, which is noise alone. "
+        f"{equal}, {histogram.num_equal_golden} of the golden."
+    )
+
+
+def _positive(value: float | None) -> float | None:
+    """Return a value that a logarithmic axis can show; None for others."""
+    return _short(value) if value is not None and 0.0 < value < math.inf else None
+
+
+def _short(value: float) -> float | None:
+    """Round to four digits, which keeps the file small; None for NaN and infinity, which JSON lacks."""
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

@@ -1,21 +1,12 @@
-"""Evidence: what both captures show of a site beside its figures, as plain numbers.
+"""Evidence: what both captures show of a site beside its figures, as plain numbers; and a diagnosis in words.
 
 Those who hold the captures collect it (`compare/evidence/`); the page draws it. A token is named by its row in the
 batch and its position in the row, padding included.
-
-Diagnosed: a diagnosis in words, as Markdown and the page show it.
-
-Uncompared: sites of a comparison that were not compared, grouped by status and reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-
-from minimax_tools.errors import format_count
-from minimax_tools.results.results import Comparison, SiteStatus
-from reports.wording import word_sites_by_layer
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,39 +48,6 @@ class DiagnosedRun:
     headline: str  # the verdict and the first wrong place, with its mistake
     places: tuple[DiagnosedPlace, ...]
     notes: tuple[str, ...] = ()
-
-
-_TITLES = {
-    SiteStatus.NOT_EXPOSED: "Not exposed by the port",
-    SiteStatus.NOT_CAPTURED: "Not captured by the golden",
-    SiteStatus.NOT_JUDGED: "Not judged",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UncomparedGroup:
-    """Sites that were not compared for one reason."""
-
-    title: str
-    reason: str  # empty if the title says it all
-    places: tuple[str, ...]  # such as `layers 0-7: q_rope, k_rope`
-
-
-def group_uncompared(comparison: Comparison) -> tuple[UncomparedGroup, ...]:
-    """Return the sites that were not compared, in the order of `_TITLES`; () if all were."""
-    return tuple(_groups(comparison))
-
-
-def _groups(comparison: Comparison) -> Iterator[UncomparedGroup]:
-    for status, title in _TITLES.items():
-        sites = [site for site in comparison.sites if site.status is status]
-        for reason in dict.fromkeys(site.reason for site in sites):
-            alike = [site for site in sites if site.reason == reason]
-            yield UncomparedGroup(
-                title=f"{title}: {format_count(len(alike), 'site')}",
-                reason=reason,
-                places=word_sites_by_layer((site.layer, site.site) for site in alike),
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,4 +168,4 @@ class Evidence:
     sites: tuple[SiteErrors, ...] = ()
     routing: tuple[LayerRouting, ...] = ()
     logits: LogitsEvidence | None = None
-    notes: tuple[str, ...] = field(default=())  # what could not be collected, and why
+    notes: tuple[str, ...] = ()  # what could not be collected, and why

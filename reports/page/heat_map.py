@@ -10,6 +10,7 @@ from minimax_tools.errors import format_count
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
+from reports.views import anchor_of
 from reports.wording import word_figure, word_fraction, word_index, word_layer
 
 
@@ -140,7 +141,7 @@ class Cell:
     @property
     def anchor(self) -> str:
         """The cell as part of an id in the page."""
-        return f"{'model' if self.layer is None else self.layer}-{self.site}"
+        return anchor_of(self.layer, self.site)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

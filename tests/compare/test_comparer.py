@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.errors import IncomparableError, UsageError
+from minimax_tools.errors import UsageError
 from minimax_tools.model.run import Component, component_run, full_run, multi_layer_run, sweep_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
@@ -51,16 +51,6 @@ def blamed(comparison: Comparison) -> list[tuple[int | None, tuple[str, ...]]]:
 
 
 class TestIsolated:
-    def test_run_that_repeats_the_golden_passes_everywhere(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run())
-        assert (comparison.verdict, comparison.blame, comparison.notes) == (Verdict.PASS, (), ())
-        assert comparison.compared == comparison.of == NUM_LAYERS * NUM_SITES
-        assert all(site.status is SiteStatus.PASS for site in comparison.sites)
-        noises = [site.noise for site in comparison.sites if site.noise]
-        assert len(noises) == NUM_LAYERS * (NUM_SITES - 1)
-        # In units of the golden's variants, of which some stray further than the golden.
-        assert 0.6 < max(noise.whole for noise in noises) <= 1.0
-
     def test_faulty_site_is_blamed_and_told_by_its_scale(self, copyist: Any, judge: Judge) -> None:
         comparison = judge(copyist.device_run({(2, Site.ATTN_DELTA): scaled(0.9)}))
         assert (comparison.verdict, blamed(comparison)) == (Verdict.FAIL, [(2, ("attn_delta",))])
@@ -109,14 +99,6 @@ class TestUnfinishedRun:
         assert (comparison.verdict, comparison.blame) == (Verdict.INCOMPARABLE, ())
         assert comparison.notes == ("the run is not complete: run it again and it resumes",)
         assert site_of(comparison, 3, Site.OUTPUT).reason == "not run: the run stopped before it"
-
-    def test_fault_in_the_layers_that_ran_is_a_failure(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run({(0, Site.Q_PROJ): scaled(0.9)}, stop_before=2))
-        assert (comparison.verdict, blamed(comparison)) == (Verdict.FAIL, [(0, ("q_proj",))])
-
-    def test_layers_that_ran_can_be_judged_alone(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run(stop_before=2), pattern="layer_[01]")
-        assert (comparison.verdict, comparison.of) == (Verdict.PASS, 2 * NUM_SITES)
 
     def test_missing_model_sites_keep_the_verdict_open_too(self, copyist: Any, judge: Judge) -> None:
         run = full_run(NUM_LAYERS, sites_level="all")
@@ -231,11 +213,6 @@ class TestModelSites:
         changes = {(None, ModelSite.EMBEDDING): wrong, (0, Site.INPUT): wrong, (0, Site.Q_PROJ): scaled(9.0)}
         assert blamed(judge(copyist.device_run(changes, run=run)))[0] == (None, ("embedding",))
 
-    def test_nan_in_the_goldens_head_is_nobodys_fault(self, copyist: Any, judge: Judge) -> None:
-        reference = copyist.golden({(None, ModelSite.LOGITS): with_value(math.nan, 0, 3, 5)})
-        with pytest.raises(IncomparableError, match="the golden's logits holds 1 NaN or Inf"):
-            judge(copyist.device_run(run=full_run(NUM_LAYERS, sites_level="all")), reference=reference)
-
     def test_golden_of_layers_alone_leaves_the_head_uncompared(self, copyist: Any, judge: Judge) -> None:
         reference = copyist.golden(run=multi_layer_run(Span(0, NUM_LAYERS), sites_level="all"))
         comparison = judge(
@@ -263,13 +240,6 @@ class TestLayers:
         with pytest.raises(UsageError, match=r"no layer matches 'layer_9': found the run has layer_0"):
             judge(copyist.device_run(), pattern="layer_9")
 
-    def test_golden_that_lacks_a_layer_is_incomparable(self, copyist: Any, judge: Judge) -> None:
-        reference = copyist.golden(run=multi_layer_run(Span(0, 2), sites_level="all"))
-        with pytest.raises(IncomparableError, match=r"holds no layer_2, layer_3: found layer_0, layer_1"):
-            judge(copyist.device_run(), reference=reference)
-        comparison = judge(copyist.device_run(), reference=reference, pattern="layer_[01]")
-        assert comparison.verdict is Verdict.PASS
-
     def test_unfinished_golden_judges_the_layers_it_holds(self, copyist: Any, judge: Judge) -> None:
         reference = copyist.golden(stop_before=2)
         target = copyist.device_run(run=sweep_run(Span(0, 2), sites_level="all"))
@@ -287,11 +257,3 @@ def test_router_dtypes_that_change_experts_are_told(copyist: Any, judge: Judge) 
     assert comparison.verdict is Verdict.WARN
     told = "the port holds correction_bias in bfloat16, the golden in float32: in BF16 it moves"
     assert any(note.startswith(told) for note in comparison.notes)
-
-
-def test_device_run_in_the_goldens_place_is_told(copyist: Any, judge: Judge) -> None:
-    run = copyist.device_run()
-    comparison = judge(copyist.device_run(name="other"), reference=run)
-    assert comparison.verdict is Verdict.PASS
-    assert any(note.endswith("on a device, not a golden") for note in comparison.notes)
-    assert judge(run).notes == ()

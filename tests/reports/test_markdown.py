@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,7 @@ HOSTILE = "](http://x) www.x.org <img src=x onerror=y> `code` | cell | **bold** 
 
 
 def render(comparison: Comparison, diagnosis: DiagnosedRun | None = None) -> str:
-    return render_markdown(
-        comparison, sentence="FAIL: layer 5, moe_delta", next_commands=NEXT, diagnosis=diagnosis
-    )
+    return render_markdown(comparison, next_commands=NEXT, diagnosis=diagnosis)
 
 
 def named(name: str = "gate_up_swapped") -> DiagnosedRun:
@@ -61,52 +60,16 @@ def unnamed() -> DiagnosedRun:
     return DiagnosedRun(headline="FAIL: layers 0-5, k_norm: no known mistake explains it", places=(place,))
 
 
-def test_verdict_comes_first_then_blame_and_commands(failing: Comparison) -> None:
-    text = render(failing)
-    assert text.startswith("## ❌ mm2: FAIL: layer 5, moe\\_delta\n")
-    order = [text.index(words) for words in ("**To blame**", "**Next**", NEXT[0], "<details>", "| golden |")]
-    assert order == sorted(order)
-    assert "- layer 5, `moe_delta`: rho 14.2 is above 1.6" in text
-
-
-def test_commands_stand_as_they_are_to_be_pasted(failing: Comparison) -> None:
-    assert f"```bash\n{NEXT[0]}\n```" in render(failing)
-
-
-def test_every_layer_has_a_row_with_its_worst_site(failing: Comparison) -> None:
-    rows = re.findall(r"^\| \d+ \|.*$", render(failing), re.MULTILINE)
-    assert len(rows) == 8
-    assert rows[5] == "| 5 | **fail** | 17/17 | 14.2 | `moe_delta` | 0.997300 |"
-
-
-def test_named_mistake_is_told_with_what_it_leaves(failing: Comparison) -> None:
-    text = render(failing, named())
-    assert "**Diagnosis**: FAIL: layer 5, gate\\_up\\_swapped\n" in text
-    assert "- layer 5: matches gate\\_up\\_swapped: leaves ρ 0.970 of 112\n" in text
-    assert "  - Gate and up are exchanged. Look at the fused weight.\n" in text
-    assert "  - Cannot be told from `up_gate_halves`, which leaves ρ 1.10 in layer 5.\n" in text
-    assert "- Mend the port first.\n" in text
-
-
-def test_without_a_name_the_place_and_the_layers_alike_are_told(failing: Comparison) -> None:
-    text = render(failing, unnamed())
-    told = text.partition("**Diagnosis**")[2].partition("**Next**")[0]
-    assert "- layers 0-1: no known mistake explains them (ρ 384 … 388)\n" in told
-    assert "  - Lies between k\\_proj (right) and k\\_norm (wrong).\n" in told
-    assert "  - 4 more show the same pattern: layers 2-5.\n" in told
+def test_words(request: pytest.FixtureRequest, expect_text: Callable[[str, Mapping[str, str]], None]) -> None:
+    examples = {name: request.getfixturevalue(name) for name in ("failing", "passing", "unexposed")}
+    texts = {name: render(comparison) for name, comparison in examples.items()}
+    texts |= {
+        "named": render(examples["failing"], named()),
+        "unnamed": render(examples["failing"], unnamed()),
+    }
+    expect_text("markdown.txt", texts)
     # What came nearest is a hint, which a comment leaves out as the terminal does.
-    assert "norm_eps" not in told
-
-
-def test_sites_that_were_not_compared_are_told(unexposed: Comparison) -> None:
-    assert "Not exposed by the port: 16 sites" in render(unexposed)
-
-
-def test_pass_blames_nobody(passing: Comparison) -> None:
-    text = render_markdown(passing, sentence="PASS", next_commands=())
-    assert text.startswith("## ✅ mm2: PASS")
-    assert "To blame" not in text
-    assert "Next" not in text
+    assert "norm_eps" not in texts["unnamed"]
 
 
 @pytest.mark.parametrize("where", ["reason", "folder", "note", "mistake"])

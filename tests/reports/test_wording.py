@@ -5,15 +5,7 @@ import math
 import pytest
 
 from minimax_tools.model.sites import Site
-from reports.wording import (
-    word_figure,
-    word_fraction,
-    word_index,
-    word_place,
-    word_shape,
-    word_sites,
-    word_sites_by_layer,
-)
+from reports.wording import word_figure, word_fraction, word_order, word_sites, word_sites_by_layer
 
 
 @pytest.mark.parametrize(
@@ -44,17 +36,6 @@ def test_fraction_keeps_its_decimals_unless_it_is_none() -> None:
     assert word_fraction(None, decimals=4) == "-"
 
 
-def test_shapes_and_positions() -> None:
-    assert word_shape((1, 96, 3072)) == "1x96x3072"
-    assert word_shape(()) == "scalar"
-    assert word_index((0, 17, 2044)) == "0,17,2044"
-
-
-def test_places() -> None:
-    assert word_place(5, ["q_rope", "k_rope"]) == "layer 5, q_rope, k_rope"
-    assert word_place(None, ["logits"]) == "model, logits"
-
-
 def test_layers_with_the_same_sites_share_a_line_and_others_do_not() -> None:
     places = [(layer, site) for layer in range(4) for site in ("q_rope", "k_rope")]
     assert word_sites_by_layer(places) == ("layers 0-3: q_rope, k_rope",)
@@ -70,3 +51,25 @@ def test_a_long_run_of_sites_is_told_by_its_ends() -> None:
     assert word_sites([str(site) for site in Site][1:]) == ("input_norm to output",)
     apart = ["q_proj", "k_proj", "v_proj", "attn_context", "attn_delta"]
     assert word_sites(apart) == tuple(apart)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((0, 1, 2), "experts lie in order"),
+        ((8, 10, 9), "experts 9 and 10 are exchanged"),
+        ((2, 1, 0, 4, 3, 5), "experts 0 and 2, 3 and 4 are exchanged"),
+        ((7, 6, 5, 4, 3, 2, 1, 0), "experts lie in reverse order"),
+        ((4, 5, 6, 7, 0, 1, 2, 3), "experts lie with their halves exchanged"),
+        ((2, 3, 4, 5, 0, 1), "experts lie rolled by 2: the first is 2"),
+        (
+            tuple(sorted(range(12), key=str)),
+            "experts lie in the order of their numbers as text: 0, 1, 10, 11, …",
+        ),
+        ((0, 4, 1, 3, 5, 2), "experts lie in another order, from place 1 on: 4, 1, 3, 5, …"),
+        # An expert that lies twice is exchanged with none.
+        ((1, 2, 1), "experts lie in another order, from place 1 on: 2, 1"),
+    ],
+)
+def test_shortest_description_of_an_order_is_chosen(numbers: tuple[int, ...], text: str) -> None:
+    assert word_order(numbers, noun="experts") == text

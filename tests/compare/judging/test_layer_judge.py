@@ -166,11 +166,6 @@ class TestNonfinite:
         changes |= {(layer, Site.ROUTER_EXPERTS): with_value(0, *PADDING) for layer in range(NUM_LAYERS)}
         assert judge(copyist.device_run(changes)).sites == judge(copyist.device_run(name="clean")).sites
 
-    def test_nan_on_padding_of_the_golden_does_not_matter_either(self, copyist: Any, judge: Judge) -> None:
-        changes = {(1, site): with_value(math.nan, *PADDING) for site in (Site.MOE_DELTA, Site.POST_NORM)}
-        comparison = judge(copyist.device_run(), reference=copyist.golden(changes))
-        assert comparison.verdict is Verdict.PASS
-
     @pytest.mark.parametrize("criteria", ["noise", "classic"])
     def test_nan_in_the_golden_is_nobodys_fault(self, criteria: str, copyist: Any, judge: Judge) -> None:
         reference = copyist.golden({(1, Site.MOE_DELTA): with_value(math.nan, 0, 3, 5)})
@@ -264,10 +259,6 @@ class TestRouting:
         comparison = judge(copyist.device_run(self.flip(copyist, 1, rank=-1)))
         assert blamed(comparison) == [(1, ("router_experts",))]
         assert "1 of 81 tokens chose other experts beyond noise" in comparison.blame[0].reason
-
-    def test_fault_of_the_experts_shows_beside_a_flip(self, copyist: Any, judge: Judge) -> None:
-        changes = {**self.flip(copyist, 1, rank=0), (1, Site.MOE_DELTA): scaled(0.9)}
-        assert blamed(judge(copyist.device_run(changes))) == [(1, ("moe_delta",))]
 
     def test_port_that_hides_its_experts_is_judged_on_tokens_that_cannot_flip(
         self, copyist: Any, judge: Judge

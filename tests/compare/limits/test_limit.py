@@ -7,11 +7,6 @@ import pytest
 from compare.limits.limits import Limit, most_hits, quantile
 
 
-def test_number_alone_is_the_limit_of_all_cases() -> None:
-    limit = Limit(usual=1.5)
-    assert limit.at(num_tokens=1, share=1e-9) == limit.at(num_tokens=1000, share=0.4) == 1.5
-
-
 def test_limit_grows_with_fewer_tokens_and_smaller_shares() -> None:
     limit = Limit(usual=1.1, spread=0.02, token_spread=0.1)
     assert limit.at(num_tokens=100, share=1e-3) == pytest.approx(1.1 * math.exp(3.0902 * 0.03), rel=1e-4)
@@ -45,19 +40,3 @@ def test_hits_are_exceeded_in_less_than_the_share_of_cases(num_trials: int, chan
 
     most = most_hits(num_trials, chance=chance, share=share)
     assert exceeded(most) <= share < exceeded(most - 1)
-
-
-def test_hits_that_are_sure_or_impossible() -> None:
-    assert most_hits(9, chance=1.0, share=0.1) == 9
-    assert most_hits(9, chance=0.0, share=0.1) == 0
-    assert most_hits(0, chance=0.3, share=0.1) == 0
-
-
-def test_spreads_are_none_unless_given() -> None:
-    assert (Limit(usual=2.0).spread, Limit(usual=2.0).token_spread) == (0.0, 0.0)
-
-
-def test_limit_times_a_factor_keeps_its_spreads() -> None:
-    assert Limit(usual=2.0, spread=0.5, token_spread=0.1).scaled(3.0) == Limit(
-        usual=6.0, spread=0.5, token_spread=0.1
-    )

@@ -26,13 +26,6 @@ def test_all_are_float64_if_one_is() -> None:
     assert {block.dtype for block in blocks} == {np.dtype(np.float64)}
 
 
-def test_what_needs_no_other_dtype_is_not_copied() -> None:
-    values = torch.randn(3, 4)
-    ((_, (block,)),) = read_blocks((values,), range(1, 3))
-    assert block.base is not None
-    assert block.__array_interface__["data"][0] == values[1].data_ptr()
-
-
 @pytest.mark.parametrize("num_items", [0, 1, 7, 1_000_003])
 def test_each_item_is_summed_on_one_core(num_items: int) -> None:
     values = torch.ones(num_items)
