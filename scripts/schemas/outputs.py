@@ -1,99 +1,135 @@
-"""Outputs: the schema of every JSON output, by the name of its file in docs/schema."""
+"""Outputs: the schema of every JSON output, by the name of its file in docs/schema; `outputs.yaml` says their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from minimax_tools.printable import SCHEMA_VERSION
-from schemas import captures, judging, splitting, summary, travel, weights
-from schemas.parts import DRAFT, Schema, listed, merged, record, text, whole
+from schemas.fields import (
+    ANY,
+    FLAG,
+    INTEGER,
+    NUMBER,
+    TEXT,
+    WHOLE,
+    Schema,
+    described,
+    fixed_list,
+    maybe,
+    record,
+    schema_of,
+)
 
-_VERSION = record(
-    {"schema_version": {"const": SCHEMA_VERSION, "description": "Version of all JSON outputs."}}
-)
-_NEXT = record(
-    {
-        "next": listed(
-            text(), "Complete commands to run next, best first; empty if nothing remains to be done."
-        )
-    }
-)
-_FAILED: dict[str, Schema] = {
-    "verdict": {"const": "incomparable"},
-    "compared": {"const": 0},
-    "of": {"const": 0},
-    "blame": {"const": []},
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_PLAIN = {
+    "text": TEXT,
+    "flag": FLAG,
+    "whole": WHOLE,
+    "integer": INTEGER,
+    "float": {"type": "number"},
+    "number": NUMBER,
+    "any": ANY,
 }
-
-
-def _error() -> Schema:
-    error = {
-        "error": text("What and where, expected and found, and the next step in words."),
-        "exit_code": whole("2: wrong usage. 3: it could not run, or the captures must not be compared."),
-    }
-    could_not_run = record(_FAILED, "Present with exit code 3.")
-    return merged("An error that ended a command.", record(error), optional=(could_not_run,))
-
-
-def _golden() -> Schema:
-    told = "A golden that was made or shown. Keys of an unsaved one are mostly null."
-    return merged(told, captures.capture(), optional=(record({"generation": captures.generation()}),))
-
-
-def _run() -> Schema:
-    told = "A run of a port; with --golden its comparison too: then verdict, blame and sites are there."
-    return merged(told, captures.capture(), captures.run_facts(), optional=(judging.comparison(),))
-
-
-def _model() -> Schema:
-    told = "A whole port's run, judged, and the suspect layer diagnosed."
-    return merged(told, captures.capture(), judging.comparison(), judging.suspect())
-
-
-_OUTPUTS: Mapping[str, Callable[[], Schema]] = MappingProxyType(
-    {
-        "bisection": judging.bisection,
-        "cache": travel.cache,
-        "capture": captures.capture,
-        "catalogue": judging.catalogue,
-        "certificate": captures.certificate,
-        "check": captures.check,
-        "comparison": judging.comparison,
-        "comparison-summary": summary.comparison_summary,
-        "diagnosis": judging.diagnosis,
-        "dump": captures.dump,
-        "error": _error,
-        "export": captures.export,
-        "extract": splitting.extract,
-        "fetch": splitting.fetch,
-        "golden": _golden,
-        "golden-logits": judging.golden_logits,
-        "memory": travel.memory,
-        "model": _model,
-        "plan": splitting.plan,
-        "port": judging.port,
-        "prompts": judging.prompts,
-        "proof": judging.undone,
-        "publication": travel.publication,
-        "readiness": travel.readiness,
-        "run": _run,
-        "stream-search": judging.stream_search,
-        "synthesize": splitting.synthesize,
-        "trace": captures.trace,
-        "verify": splitting.verify,
-        "weights": weights.weights,
-        "weights-of-layers": weights.weights_of_layers,
-    }
+_VERSION = {"const": SCHEMA_VERSION, "description": "Version of all JSON outputs."}
+_NEXT = described(
+    {"type": "array", "items": TEXT},
+    "Complete commands to run next, best first; empty if nothing remains to be done.",
 )
 
 
 def build_schemas() -> dict[str, Schema]:
     """Return the schema of every JSON output by name, each complete with its version and the next commands."""
-    return {name: _complete(name, build()) for name, build in _OUTPUTS.items()}
+    file = _File(yaml.safe_load(Path(__file__).with_name("outputs.yaml").read_text("utf-8")))
+    return {name: _complete(name, file.named(name)) for name in file.outputs}
 
 
 def _complete(name: str, output: Schema) -> Schema:
-    optional = tuple(key for key in output["properties"] if key not in output["required"])
-    properties = {**_VERSION["properties"], **output["properties"], **_NEXT["properties"]}
-    return {"$schema": DRAFT, "title": name, **record(properties, output["description"], optional=optional)}
+    optional = [key for key in output["properties"] if key not in output["required"]]
+    properties = {"schema_version": _VERSION, **output["properties"], "next": _NEXT}
+    whole = described(record(properties, optional=optional), output["description"])
+    return {"$schema": _DRAFT, "title": name, **whole}
+
+
+class _File:
+    """The declarations of `outputs.yaml`, whose head says how to read them."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.outputs: Mapping[str, Any] = content["outputs"]
+        self._declared = {**content["records"], **self.outputs}
+        self._classes = {
+            name: getattr(importlib.import_module(module), name)
+            for module, names in content["classes"].items()
+            for name in names.split(", ")
+        }
+
+    def named(self, name: str) -> Schema:
+        """Return the schema of a type, a class, a field of one, a record or an output."""
+        if name in _PLAIN:
+            return _PLAIN[name]
+        kind, _, field = name.partition(".")
+        if kind in self._classes:
+            schema = schema_of(self._classes[kind])
+            found: Schema = schema["properties"][field] if field else schema
+            return found
+        return self._read(self._declared[name])
+
+    def _read(self, declared: Any) -> Schema:
+        if isinstance(declared, str):
+            kind, _, description = declared.partition(" | ")
+            return described(self._type(kind), description)
+        if "of" in declared and len(declared) == 2:
+            item, (form, description) = self._read(declared["of"]), next(iter(declared.items()))
+            forms = {
+                "maybe": maybe(item),
+                "list": {"type": "array", "items": item},
+                "map": {"type": "object", "additionalProperties": item},
+            }
+            return described(forms[form], description)
+        return self._record(declared)
+
+    def _type(self, kind: str) -> Schema:
+        if kind.endswith("?"):
+            return maybe(self._type(kind[:-1]))
+        if kind.startswith("["):
+            return {"type": "array", "items": self._type(kind[1:-1])}
+        if kind.startswith("{"):
+            return {"type": "object", "additionalProperties": self._type(kind[1:-1])}
+        if kind.startswith("one of "):
+            return {"enum": kind.removeprefix("one of ").split(", ")}
+        if kind.startswith("pair of "):
+            return fixed_list([self._type(one) for one in kind.removeprefix("pair of ").split(", ")])
+        if kind.startswith("const "):
+            return {"const": json.loads(kind.removeprefix("const "))}
+        return self.named(kind)
+
+    def _record(self, declared: Mapping[str, Any]) -> Schema:
+        properties: dict[str, Schema] = {}
+        description, optional = "", set(_names(declared.get("optional")))
+        for key, value in declared.items():
+            if key == "about":
+                description = value
+            elif key in ("like", "may be"):
+                for name in _names(value):
+                    other = self.named(name)
+                    properties |= other["properties"]
+                    required = other["required"] if key == "like" else ()
+                    optional |= {key for key in other["properties"] if key not in required}
+                    description = description or other.get("description", "")
+            elif key not in ("without", "optional"):
+                name = key.removesuffix("?")
+                optional |= {name} if key.endswith("?") else set()
+                own = properties.get(name, {}).get("description", "")
+                properties[name] = described(self._read(value), own)
+        for name in _names(declared.get("without")):
+            del properties[name]
+        return described(record(properties, optional=sorted(optional)), description)
+
+
+def _names(text: str | None) -> list[str]:
+    return text.split(", ") if text else []
