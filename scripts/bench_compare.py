@@ -29,7 +29,7 @@ from figures import Figure, benchmark_parser, print_figures
 from peaks import watch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.metrics.pair_metrics import PairSums, Tolerance, compare_tensors, sample_centres, sum_pair
+from minimax_tools.metrics.pair_metrics import PairSums, compare_tensors, sample_centres, sum_pair
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest
 
@@ -127,8 +127,8 @@ def read_pairs(reference: Capture, target: Capture) -> Iterator[Pair]:
 def sums_without_median(reference: torch.Tensor, target: torch.Tensor) -> object:
     """Compute the sums behind mm2's figures of a pair, without the median."""
     reference, target = reference.reshape(-1), target.reshape(-1)
-    centres, tolerance = sample_centres(reference, target), Tolerance(rtol=RTOL, atol=ATOL)
-    return sum_pair(reference, target, begin=lambda: PairSums(tolerance, centres))
+    centres = sample_centres(reference, target)
+    return sum_pair(reference, target, begin=lambda: PairSums(centres, rtol=RTOL, atol=ATOL))
 
 
 def seed_figures(reference: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:

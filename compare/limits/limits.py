@@ -1,19 +1,13 @@
 """NoiseLimits: what right ports stay below, by site and figure, for each kind of run and golden.
 
-scripts/calibrate.py measured mm2's own limits on ports without mistakes; they are in calibration.yaml. `limits_file`
-reads that file, and a user's. A `Limit` is no fixed number: it grows if fewer tokens are judged, and if a smaller share
-of false alarms is allowed.
-
-Limit: the value that a figure of a right port stays below, except in an allowed share of false alarms.
+scripts/calibrate.py measured mm2's own limits on ports without mistakes; they are in calibration.yaml. A limit grows if
+fewer tokens T are judged, and if a smaller share of false alarms is allowed:
 
     limit = usual · exp(z · (spread + token_spread / √T))
 
-T is the number of tokens judged: most figures are averages over them, and with few, chance moves these further. For the
-worst token or channel T is the same, and the caller divides the share by their number. The two spreads are added, as
-scripts/fit_limits.py fits them. z is the standard normal quantile of the allowed share: a comparison of many figures
-allows each of them a smaller share, so its limits are wider.
-
-LimitContext: facts beside a site's figures that its limits depend on.
+Most figures are averages over tokens; with few of them, chance moves these further. For the worst token or channel T is
+the same, and the caller divides the share by their number. The two spreads are added, as scripts/fit_limits.py fits
+them. z is the standard normal quantile of the allowed share.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -61,10 +55,6 @@ class Limit:
         """Compute the limit that a right port's figure, of `num_tokens` judged, exceeds in a `share` of the cases."""
         deviation = self.spread + self.token_spread / math.sqrt(max(num_tokens, 1))
         return self.usual * math.exp(quantile(share) * deviation)
-
-    def scaled(self, factor: float) -> Limit:
-        """Return this limit times a factor above 0."""
-        return replace(self, usual=self.usual * factor)
 
 
 def quantile(share: float) -> float:
@@ -153,15 +143,6 @@ class SiteLimits:
             }
         )
 
-    def scaled(self, factor: float) -> SiteLimits:
-        """Return these limits times a factor."""
-        return SiteLimits.of(
-            {
-                site: {name: limit.scaled(factor) for name, limit in by_figure.items()}
-                for site, by_figure in self.table.items()
-            }
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseLimits:
@@ -226,16 +207,3 @@ class NoiseLimits:
             if (table := getattr(self, name)) is not None
         }
         return replace(self, **isolated, backends=None)
-
-    def scaled(self, factor: float) -> NoiseLimits:
-        """Return these limits times a factor, to try tighter or wider ones.
-
-        Raises:
-            ValueError: The factor is not above 0.
-        """
-        tables: dict[str, Any] = {
-            field.name: table.scaled(factor)
-            for field in fields(self)
-            if isinstance(table := getattr(self, field.name), SiteLimits)
-        }
-        return replace(self, **tables, float32=self.float32 * factor)

@@ -3,12 +3,8 @@
 Tensors are read in blocks, so no copy exceeds one block. Values that are not finite are counted, and left out
 of every other metric.
 
-PairSums: running float64 sums over blocks of two tensors, from which every metric of a pair is computed.
-
 In formulas, r is an element of the reference and t the element of the target at the same index. A deviation is an
 element minus the centre of its side. n is the number of elements of a block.
-
-DistanceCounts: the median distance of a pair of tensors, from counts in bins.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,30 +22,9 @@ from minimax_tools.machine.compiled import compiled
 from minimax_tools.metrics.error_sums import read_blocks, sum_on_cores
 
 Values = np.ndarray[tuple[int], np.dtype[np.float32]]  # or float64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerance:
-    """Tolerance within which elements are close: |t − r| <= atol + rtol·|r|."""
-
-    rtol: float
-    atol: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Centres:
-    """A number for each side that is subtracted before squaring: about the side's mean, 0 if the spread exceeds it.
-
-    Without it, squares would lose a small spread around a large mean to rounding.
-    """
-
-    reference: float
-    target: float
-
-    @classmethod
-    def of(cls, reference: torch.Tensor, target: torch.Tensor) -> Centres:
-        """Choose the centres from a sample of each side, of any shape."""
-        return cls(reference=_centre(reference), target=_centre(target))
+# A number for each side, reference before target, that is subtracted before squaring: about the side's mean, 0 if the
+# spread exceeds it. Without it, squares would lose a small spread around a large mean to rounding.
+Centres = tuple[float, float]
 
 
 class Totals(NamedTuple):
@@ -94,7 +69,7 @@ class SideSums(NamedTuple):
 
 
 class PairSums:
-    """Sums over the blocks that were added. Elements that are not finite are only counted.
+    """Sums over the blocks that were added, from which every metric but the median follows.
 
     Attributes:
         num_elements: Number of elements of one side.
@@ -103,28 +78,20 @@ class PairSums:
         worst_offset: Flat index of the first element with that distance.
     """
 
-    def __init__(self, tolerance: Tolerance, centres: Centres) -> None:
-        self._tolerance = tolerance
+    def __init__(self, centres: Centres, *, rtol: float, atol: float) -> None:
         self._centres = centres
+        self._tolerances = rtol, atol
         self.num_elements = 0
         self.totals = Totals()
         self.worst, self.worst_offset = -1.0, 0
 
     def add(self, offset: int, reference: Values, target: Values) -> None:
         """Add one block of both sides, [n]; `offset` is the flat index of its first element."""
-        totals, worst, index = _add_up(
-            reference,
-            target,
-            self._centres.reference,
-            self._centres.target,
-            self._tolerance.rtol,
-            self._tolerance.atol,
-            self.worst,
-        )
+        totals, worst, index = _add_up(reference, target, *self._centres, *self._tolerances, self.worst)
         self._include(reference.size, totals, worst, offset + index)
 
     def merge(self, other: PairSums) -> None:
-        """Add sums over other blocks, made with the same tolerance and centres."""
+        """Add sums over other blocks of the same pair."""
         self._include(other.num_elements, other.totals, other.worst, other.worst_offset)
 
     def _include(self, num_elements: int, totals: Totals, worst: float, worst_offset: int) -> None:
@@ -138,20 +105,18 @@ class PairSums:
     def reference(self) -> SideSums:
         """Sums over the reference."""
         sums = self.totals
-        return SideSums(
-            sums.num_finite, self._centres.reference, sums.reference_deviations, sums.reference_squares
-        )
+        return SideSums(sums.num_finite, self._centres[0], sums.reference_deviations, sums.reference_squares)
 
     @property
     def target(self) -> SideSums:
         """Sums over the target."""
         sums = self.totals
-        return SideSums(sums.num_finite, self._centres.target, sums.target_deviations, sums.target_squares)
+        return SideSums(sums.num_finite, self._centres[1], sums.target_deviations, sums.target_squares)
 
     @property
     def products(self) -> float:
         """Σ r·t."""
-        totals, r_centre, t_centre = self.totals, self._centres.reference, self._centres.target
+        totals, (r_centre, t_centre) = self.totals, self._centres
         shifts = r_centre * totals.target_deviations + t_centre * totals.reference_deviations
         return totals.products + shifts + totals.num_finite * r_centre * t_centre
 
@@ -161,14 +126,6 @@ class PairSums:
         totals = self.totals
         drift = totals.reference_deviations * totals.target_deviations / max(totals.num_finite, 1)
         return totals.products - drift
-
-
-def _centre(sample: torch.Tensor) -> float:
-    finite = sample[sample.isfinite()]
-    if finite.numel() == 0:
-        return 0.0
-    mean = float(finite.mean())
-    return mean if abs(mean) > float(finite.std(correction=0)) else 0.0
 
 
 # The loop has no branches, so the compiler vectorises it. Elements that do not count add 0.
@@ -244,28 +201,31 @@ _INFINITY_BIN = 0x7F800000 >> _DROPPED_BITS
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-class DistanceCounts:
-    """Counts of distances |target − reference| in bins, from which their median follows without sorting."""
+class CountedPair(PairSums):
+    """The same, with counts of the distances in bins, from which their median follows without sorting."""
 
-    def __init__(self) -> None:
+    def __init__(self, centres: Centres, *, rtol: float, atol: float) -> None:
+        super().__init__(centres, rtol=rtol, atol=atol)
         self._counts: Counts = np.zeros(_INFINITY_BIN + 1, dtype=np.int64)
-        self._num_counted = 0
 
-    def add(self, reference: Values, target: Values) -> None:
-        """Count |target − reference| of one block, [n] each, where both are finite."""
-        self._num_counted += _count_block(reference, target, self._counts)
+    def add(self, offset: int, reference: Values, target: Values) -> None:
+        """Add a block and its counts."""
+        super().add(offset, reference, target)
+        _count_block(reference, target, self._counts)
 
-    def merge(self, other: DistanceCounts) -> None:
-        """Add the counts of other blocks."""
+    def merge(self, other: PairSums) -> None:
+        """Merge sums of the same kind."""
+        super().merge(other)
+        assert isinstance(other, CountedPair), "sums of one pair are of one kind"
         self._counts += other._counts
-        self._num_counted += other._num_counted
 
     @property
     def median(self) -> float:
         """Lower median, with a relative error below `MEDIAN_RELATIVE_RESOLUTION`; 0 without distances."""
-        if self._num_counted == 0:
+        num_counted = self.totals.num_finite
+        if num_counted == 0:
             return 0.0
-        middle_bin = _find_bin(self._counts, (self._num_counted - 1) // 2)
+        middle_bin = _find_bin(self._counts, (num_counted - 1) // 2)
         return float(np.int32(middle_bin << _DROPPED_BITS).view(np.float32))
 
 
@@ -273,16 +233,13 @@ class DistanceCounts:
     "(float32[::1], float32[::1], int64[::1])",
     "(float64[::1], float64[::1], int64[::1])",
 )
-def _count_block(reference: Values, target: Values, counts: Counts) -> int:
-    """Count the distances of a block into `counts`, and return their number."""
-    num_counted = 0
+def _count_block(reference: Values, target: Values, counts: Counts) -> None:
+    """Count the distances of a block into `counts`."""
     for i in range(reference.size):
         r, t = np.float64(reference[i]), np.float64(target[i])
         if np.isfinite(r) and np.isfinite(t):
-            num_counted += 1
             # Unsigned: an index that may be negative costs a comparison.
             counts[np.float32(abs(t - r)).view(np.uint32) >> np.uint32(_DROPPED_BITS)] += 1
-    return num_counted
 
 
 @compiled("(int64[::1], int64)")
@@ -328,29 +285,19 @@ def compare_tensors(
     if reference.shape != target.shape or reference.numel() == 0:
         raise ValueError(f"cannot compare shapes {tuple(reference.shape)} and {tuple(target.shape)}")
     shape, reference, target = tuple(reference.shape), reference.reshape(-1), target.reshape(-1)
-    centres, tolerance = sample_centres(reference, target), Tolerance(rtol=rtol, atol=atol)
-    accumulated = sum_pair(reference, target, begin=lambda: _SumsAndCounts(tolerance, centres))
-    return _pair_metrics(accumulated.sums, accumulated.counts.median, shape)
+    centres = sample_centres(reference, target)
+    sums = sum_pair(reference, target, begin=lambda: CountedPair(centres, rtol=rtol, atol=atol))
+    return _pair_metrics(sums, shape)
 
 
 def sample_centres(reference: torch.Tensor, target: torch.Tensor) -> Centres:
-    """Return the centres of two flat tensors, which `PairSums` subtracts before squaring, from a sample of each."""
+    """Return the centres of two flat tensors, from a sample of each."""
     # Odd, so that the sample does not hold one channel again and again. `| 1` makes an even step odd.
     step = max(reference.numel() // _SAMPLE_ELEMENTS, 1) | 1
-    return Centres.of(reference[::step].double(), target[::step].double())
+    return _centre(reference[::step].double()), _centre(target[::step].double())
 
 
-S = TypeVar("S", bound="Summing")
-
-
-class Summing(Protocol):
-    """Sums over a pair of tensors that is given block by block."""
-
-    def add(self, offset: int, reference: Values, target: Values) -> None:
-        """Add one block of both sides, [n]; `offset` is the flat index of its first element."""
-
-    def merge(self: S, other: S) -> None:
-        """Add sums over other blocks of the same pair."""
+S = TypeVar("S", bound=PairSums)
 
 
 def sum_pair(reference: torch.Tensor, target: torch.Tensor, *, begin: Callable[[], S]) -> S:
@@ -368,23 +315,15 @@ def sum_pair(reference: torch.Tensor, target: torch.Tensor, *, begin: Callable[[
     return total
 
 
-class _SumsAndCounts:
-    """Sums and counts behind every metric of a pair."""
-
-    def __init__(self, tolerance: Tolerance, centres: Centres) -> None:
-        self.sums = PairSums(tolerance, centres)
-        self.counts = DistanceCounts()
-
-    def add(self, offset: int, reference: Values, target: Values) -> None:
-        self.sums.add(offset, reference, target)
-        self.counts.add(reference, target)
-
-    def merge(self, other: _SumsAndCounts) -> None:
-        self.sums.merge(other.sums)
-        self.counts.merge(other.counts)
+def _centre(sample: torch.Tensor) -> float:
+    finite = sample[sample.isfinite()]
+    if finite.numel() == 0:
+        return 0.0
+    mean = float(finite.mean())
+    return mean if abs(mean) > float(finite.std(correction=0)) else 0.0
 
 
-def _pair_metrics(sums: PairSums, median: float, shape: tuple[int, ...]) -> PairMetrics:
+def _pair_metrics(sums: CountedPair, shape: tuple[int, ...]) -> PairMetrics:
     totals = sums.totals
     reference, target = sums.reference, sums.target
     reference_norm = math.sqrt(reference.squares_around_zero)
@@ -395,7 +334,7 @@ def _pair_metrics(sums: PairSums, median: float, shape: tuple[int, ...]) -> Pair
         # -1 if no element is finite on both sides.
         max_abs_diff=max(sums.worst, 0.0),
         mean_abs_diff=totals.distances / max(totals.num_finite, 1),
-        median_abs_diff=median,
+        median_abs_diff=sums.median,
         close_fraction=totals.num_close / sums.num_elements,
         cosine_similarity=_correlation(
             sums.products, reference.squares_around_zero, target.squares_around_zero
