@@ -39,7 +39,6 @@ from reports.terminal import render_comparison
 from reports.views import headline
 from reports.wording import word_figure, word_layer
 
-
 PAGE_NAME = "report.html"
 
 _WIDTH = 120
