@@ -20,8 +20,14 @@ from cpu_golden import NARROW, capture_cpu_golden, write_model
 from figures import Figure, benchmark_parser, print_figures
 from port_runs import EXAMPLES
 
-from compare.chains.chain_judge import PARTS, ChainError, chain_limits, measure_error, measure_unit
-from compare.chains.largest_errors import LONGEST_CHAIN
+from compare.chains.chain_judge import (
+    LONGEST_CHAIN,
+    PARTS,
+    ChainError,
+    chain_limits,
+    measure_error,
+    measure_unit,
+)
 from compare.sides.sides import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader

@@ -5,5 +5,4 @@
   by running parts of them
 - `chain_judge`: judges the output at a chain's end; the error there, in units of the layers' noise; limits by the
   chain's length
-- `largest_errors`: largest errors of right ports there
 """

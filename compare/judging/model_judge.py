@@ -17,10 +17,10 @@ from compare.judging.logits import (
     logit_noise,
 )
 from compare.noise.rows import InputError, Rows, Squares, measure_input_error, square_difference
-from compare.sides.layer_floor import read_squares, refuse_other_floor, refuse_wrong_sums
+from compare.sides.layer_floor import LayerFloor, read_squares
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides
-from minimax_tools.metrics.noise_floor import error_name, massive_channels, variant_name
+from minimax_tools.metrics.noise_floor import massive_channels, variant_name
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import NOT_EXPOSED, GeneratedRow, SiteResult, SiteStatus
 
@@ -31,6 +31,7 @@ class ModelJudge:
     def __init__(self, sides: Sides, *, last_layer: int) -> None:
         self._sides = sides
         self._last_layer = last_layer
+        self._floor = LayerFloor(sides.reference, sides.batch, layer=None)
 
     def judge(self, site: ModelSite) -> SiteResult:
         """Judge one declared site."""
@@ -149,9 +150,10 @@ class ModelJudge:
         twin, massive = self._twin(site, golden), massive_channels(golden)
         floor = None
         if twin is None:
-            floor = self._stored_floor(site)
+            floor = self._floor.squares(site)
         elif twin is not golden:  # the golden is the embedding's twin: its floor is zero
-            floor = self._measured_floor(site, golden, twin, massive)
+            floor = square_difference(twin, golden, massive=massive)
+            self._floor.prove(site, floor)
         rows = Rows(
             reference=golden,
             target=batch.rows(target, site),
@@ -182,37 +184,16 @@ class ModelJudge:
         twin = self._sides.reference.read_model_twin(site)
         return None if twin is None else self._sides.batch.rows(twin, site)
 
-    def _measured_floor(
-        self, site: ModelSite, reference: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor
-    ) -> Squares:
-        """Measure (golden − twin)² per token, and check the distances that the golden stored."""
-        measured = square_difference(twin, reference, massive=massive)
-        stored = self._statistic(error_name(site))
-        refuse_other_floor(self._sides.reference, None, site, measured=measured, stored=stored)
-        return measured
-
-    def _stored_floor(self, site: ModelSite) -> Squares | None:
-        squares = read_squares(site, self._statistic)
-        if squares is not None:
-            stored = self._statistic(error_name(site))
-            refuse_wrong_sums(self._sides.reference, None, site, parts=squares, stored=stored)
-        return squares
-
     def _widened_floor(self, site: ModelSite) -> Squares | None:
         """Return (variant − twin)², the largest per token; None if no variant was measured at the site."""
         description = self._sides.reference.known_description
         variants = () if description is None else description.floor_variants
         measured = [
-            read_squares(site, lambda name: self._statistic(variant_name(variant, name)))  # noqa: B023
+            read_squares(site, lambda name: self._floor.statistic(variant_name(variant, name)))  # noqa: B023
             for variant in variants
         ]
         squares = [found for found in measured if found is not None]
         return functools.reduce(Squares.maximum, squares) if squares else None
-
-    def _statistic(self, name: str) -> torch.Tensor | None:
-        """Read one of the golden's floor statistics of the model's sites, [T]."""
-        statistic = self._sides.reference.read_model_floor(name)
-        return None if statistic is None else self._sides.batch.tokens(statistic)
 
     def _input_error(self) -> InputError | None:
         """Measure the error of the head's input; None if it is the golden's, or a side does not keep it."""

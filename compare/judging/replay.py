@@ -1,25 +1,21 @@
 """Replay: the golden computed with the port's own choice of experts, to judge tokens past a flip.
 
-At a flip (a token for which the port chose other experts) the golden's values come from another computation. So the
-output of the port's experts is computed from the golden's own input to its experts, in three ways:
-
-- exactly: the float32 twin
-- rounded as a golden rounds: the golden
-- with random roundings: a variant, which widens the noise floor
-
+At a flip the port chose other experts than the golden, so the output of the port's experts is computed from the
+golden's own input to its experts: exactly (its twin), as a golden rounds, and with random roundings (a variant).
 T real tokens, t of them replayed, H hidden, E experts, k experts per token, F channels of a site.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from compare.judging.routing import flipped_tokens
 from compare.noise.rows import TINY, Rows, Squares, square_difference
-from compare.sides.golden_weights import GoldenWeights, WeightSource
+from compare.sides.golden_weights import GoldenWeights
 from compare.sides.layer_floor import LayerFloor
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import Site
@@ -41,11 +37,13 @@ class Replay:
     def __init__(self, sides: Sides, *, layer: int, experts: tuple[torch.Tensor, torch.Tensor]) -> None:
         self._sides = sides
         self._layer = layer
+        self._exact = partial(sides.read_exact, layer)
+        self._golden = partial(sides.read_golden, layer)
         self._port_experts = experts[1].long()
         self.flipped = flipped_tokens(*experts)
-        self._exact_logits = self._read_exact(Site.ROUTER_LOGITS)
+        self._exact_logits = self._exact(Site.ROUTER_LOGITS)
         self._replayable = self.flipped & self._are_experts()
-        self._opened: _Opened | None = None
+        self._experts: _Values | None = None  # what the port's experts add, [t,H], once it is computed
 
     @property
     def scores(self) -> torch.Tensor | None:
@@ -88,9 +86,11 @@ class Replay:
         if site is Site.ROUTER_WEIGHTS:
             return self._replay_weights(rows, tokens)
         assert self._sides.weights is not None, "tokens are replayed where the weights are known"
-        experts = self._open(self._sides.weights).experts
-        assert experts is not None, "tokens are replayed where the experts' input is known"
-        values = self._behind(site, experts, tokens, rows)
+        if self._experts is None:
+            # The weights are read once.
+            with self._sides.weights.open_layer(self._layer, self._sides.reference) as weights:
+                self._experts = self._compute_experts(weights)
+        values = self._behind(site, self._experts, tokens, rows)
         # A golden in float32 rounds nothing.
         exact, golden = values.exact, values.exact if rows.dtype is torch.float32 else values.golden
         floor = square_difference(exact, golden, massive=rows.massive)
@@ -100,7 +100,7 @@ class Replay:
     def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
         """Replay the router's weights, which the golden's logits give for any choice."""
         exact = self._shares(self._exact_logits, tokens)
-        golden = self._shares(self._read_golden(Site.ROUTER_LOGITS), tokens)
+        golden = self._shares(self._golden(Site.ROUTER_LOGITS), tokens)
         floor = square_difference(exact, golden, massive=rows.massive)
         widened_floor = None
         if rows.widened_floor is not None:
@@ -136,30 +136,19 @@ class Replay:
             return torch.zeros_like(self.flipped)
         return ((self._port_experts >= 0) & (self._port_experts < self._exact_logits.shape[-1])).all(dim=-1)
 
-    def _read_exact(self, site: Site) -> torch.Tensor | None:
-        return self._sides.read_exact(self._layer, site)
-
-    def _read_golden(self, site: Site) -> torch.Tensor | None:
-        return self._sides.read_golden(self._layer, site)
-
     def _shares(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         """Return the shares of the port's experts by the golden's logits, [t,k], experts in ascending order."""
         assert logits is not None, "tokens are replayed where the logits are known"
         return expert_shares(logits[tokens].sigmoid(), self._port_experts[tokens].sort(dim=-1).values)
 
-    def _open(self, source: WeightSource) -> _Opened:
-        """Return the values that need the weights of the experts, which are read once."""
-        if self._opened is None:
-            with source.open_layer(self._layer, self._sides.reference) as weights:
-                self._opened = _Opened(experts=self._compute_experts(weights))
-        return self._opened
-
-    def _compute_experts(self, weights: GoldenWeights) -> _Values | None:
-        """Compute what the port's experts add; None if the golden did not keep their input or the logits."""
-        tokens, states, logits = self._replayable, self._read_exact(Site.POST_NORM), self._exact_logits
-        golden, golden_logits = (self._read_golden(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
-        if states is None or logits is None or golden is None or golden_logits is None:
-            return None
+    def _compute_experts(self, weights: GoldenWeights) -> _Values:
+        """Compute what the port's experts add."""
+        tokens, states, logits = self._replayable, self._exact(Site.POST_NORM), self._exact_logits
+        golden, golden_logits = self._golden(Site.POST_NORM), self._golden(Site.ROUTER_LOGITS)
+        assert states is not None, "tokens are replayed where the experts' input is known"
+        assert logits is not None, "tokens are replayed where the logits are known"
+        assert golden is not None, "a twin is of a golden's own values"
+        assert golden_logits is not None, "a twin is of a golden's own values"
         experts = self._port_experts[tokens]
         shares = [
             expert_shares(side[tokens].sigmoid(), experts) for side in (logits, golden_logits, golden_logits)
@@ -184,13 +173,6 @@ class _Values(NamedTuple):
     exact: torch.Tensor
     golden: torch.Tensor
     variant: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Opened:
-    """Values that need the weights of the layer's experts."""
-
-    experts: _Values | None  # what the port's experts add, [t,H]; None if the golden did not keep their input
 
 
 def _put_values(

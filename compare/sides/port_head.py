@@ -1,18 +1,7 @@
-"""PortHeadGolden: a golden's final norm and logits, computed from the port's own last output.
+"""Goldens computed from the port's own values: a layer from its input, the head from the last output.
 
-The last output of a chained run carries the errors of all layers. Measured against this golden, the head shows its own
-error alone.
-
-PortInputGolden: a golden of one layer, computed on the port's own input.
-
-A layer of a chained run inherits errors, and may choose other experts because of them. So the layer is computed again
-from the checkpoint on the port's own input, in three ways:
-
-- exactly: the float32 twin
-- rounded as a golden rounds: the golden
-- with random roundings: a variant, which widens the noise floor
-
-The port's difference from this golden is the layer's own error, and the limits of isolated runs hold.
+A chained run's values carry the errors of all parts before. Against a golden of its own input, a part shows its own
+error alone, and the limits of isolated runs hold.
 """
 
 from __future__ import annotations
@@ -36,56 +25,68 @@ from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import Float32Head, RoundingKind
 
+# A golden keeps these in float32.
+_FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
 # A golden's name for its first variant with random roundings.
-_VARIANT = "random_1"  # a golden's name for its first variant with random roundings
+_VARIANT = "random_1"
 
 
-class PortHeadGolden(Capture):
-    """A capture whose final norm and logits are computed anew; all else is the golden's.
+class _ComputedGolden(Capture):
+    """A golden of which a part is computed anew, from the port's values of one site of `layer`.
 
-    `layer` is the last one; its output in `target` is finite on real tokens.
+    The part is computed exactly (the float32 twin), as a golden rounds, and with random roundings (a variant). The
+    port's values are finite on real tokens; those of padding, which may be NaN, become 0.
     """
 
-    def __init__(
-        self, golden: CaptureSource, target: CaptureSource, *, layer: int, weights: HeadWeights
-    ) -> None:
+    def __init__(self, golden: CaptureSource, target: CaptureSource, *, layer: int, site: Site) -> None:
         super().__init__(golden.directory, golden.manifest)
         self.is_natural = golden.is_natural
-        inputs = golden.read_inputs()
-        real = inputs.attention_mask.bool()
-        output = target.read(layer, Site.OUTPUT).reshape(*inputs.batch_shape, -1)
         self._layer = layer
-        # Padding may hold NaN.
-        self._output = output.masked_fill(~real[..., None], 0.0)
-        head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
-        self._twin = head.run(self._output)
-        # A float32 golden rounds nothing: its values are the twin's, and there is no floor.
+        inputs = golden.read_inputs()
+        self._mask = inputs.attention_mask
+        values = target.read(layer, site).reshape(*inputs.batch_shape, -1)
+        self._given = values.masked_fill(self._mask[..., None] == 0, 0.0)
+        # A float32 golden rounds nothing: it is its own twin, and has no floor.
         self._is_float32 = computes_in_float32(golden)
-        self._rounded = self._twin if self._is_float32 else self._round(head)
-        self._floor: dict[str, torch.Tensor] = {}
-        if not self._is_float32:
-            variant = head.run_randomly(self._output, seed=layer)
-            for site, exact in self._twin.items():
-                self._floor |= error_norms(site, self._rounded[site], exact, real=real)
-                of_variant = error_norms(site, variant[site], exact, real=real)
-                self._floor |= {variant_name(_VARIANT, name): norms for name, norms in of_variant.items()}
-
-    def _round(self, head: Float32Head) -> Mapping[ModelSite, torch.Tensor]:
-        """Compute both sites as a golden rounds: the norm before and after its weight, the logits at their end."""
-        normed = head.normalise(self._output, rounds=True)
-        return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: head.score(normed).bfloat16()}
+        self._floor: Mapping[str, torch.Tensor] = {}
 
     @property
     def description(self) -> Description:
-        """The golden's description; in BF16 with a full noise floor and one variant, since this class measures them."""
+        """The golden's description; in BF16 with the noise floor and the variant that are measured here."""
         if self._is_float32:
             return super().description
         return replace(super().description, noise_floor="full", floor_variants=(_VARIANT,))
 
+
+class PortHeadGolden(_ComputedGolden):
+    """A golden whose final norm and logits follow from the port's output of the last `layer`."""
+
+    def __init__(
+        self, golden: CaptureSource, target: CaptureSource, *, layer: int, weights: HeadWeights
+    ) -> None:
+        super().__init__(golden, target, layer=layer, site=Site.OUTPUT)
+        head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
+        self._twin = head.run(self._given)
+        self._rounded: Mapping[ModelSite, torch.Tensor] = self._twin
+        if not self._is_float32:
+            self._rounded = self._round(head)
+            variant, real = head.run_randomly(self._given, seed=layer), self._mask.bool()
+            floor: dict[str, torch.Tensor] = {}
+            for site, exact in self._twin.items():
+                floor |= error_norms(site, self._rounded[site], exact, real=real)
+                of_variant = error_norms(site, variant[site], exact, real=real)
+                floor |= {variant_name(_VARIANT, name): norms for name, norms in of_variant.items()}
+            self._floor = floor
+
+    def _round(self, head: Float32Head) -> Mapping[ModelSite, torch.Tensor]:
+        """Compute both sites as a golden rounds: the norm before and after its weight, the logits at their end."""
+        normed = head.normalise(self._given, rounds=True)
+        return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: head.score(normed).bfloat16()}
+
     def read(self, layer: int, site: Site) -> torch.Tensor:
         """Read a site's tensor; the last layer's output is the port's."""
         is_last_output = (layer, site) == (self._layer, Site.OUTPUT)
-        return self._output if is_last_output else super().read(layer, site)
+        return self._given if is_last_output else super().read(layer, site)
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Return the golden's sites outside the layers, and those computed here."""
@@ -137,48 +138,25 @@ def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
         )
 
 
-# A golden keeps these in float32.
-_FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
-_VARIANT = "random_1"  # a golden's name for its first variant with random roundings
+class PortInputGolden(_ComputedGolden):
+    """A golden of which one layer is computed on the port's own input, choosing its experts anew.
 
-
-class PortInputGolden(Capture):
-    """A capture of which one layer is computed anew; all else is the golden's.
-
-    The layer's input in `target` is finite on real tokens; `weights` are in the dtype that the golden computed in.
+    `weights` are in the dtype that the golden computed in.
     """
 
     def __init__(
         self, golden: CaptureSource, target: CaptureSource, *, layer: int, weights: GoldenWeights
     ) -> None:
-        super().__init__(golden.directory, golden.manifest)
-        self.is_natural = golden.is_natural
-        inputs = golden.read_inputs()
-        is_padding = inputs.attention_mask == 0
-        # Padding may hold NaN, and zero times NaN is NaN.
-        layer_input = target.read(layer, Site.INPUT).reshape(*inputs.batch_shape, -1)
-        self._layer = layer
-        self._input = layer_input.masked_fill(is_padding[..., None], 0.0)
-        self._is_float32 = computes_in_float32(golden)
-        # A float32 golden rounds nothing: it is its own twin, and has no floor.
+        super().__init__(golden, target, layer=layer, site=Site.INPUT)
         roundings = () if self._is_float32 else (RoundingKind.NEAREST, RoundingKind.RANDOM)
-        kinds = (RoundingKind.EXACT, *roundings)
-        # One result for each kind. `router_experts=None`: the layer chooses its experts anew.
-        computed = RoundedLayer(weights.spec, weights.tensors, kinds=kinds, seed=layer).run(
-            self._input, inputs, router_experts=None
+        rounded_layer = RoundedLayer(
+            weights.spec, weights.tensors, kinds=(RoundingKind.EXACT, *roundings), seed=layer
         )
+        computed = rounded_layer.run(self._given, golden.read_inputs(), router_experts=None)
         self._twin = self._rounded = computed[0]
-        self._floor: Mapping[str, torch.Tensor] = {}
         if not self._is_float32:
             _, self._rounded, variant = computed
-            self._floor = self._measure_floor(variant, weights, inputs.attention_mask)
-
-    @property
-    def description(self) -> Description:
-        """The golden's description; in BF16 with a full noise floor and one variant, since this file measures them."""
-        if self._is_float32:
-            return super().description
-        return replace(super().description, noise_floor="full", floor_variants=(_VARIANT,))
+            self._floor = self._measure_floor(variant, weights)
 
     def sites(self, layer: int) -> tuple[Site, ...]:
         """Return the sites of a layer: every one of the computed layer."""
@@ -189,7 +167,7 @@ class PortInputGolden(Capture):
         if layer != self._layer:
             return super().read(layer, site)
         if site is Site.INPUT:
-            return self._input
+            return self._given
         value = self._rounded[site]
         is_kept = self._is_float32 or site in _FLOAT32_SITES or not value.is_floating_point()
         return value if is_kept else value.bfloat16()
@@ -207,10 +185,10 @@ class PortInputGolden(Capture):
         return self._floor.get(name)
 
     def _measure_floor(
-        self, variant: Mapping[Site, torch.Tensor], weights: GoldenWeights, mask: torch.Tensor
+        self, variant: Mapping[Site, torch.Tensor], weights: GoldenWeights
     ) -> Mapping[str, torch.Tensor]:
         settings: dict[str, Any] = {
-            "attention_mask": mask,
+            "attention_mask": self._mask,
             "correction_bias": weights.tensors[CORRECTION_BIAS].float(),
             "num_experts_per_tok": weights.spec.num_experts_per_tok,
         }

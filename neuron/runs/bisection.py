@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from compare.chains.chain_judge import ChainJudge
-from compare.chains.largest_errors import LONGEST_CHAIN
+from compare.chains.chain_judge import LONGEST_CHAIN, ChainJudge
 from compare.chains.stream_search import find_all, find_exhaustively, find_until_proof
 from compare.limits.criteria import Criteria
 from minimax_tools.capture.digests import dtype_name
