@@ -21,13 +21,13 @@ from figures import Figure, benchmark_parser, print_figures
 from port_runs import EXAMPLES
 
 from compare.chains.chain_judge import (
-    LONGEST_CHAIN,
     PARTS,
     ChainError,
     chain_limits,
     measure_error,
     measure_unit,
 )
+from compare.limits.tolerances import LONGEST_CHAIN
 from compare.sides.sides import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader

@@ -22,6 +22,7 @@ import torch
 from compare.judging.layer_judge import LayerJudge
 from compare.limits.criteria import Criteria
 from compare.limits.limits import RATIO_FIGURES, computes_in_float32
+from compare.limits.tolerances import LONGEST_CHAIN
 from compare.noise.rows import TINY, Squares, square_difference, square_rows
 from compare.sides.captured_input import CapturedInput
 from compare.sides.layer_floor import LayerFloor
@@ -149,9 +150,9 @@ def _norms(golden: CaptureSource, layer: int, *, batch: Batch) -> Squares:
 
 
 # Largest errors of right ports in 8,400 chains, which begin at every layer of nine synthetic models; measured by
-# scripts/bench_chained_ends.py with its default settings. A line for each length, from 1 layer on. The columns are the
-# fields of `ChainError`: lower quartile, median, upper quartile and ninth decile over the tokens, and massive channels.
-LARGEST_ERRORS = (
+# scripts/bench_chained_ends.py with its default settings. A line for each length, from 1 to `LONGEST_CHAIN` layers, with
+# the fields of `ChainError`: lower quartile, median, upper quartile and ninth decile of tokens, massive channels.
+_LARGEST_ERRORS = (
     (0.640, 0.726, 0.833, 1.01, 0.714),
     (0.938, 2.39, 8.64, 23.0, 2.07),
     (3.73, 12.2, 23.0, 31.7, 4.11),
@@ -161,7 +162,6 @@ LARGEST_ERRORS = (
     (38.5, 51.1, 74.7, 93.5, 7.33),
     (42.9, 58.8, 82.5, 97.7, 9.09),
 )
-LONGEST_CHAIN = len(LARGEST_ERRORS)
 # A limit is this many times the largest error measured: right ports on other models may have larger ones.
 _MARGIN = 2.0
 # Default lengths. A longer chain needs fewer runs, and its wider limits let larger mistakes pass. In BF16 the limits of
@@ -175,7 +175,7 @@ def chain_limits(length: int, dtype: torch.dtype) -> ChainError:
     If the golden computed in float32, they are those of one layer for any length: noise flips hardly an expert and does
     not grow. Right ports stayed below 0.4 of the unit up to the longest chain.
     """
-    errors = LARGEST_ERRORS[0 if dtype is torch.float32 else length - 1]
+    errors = _LARGEST_ERRORS[0 if dtype is torch.float32 else length - 1]
     return ChainError(**dict(zip(PARTS, errors, strict=True))).times(_MARGIN)
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compare.chains.chain_judge import LONGEST_CHAIN
-from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL, LONGEST_CHAIN
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.command_line.console import Mm2Command, end_command, loading, print_json, print_text
 from minimax_tools.command_line.options import (

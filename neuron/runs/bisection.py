@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from compare.chains.chain_judge import LONGEST_CHAIN, ChainJudge
+from compare.chains.chain_judge import ChainJudge
 from compare.chains.stream_search import find_all, find_exhaustively, find_until_proof
 from compare.limits.criteria import Criteria
+from compare.limits.tolerances import LONGEST_CHAIN
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.mirror import address_of
