@@ -150,8 +150,8 @@ def _norms(golden: CaptureSource, layer: int, *, batch: Batch) -> Squares:
 
 
 # Largest errors of right ports in 8,400 chains, which begin at every layer of nine synthetic models; measured by
-# scripts/bench_chained_ends.py with its default settings. A line for each length, from 1 to `LONGEST_CHAIN` layers, with
-# the fields of `ChainError`: lower quartile, median, upper quartile and ninth decile of tokens, massive channels.
+# scripts/bench_chained_ends.py with its default settings. A line for each length, from 1 to `LONGEST_CHAIN` layers,
+# with the fields of `ChainError`: lower quartile, median, upper quartile and ninth decile of tokens, massive channels.
 _LARGEST_ERRORS = (
     (0.640, 0.726, 0.833, 1.01, 0.714),
     (0.938, 2.39, 8.64, 23.0, 2.07),
