@@ -15,21 +15,14 @@ from minimax_tools.metrics.noise_floor import MASSIVE_RATIO
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Probe
 from minimax_tools.results.results import Verdict
-from reports.canvas import Canvas, Column, Row
+from reports.canvas import Canvas, Row, columns
 from reports.data import to_json
 from reports.wording import word_figure
 
 # Share of a layer's output: of 24 mistakes of real ports, planted in right ones, ten changed the output by less.
 _COARSE = 0.05
 _STYLES = {Verdict.PASS: "bold green", Verdict.WARN: "bold yellow", Verdict.FAIL: "bold red"}
-_COLUMNS = (
-    Column(title="probe"),
-    Column(title="layers", is_text=True),
-    Column(title="verdict", is_text=True),
-    Column(title="error\nof limit"),
-    Column(title="at", is_text=True),
-    Column(title="sees\nfrom"),
-)
+_COLUMNS = columns("probe", "<layers", "<verdict", "error\nof limit", "<at", "sees\nfrom")
 
 
 def render_bisection(

@@ -33,6 +33,11 @@ class Column:
     is_broken: bool = False
 
 
+def columns(*titles: str) -> tuple[Column, ...]:
+    """Return a table's columns by their titles; `<` before a title stands for words, flush left."""
+    return tuple(Column(title=title.removeprefix("<"), is_text=title.startswith("<")) for title in titles)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A table's row: one cell for each column, and a rich style for all of them."""

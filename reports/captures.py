@@ -1,7 +1,4 @@
-"""Captures: the contents of a capture as text and as JSON.
-
-Contents: the sites in a capture, layer by layer, with the statistics of every tensor.
-"""
+"""Captures: the contents of a capture, with the statistics of every tensor, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from minimax_tools.json_codec import encode
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site
 from minimax_tools.model.span import word_layers
-from reports.canvas import Canvas, Column, Row
+from reports.canvas import Canvas, Row, columns
 from reports.data import to_json
 from reports.dumps import draw_dump, dump_record
 from reports.wording import word_figure, word_layer, word_shape, word_sites_by_layer, word_variants
@@ -121,13 +118,7 @@ def _measure_site(site: str, tensor: torch.Tensor) -> SiteContents:
 # With more layers than this, each layer has one line instead of a table.
 _MOST_DETAILED_LAYERS = 4
 
-_STATISTICS = (Column(title="mean"), Column(title="std"), Column(title="min"), Column(title="max"))
-_COUNTS = (Column(title="NaN"), Column(title="Inf"))
-_TENSOR = (
-    Column(title="site", is_text=True),
-    Column(title="shape", is_text=True),
-    Column(title="dtype", is_text=True),
-)
+_COLUMNS = columns("<site", "<shape", "<dtype", "mean", "std", "min", "max", "NaN", "Inf")
 
 
 def capture_record(source: CaptureSource, inspection: CaptureInspection | None = None) -> dict[str, Any]:
@@ -219,7 +210,7 @@ def _contents_record(contents: Sequence[LayerContents]) -> dict[str, Any]:
             "layer": layer.layer,
             "sites": [_site_record(site) for site in layer.sites],
             "not_exposed": list(layer.not_exposed),
-            "further": [_further_record(output) for output in layer.further],
+            "further": [_site_record(output, key="name") for output in layer.further],
         }
         for layer in contents
         if layer.layer is not None
@@ -227,14 +218,9 @@ def _contents_record(contents: Sequence[LayerContents]) -> dict[str, Any]:
     return {"layers": layers, "model": model}
 
 
-def _further_record(output: SiteContents) -> dict[str, Any]:
-    record = _site_record(output)
-    return {"name": record.pop("site"), **record}
-
-
-def _site_record(site: SiteContents) -> dict[str, Any]:
+def _site_record(site: SiteContents, *, key: str = "site") -> dict[str, Any]:
     statistics: dict[str, Any] = to_json(site.statistics)
-    return {"site": site.site, "shape": list(site.shape), "dtype": site.dtype, **statistics}
+    return {key: site.site, "shape": list(site.shape), "dtype": site.dtype, **statistics}
 
 
 def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[tuple[str, str]]:
@@ -246,6 +232,8 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
     kept = f"sites {levels[0]}" if levels else f"{len(run.sites)} sites"
     dtypes = {**made.dtypes, **source.observed_dtypes}
     device = "" if made.device == made.backend else f" ({made.device})"
+    quick = ", the short rows of --quick" if description.is_quick else ""
+    variants = f", of {word_variants(description.floor_variants)}" if description.floor_variants else ""
     facts = [
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
@@ -253,18 +241,13 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
         ("made by" if description.side == GOLDEN_SIDE else "port", made.target),
         *([("weights", f"by {made.options['conversion']}")] if "conversion" in made.options else []),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
-        ("inputs", _word_inputs(description)),
+        ("inputs", f"{description.input_source}{quick} (sha256 {description.inputs_digest[:8]})"),
     ]
     if description.side == GOLDEN_SIDE:
         facts.append(("experts", _word_experts(source)))
-        facts.append(("noise floor", _word_floor(description)))
+        facts.append(("noise floor", f"{description.noise_floor}{variants}"))
         facts.append(("certificate", _word_certificate(source, inspection)))
     return [*facts, ("digests", _word_digests(description, inspection))]
-
-
-def _word_inputs(description: Description) -> str:
-    quick = ", the short rows of --quick" if description.is_quick else ""
-    return f"{description.input_source}{quick} (sha256 {description.inputs_digest[:8]})"
 
 
 def _word_experts(source: CaptureSource) -> str:
@@ -280,12 +263,6 @@ def _word_experts(source: CaptureSource) -> str:
         f"{sum(count for _, count in missing)} chosen by no token, in {format_count(len(missing), 'layer')}; "
         f"most of them, {most}, in layer {layer}"
     )
-
-
-def _word_floor(description: Description) -> str:
-    """Return how much a golden kept of its noise floor, such as `full, of 2 variants (eager, halves)`."""
-    variants = description.floor_variants
-    return f"{description.noise_floor}, of {word_variants(variants)}" if variants else description.noise_floor
 
 
 def _word_certificate(source: CaptureSource, inspection: CaptureInspection | None) -> str:
@@ -326,27 +303,21 @@ def _draw_contents(canvas: Canvas, contents: Sequence[LayerContents]) -> None:
     for layer in contents:
         if layer.layer is None or not has_overview:
             _draw_layer(canvas, layer)
-    _draw_not_exposed(canvas, contents)
-    further = [(layer.layer, output.site) for layer in contents for output in layer.further]
-    if has_overview and further:
-        canvas.section("Further outputs, never judged")
-        for line in word_sites_by_layer(further):
-            canvas.paragraph(line)
+    missing = [(layer.layer, site) for layer in contents for site in layer.not_exposed]
+    _draw_sites(canvas, "Not exposed by the port", missing)
     if has_overview:
+        further = [(layer.layer, output.site) for layer in contents for output in layer.further]
+        _draw_sites(canvas, "Further outputs, never judged", further)
         canvas.gap()
         canvas.line("--json prints the statistics of every site.", style="dim")
 
 
 def _draw_layer(canvas: Canvas, layer: LayerContents) -> None:
     canvas.section(word_layer(layer.layer).capitalize())
-    rows = [Row(cells=_site_cells(site), style=_style(site)) for site in layer.sites]
-    canvas.table((*_TENSOR, *_STATISTICS, *_COUNTS), rows)
+    canvas.table(_COLUMNS, [_row(site) for site in layer.sites])
     if layer.further:
         canvas.line("  further outputs, never judged", style="dim")
-        columns = (Column(title="name", is_text=True), *_TENSOR[1:], *_STATISTICS, *_COUNTS)
-        canvas.table(
-            columns, [Row(cells=_site_cells(output), style=_style(output)) for output in layer.further]
-        )
+        canvas.table((*columns("<name"), *_COLUMNS[1:]), [_row(output) for output in layer.further])
 
 
 def _draw_overview(canvas: Canvas, layers: Sequence[LayerContents]) -> None:
@@ -357,39 +328,35 @@ def _draw_overview(canvas: Canvas, layers: Sequence[LayerContents]) -> None:
     )
     rows = [
         Row(
-            cells=(str(layer.layer), str(len(layer.sites)), *_site_cells(layer.sites[-1])),
+            cells=(str(layer.layer), str(len(layer.sites)), *_cells(layer.sites[-1])),
             style=_style(*layer.sites),
         )
         for layer in layers
         if layer.sites
     ]
-    canvas.table((Column(title="layer"), Column(title="sites"), *_TENSOR, *_STATISTICS, *_COUNTS), rows)
+    canvas.table((*columns("layer", "sites"), *_COLUMNS), rows)
     nonfinite = [(layer.layer, site.site) for layer in layers for site in layer.sites if site.num_nonfinite]
-    if nonfinite:
-        canvas.section("NaN or Inf", style="bold red")
-        for line in word_sites_by_layer(nonfinite):
+    _draw_sites(canvas, "NaN or Inf", nonfinite, style="bold red")
+
+
+def _draw_sites(
+    canvas: Canvas, title: str, sites: Sequence[tuple[int | None, str]], *, style: str = "bold"
+) -> None:
+    if sites:
+        canvas.section(title, style=style)
+        for line in word_sites_by_layer(sites):
             canvas.paragraph(line)
 
 
-def _draw_not_exposed(canvas: Canvas, contents: Sequence[LayerContents]) -> None:
-    missing = [(layer.layer, site) for layer in contents for site in layer.not_exposed]
-    if missing:
-        canvas.section("Not exposed by the port")
-        for line in word_sites_by_layer(missing):
-            canvas.paragraph(line)
+def _row(site: SiteContents) -> Row:
+    return Row(cells=_cells(site), style=_style(site))
 
 
-def _site_cells(site: SiteContents) -> tuple[str, ...]:
-    statistics = site.statistics
-    figures = (statistics.mean, statistics.std, statistics.min, statistics.max)
-    return (
-        site.site,
-        word_shape(site.shape),
-        site.dtype,
-        *(word_figure(figure) for figure in figures),
-        str(statistics.num_nan),
-        str(statistics.num_inf),
-    )
+def _cells(site: SiteContents) -> tuple[str, ...]:
+    found = site.statistics
+    figures = tuple(map(word_figure, (found.mean, found.std, found.min, found.max)))
+    shape = word_shape(site.shape)
+    return site.site, shape, site.dtype, *figures, str(found.num_nan), str(found.num_inf)
 
 
 def _style(*sites: SiteContents) -> str:

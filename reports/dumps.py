@@ -14,19 +14,11 @@ from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.printable import printable, printable_values
-from reports.canvas import Canvas, Column, Row
+from reports.canvas import Canvas, Row, columns
 from reports.data import to_json
 from reports.wording import word_shape
 
-_COLUMNS = (
-    Column(title="tensor", is_text=True),
-    Column(title="layers", is_text=True),
-    Column(title="shape", is_text=True),
-    Column(title="dtype", is_text=True),
-    Column(title="passes"),
-    Column(title="ranks"),
-    Column(title="site", is_text=True),
-)
+_COLUMNS = columns("<tensor", "<layers", "<shape", "<dtype", "passes", "ranks", "<site")
 # Shapes, and dtypes, that a tensor's line shows.
 _MOST_SHAPES = 2
 # Passes of the model (a prompt, then each decoded token) that a dump's head shows.

@@ -17,20 +17,13 @@ from minimax_tools.results.results import (
     SiteResult,
     SiteStatus,
 )
-from reports.canvas import Canvas, Column, Row
+from reports.canvas import Canvas, Row, columns
 from reports.views import LayerView, largest_rho, view_layers
 from reports.wording import word_figure, word_fraction, word_index, word_place
 
 # Rows of the table; a longer one would hide the onset, the first layer that adds more than noise.
 _MOST_ROWS = 16
-_COLUMNS = (
-    Column(title="layer"),
-    Column(title="error"),
-    Column(title="inherited"),
-    Column(title="floor"),
-    Column(title="ρ"),
-    Column(title="", is_text=True),
-)
+_COLUMNS = columns("layer", "error", "inherited", "floor", "ρ", "<")
 
 
 def draw_curve(canvas: Canvas, curve: Curve | None, *, is_verbose: bool) -> None:
@@ -86,22 +79,18 @@ _PERCENT_DECIMALS = 2
 # Sites whose classic figures a layer's line shows.
 _METRIC_SITES = (Site.OUTPUT, ModelSite.LOGITS)
 
-_LAYER_COLUMNS = (Column(title="layer"), Column(title="verdict", is_text=True), Column(title="compared"))
-_SITE_COLUMNS = (
-    Column(title="", is_text=True),
-    Column(title="site", is_text=True),
-    Column(title="ρ\nwhole"),
-    Column(title="ρ\nordinary"),
-    Column(title="ρ\ntoken p99"),
-    Column(title="norm\nratio"),
-    Column(title="\ncosine"),
-    Column(title="max\n|diff|"),
-    Column(title="worst\nat"),
+_SITE_COLUMNS = columns(
+    "<",
+    "<site",
+    "ρ\nwhole",
+    "ρ\nordinary",
+    "ρ\ntoken p99",
+    "norm\nratio",
+    "\ncosine",
+    "max\n|diff|",
+    "worst\nat",
 )
-_METRIC_COLUMNS = tuple(
-    Column(title=title)
-    for title in ("max\n|diff|", "mean\n|diff|", "close\n%", "output\ncosine", "output\nPearson")
-)
+_METRIC_TITLES = ("max\n|diff|", "mean\n|diff|", "close\n%", "output\ncosine", "output\nPearson")
 _METRIC_LEGEND = (
     "|diff|, close, cosine and Pearson: golden against port, of the layer's output and of the model's logits. close: "
     "elements within atol + rtol * |golden|."
@@ -120,14 +109,14 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
     shows_worst = has_noise or not shows_metrics
     # The classic limits judge outputs alone, whose figures the line has already.
     has_suspects = shows_worst and any(site.status in _STYLES for site in comparison.sites)
-    columns: list[Column] = [*_LAYER_COLUMNS]
+    titles = ["layer", "<verdict", "compared"]
     if shows_metrics:
-        columns += _METRIC_COLUMNS
+        titles += _METRIC_TITLES
     if shows_worst:
         worst = "largest ρ" if has_noise else "lowest cosine"
-        columns += [Column(title=worst), Column(title="site", is_text=True)]
+        titles += [worst, "<site"]
     if has_suspects:
-        columns.append(Column(title="fails or warns", is_text=True))
+        titles.append("<fails or warns")
     rows = []
     for layer in layers:
         cells = [layer.name, _status_word(layer.status), layer.compared]
@@ -141,7 +130,7 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
         style = _STYLES.get(layer.status, "") if layer.status else "yellow"
         rows.append(Row(cells=tuple(cells), style=style))
     canvas.gap()
-    canvas.table(columns, rows)
+    canvas.table(columns(*titles), rows)
     if shows_metrics:
         canvas.gap()
         canvas.paragraph(_METRIC_LEGEND, style="dim")
@@ -160,7 +149,7 @@ def _draw_own_input_metrics(canvas: Canvas, layers: Sequence[LayerView]) -> None
             rows.append(Row(cells=(layer.name, *_metric_cells(measured))))
     if rows:
         canvas.section("On the port's own input: the error of each layer alone")
-        canvas.table((Column(title="layer"), *_METRIC_COLUMNS), rows)
+        canvas.table(columns("layer", *_METRIC_TITLES), rows)
 
 
 def word_worst(sites: Sequence[SiteResult]) -> str:
@@ -196,7 +185,7 @@ def _metric_cells(measured: Iterable[PairMetrics | None]) -> tuple[str, ...]:
     """Return the five figures of a layer's output or of the logits; `-` if not measured, or if all are NaN or Inf."""
     metrics = next(filter(None, measured), None)
     if metrics is None or metrics.num_nonfinite_target == metrics.num_elements:
-        return ("-",) * len(_METRIC_COLUMNS)
+        return ("-",) * len(_METRIC_TITLES)
     return (
         word_figure(metrics.max_abs_diff),
         word_figure(metrics.mean_abs_diff),

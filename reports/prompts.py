@@ -15,7 +15,7 @@ from minimax_tools.results.prompt_results import (
     word_flipped,
 )
 from minimax_tools.results.results import ModelFinding, Verdict
-from reports.canvas import Canvas, Column, Row
+from reports.canvas import Canvas, Row, columns
 from reports.data import to_json
 from reports.terminal import draw_findings
 from reports.views import word_first
@@ -27,24 +27,10 @@ _MOST_DETAILED = 3  # prompts with a section of their own
 _MOST_TOKENS = 8  # tokens in a prompt's table
 # Characters of a text that are shown.
 _EXCERPT = 60
-_COLUMNS = (
-    Column(title="prompt", is_text=True),
-    Column(title="differs from", is_text=True),
-    Column(title="error\nof noise"),
-    Column(title="KL\nprefill"),
-    Column(title="noise"),
-    Column(title="KL\ndecode"),
-    Column(title="noise"),
-    Column(title="recorded", is_text=True),
+_COLUMNS = columns(
+    "<prompt", "<differs from", "error\nof noise", "KL\nprefill", "noise", "KL\ndecode", "noise", "<recorded"
 )
-_TOKEN_COLUMNS = (
-    Column(title="token"),
-    Column(title="pass", is_text=True),
-    Column(title="KL"),
-    Column(title="noise"),
-    Column(title="error\nof noise"),
-    Column(title="", is_text=True),
-)
+_TOKEN_COLUMNS = columns("token", "<pass", "KL", "noise", "error\nof noise", "<")
 
 
 def render_prompts(

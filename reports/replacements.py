@@ -7,17 +7,12 @@ from typing import Any
 from minimax_tools.errors import format_count
 from minimax_tools.results.probes import ReplacedRun, StreamSearch, name_part, name_point, part_layer
 from minimax_tools.results.results import Verdict
-from reports.canvas import Canvas, Column, Row
+from reports.canvas import Canvas, Row, columns
 from reports.data import to_json
 from reports.wording import word_figure
 
 _STYLES = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.INCOMPARABLE: "bold yellow"}
-_COLUMNS = (
-    Column(title="run"),
-    Column(title="stream replaced at", is_text=True),
-    Column(title="logits", is_text=True),
-    Column(title="error\nof limit"),
-)
+_COLUMNS = columns("run", "<stream replaced at", "<logits", "error\nof limit")
 
 
 def render_stream_search(
