@@ -239,6 +239,17 @@ def runs(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 @pytest.fixture
+def write(dumps: ModuleType, runs: dict[str, Capture], tmp_path: Path) -> Callable[..., Path]:
+    """Writes a run as another tool does."""
+
+    def write(tool: str, run: str = "right", name: str = "dump", **options: Any) -> Path:
+        dumps.WRITERS[tool](tmp_path / name, runs[run], **options)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
 def compare(golden: Path, command: Command, tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
     """Judges a dump against the golden: exit code and JSON; `text` is the map's."""
 

@@ -279,29 +279,6 @@ class TestClassic:
         assert (result.exit_code, record["verdict"]) == (3, "incomparable")
         assert any("no output of layers 0-3 was compared" in note for note in record["notes"])
 
-    def test_device_command_takes_the_limits_too(
-        self, toy: Path, golden: Path, command: Command, tmp_path: Path
-    ) -> None:
-        words = ("single-layer", "--layer", "1", "--model", toy, "--golden", golden, "--backend", "cpu")
-        saved = (
-            *words,
-            "--output-dir",
-            tmp_path / "run",
-            "--criteria",
-            "classic",
-            "--quiet",
-            "--max-abs-diff",
-            "0.1",
-        )
-        right = command(mm2_test, *saved)
-        assert right.exit_code == 0, right.output
-        assert "cosine" in right.stdout
-        strict = command(
-            mm2_test, *saved, "--skip-compile", "--cosine-similarity", "1", "--max-abs-diff", "0"
-        )
-        assert strict.exit_code == 1
-        assert "max_abs_diff" in strict.stdout
-
 
 class TestLayers:
     @pytest.mark.parametrize("layer", ["layer_1", "1"])

@@ -11,7 +11,6 @@ import click.testing
 import pytest
 import torch
 
-from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import ModelSite, Site
@@ -41,9 +40,9 @@ def nxdi_file(directory: Path, module: str, point: str = "output") -> Path:
 class TestWholeDump:
     @pytest.mark.parametrize("name", FORMATS)
     def test_right_port_on_two_ranks_passes(
-        self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, name: str, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.WRITERS[name](tmp_path / "dump", runs["right"], num_ranks=2)
+        write(name, "right", num_ranks=2)
         exit_code, record = compare(tmp_path / "dump")
         assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
         assert (record["compared"], record["of"]) == (COMPARED[name], 4 * 17 + NUM_OUTSIDE)
@@ -52,39 +51,26 @@ class TestWholeDump:
 
     @pytest.mark.parametrize("name", FORMATS)
     def test_swapped_gate_and_up_are_blamed_on_their_layer(
-        self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, name: str, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.WRITERS[name](tmp_path / "dump", runs["swapped"])
+        write(name, "swapped")
         exit_code, record = compare(tmp_path / "dump")
         assert (exit_code, record["verdict"]) == (1, "fail")
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
 
-    @pytest.mark.parametrize(
-        "name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:])]
-    )
-    def test_report_of_a_dump_has_all_files(
-        self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.WRITERS[name](tmp_path / "dump", runs["swapped"])
-        compare(tmp_path / "dump", None, "--report-path", tmp_path / "report")
-        markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-        assert "layer 1, " in markdown
-        assert "Not exposed by the port" in markdown
-        assert (tmp_path / "report" / "junit.xml").exists()
-
     def test_dump_stands_for_the_golden_where_there_is_none(
-        self, dumps: Any, runs: Any, compare: Any, copyist: Any, tmp_path: Path
+        self, write: Any, dumps: Any, compare: Any, copyist: Any, tmp_path: Path
     ) -> None:
         dumps.write_transformers(tmp_path / "gpu", copyist.source)
-        dumps.write_msprobe(tmp_path / "device", runs["right"])
+        write("msprobe", "right", "device")
         exit_code, record = compare(tmp_path / "device", "lengths: [48, 33]", reference=tmp_path / "gpu")
         # Nobody can compute what a right layer makes of the port's own input: nothing is proved.
         assert (exit_code, record["verdict"], record["compared"]) == (3, "incomparable", 59)
         assert any("kept no noise floor" in note for note in record["notes"])
         assert any("nothing proves layer" in note for note in record["notes"])
 
-    def test_unknown_names_are_told(self, dumps: Any, runs: Any, compare: Any, tmp_path: Path) -> None:
-        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"])
+    def test_unknown_names_are_told(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("vllm-neuron", "right")
         for norm in (tmp_path / "dump").rglob("*.input_layernorm"):
             norm.rename(norm.with_name(norm.name.replace("input_layernorm", "first_norm")))
         _, record = compare(tmp_path / "dump")
@@ -93,34 +79,30 @@ class TestWholeDump:
 
 class TestWrongMap:
     def test_place_that_is_not_there_is_named_with_those_that_are(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        write("nxdi", "right")
         text = 'sites: {moe_delta: "layers.{layer}.block_sparse_mlp"}'
         exit_code, record = compare(tmp_path / "dump", text)
         assert exit_code == 3
         assert "sites.moe_delta is layers.{layer}.block_sparse_mlp:output" in record["error"]
         assert "layers.{layer}.mlp" in record["error"]
 
-    def test_wrong_place_fails_where_it_points(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+    def test_wrong_place_fails_where_it_points(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("nxdi", "right")
         text = 'sites: {moe_delta: "layers.{layer}.self_attn.o_proj"}'
         exit_code, record = compare(tmp_path / "dump", text)
         assert exit_code == 1
         assert "moe_delta" in record["blame"][0]["sites"]
 
-    def test_other_prompts_are_incomparable(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+    def test_other_prompts_are_incomparable(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("nxdi", "right")
         exit_code, record = compare(tmp_path / "dump", "lengths: [48, 32]")
         assert exit_code == 3
         assert "expected prompts of 48, 33 tokens, found 48, 32" in record["error"]
 
-    def test_other_tokens_are_incomparable(self, dumps: Any, runs: Any, compare: Any, tmp_path: Path) -> None:
-        dumps.write_sglang(tmp_path / "dump", runs["right"])
+    def test_other_tokens_are_incomparable(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("sglang", "right")
         (path,) = (tmp_path / "dump").glob("*name=input_ids*")
         held = torch.load(path, weights_only=False)
         held["value"][50] += 1
@@ -133,29 +115,6 @@ class TestWrongMap:
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 0
         assert "one side does not record its model: that they agree was not checked" in record["notes"]
-
-    def test_map_for_mm2s_own_capture_is_refused(
-        self, golden: Path, runs: Any, command: Command, tmp_path: Path
-    ) -> None:
-        (tmp_path / "map.yaml").write_text("ranks: 2")
-        result = command(
-            mm2_compare,
-            *("--golden", golden, "--run", runs["right"].directory, "--map", tmp_path / "map.yaml"),
-        )
-        assert result.exit_code == 2
-        assert "mm2 wrote both sides. Leave them out." in result.stderr
-
-    def test_map_for_one_of_two_dumps_is_refused(self, command: Command, tmp_path: Path) -> None:
-        (tmp_path / "map.yaml").write_text("ranks: 2")
-        sides = (tmp_path / "golden_dump", tmp_path / "device_dump")
-        for side in sides:
-            side.mkdir()
-        result = command(
-            mm2_compare,
-            *("--golden", sides[0], "--run", sides[1], "--map", tmp_path / "map.yaml"),
-        )
-        assert result.exit_code == 2
-        assert "which side --format or --map is meant for cannot be told" in result.stderr
 
 
 class TestUnknownNames:
@@ -202,8 +161,8 @@ class TestUnknownNames:
 
 
 class TestPieces:
-    def test_missing_piece_is_refused(self, dumps: Any, runs: Any, compare: Any, tmp_path: Path) -> None:
-        dumps.write_msprobe(tmp_path / "dump", runs["right"], num_ranks=2)
+    def test_missing_piece_is_refused(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("msprobe", "right", num_ranks=2)
         name = "Module.model.layers.1.self_attn.q_proj.SomeClass.forward.0.output.0.pt"
         (tmp_path / "dump" / "step0" / "rank1" / "dump_tensor_data" / name).unlink()
         exit_code, record = compare(tmp_path / "dump")
@@ -211,10 +170,8 @@ class TestPieces:
         assert "lacks a piece of q_proj of layer 1" in record["error"]
         assert "found none of rank 1" in record["error"]
 
-    def test_pieces_that_disagree_are_refused(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"], num_ranks=2)
+    def test_pieces_that_disagree_are_refused(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("vllm-neuron", "right", num_ranks=2)
         path = tmp_path / "dump" / "dp0" / "prefill_s128_0" / "model.layers.2.block_sparse_moe" / "rank1.pt"
         torch.save(2 * torch.load(path), path)
         exit_code, record = compare(tmp_path / "dump")
@@ -224,9 +181,9 @@ class TestPieces:
         assert "@partial" in record["error"]
 
     def test_sum_that_is_still_to_be_reduced_is_added_up(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"], num_ranks=2)
+        write("vllm-neuron", "right", num_ranks=2)
         for folder in (tmp_path / "dump" / "dp0" / "prefill_s128_0").glob("*.block_sparse_moe"):
             whole = torch.load(folder / "rank0.pt")
             torch.save(whole * 0.75, folder / "rank0.pt")
@@ -235,25 +192,23 @@ class TestPieces:
         exit_code, record = compare(tmp_path / "dump", text)
         assert (exit_code, record["compared"]) == (0, COMPARED["vllm-neuron"])
 
-    def test_rank_0_alone_shows_what_all_ranks_have(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.write_nxdi(tmp_path / "both", runs["right"], num_ranks=2)
+    def test_rank_0_alone_shows_what_all_ranks_have(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("nxdi", "right", "both", num_ranks=2)
         exit_code, record = compare(tmp_path / "both" / "rank0", "ranks: 2")
         assert (exit_code, record["compared"]) == (0, COMPARED["nxdi"] - 4 * 6)
         assert any("of 2 ranks only 1 are held: q_proj, k_proj" in note for note in record["notes"])
 
     def test_rank_0_alone_without_a_map_asks_for_ranks_and_blames_nobody(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.write_nxdi(tmp_path / "both", runs["right"], num_ranks=2)
+        write("nxdi", "right", "both", num_ranks=2)
         exit_code, record = compare(tmp_path / "both" / "rank0")
         assert (exit_code, record["blame"]) == (3, [])
         assert "expected a map that says of how many ranks: ranks: 2" in record["error"]
         # A user who says that there is one rank has the shape judged.
         exit_code, record = compare(tmp_path / "both" / "rank0", "ranks: 1")
         assert exit_code == 1
-        dumps.write_nxdi(tmp_path / "one", runs["right"])
+        write("nxdi", "right", "one")
         exit_code, record = compare(tmp_path / "one")
         assert exit_code == 0
         assert any("this tool keeps rank 0's tensors alone" in note for note in record["notes"])
@@ -299,10 +254,8 @@ class TestPieces:
         exit_code, record = compare(tmp_path / "dump")
         assert (exit_code, record["compared"]) == (0, COMPARED["nxdi"])
 
-    def test_fused_projection_is_cut_on_each_rank(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"], num_ranks=2)
+    def test_fused_projection_is_cut_on_each_rank(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("vllm-neuron", "right", num_ranks=2)
         folder = tmp_path / "dump" / "dp0" / "prefill_s128_0"
         for layer in range(4):
             attention = f"model.layers.{layer}.self_attn"
@@ -333,9 +286,9 @@ class TestPieces:
 
 class TestDiagnosis:
     def test_layer_that_others_fed_is_diagnosed_on_the_ports_own_input(
-        self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
+        self, write: Any, toy: Path, golden: Path, command: Command, tmp_path: Path
     ) -> None:
-        dumps.write_msprobe(tmp_path / "dump", runs["swapped"])
+        write("msprobe", "swapped")
         paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump", "--json")
         some = ("--mistake", "gate_up_swapped", "--mistake", "router_bias_missing")
         result = command(mm2_diagnose, *paths, *some, "--quiet")
@@ -367,9 +320,9 @@ class TestDiagnosis:
         assert record["unexplained_blame"] == []
 
     def test_right_layer_behind_a_wrong_one_is_not_blamed(
-        self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
+        self, write: Any, toy: Path, golden: Path, command: Command, tmp_path: Path
     ) -> None:
-        dumps.write_msprobe(tmp_path / "dump", runs["swapped"])
+        write("msprobe", "swapped")
         paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump", "--json")
         some = ("--mistake", "gate_up_swapped", "--mistake", "router_bias_missing")
         result = command(mm2_diagnose, *paths, *some, "--layer", "layer_2", "--quiet")
@@ -412,14 +365,7 @@ class TestPartOfAModel:
         assert "layer 3 got other hidden states" in record["error"]
 
     def test_without_inputs_no_port_is_called_wrong_or_right(
-        self,
-        toy: Path,
-        golden: Path,
-        dumps: Any,
-        runs: Any,
-        compare: Any,
-        command: Command,
-        tmp_path: Path,
+        self, toy: Path, golden: Path, dumps: Any, runs: Any, compare: Any, command: Command, tmp_path: Path
     ) -> None:
         source, mask = runs["swapped"], runs["swapped"].read_attention_mask()
         for layer in (2, 3):
@@ -474,9 +420,9 @@ class TestRows:
         assert exit_code != 0
 
     def test_mask_beside_the_map_tells_real_rows(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, dumps: Any, runs: Any, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        write("nxdi", "right")
         mask = runs["right"].read_attention_mask()
         torch.save(torch.nn.functional.pad(mask, (0, dumps.BUCKET - mask.shape[1])), tmp_path / "mask.pt")
         exit_code, record = compare(tmp_path / "dump", "attention_mask: mask.pt")
@@ -505,9 +451,9 @@ class TestRows:
         assert "holds no pass 3: expected one of 1, 2" in record["error"]
 
     def test_single_zero_stands_for_nothing(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, dumps: Any, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        write("nxdi", "right")
         dumps.save_nxdi(tmp_path / "dump", "layers.2.mlp", "output", torch.zeros(1, dtype=torch.bfloat16))
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 0
@@ -523,9 +469,9 @@ PASSES = [[(0, 0, 20)], [(0, 20, 46), (1, 0, 20)], [(1, 20, 33)], [(0, 46, 47)],
 class TestPasses:
     @pytest.mark.parametrize("name", ["vllm-neuron", "sglang"])
     def test_chunks_and_decoded_rows_are_joined(
-        self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, name: str, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.WRITERS[name](tmp_path / "dump", runs["swapped"], passes=PASSES)
+        write(name, "swapped", passes=PASSES)
         exit_code, record = compare(tmp_path / "dump")
         assert (exit_code, record["compared"]) == (1, COMPARED[name])
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
@@ -544,9 +490,9 @@ class TestPasses:
         ],
     )
     def test_steps_of_a_map_join_passes_that_record_no_requests(
-        self, passes: Any, steps: str | None, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, passes: Any, steps: str | None, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.write_sglang(tmp_path / "dump", runs["right"], passes=passes, has_request_ids=False)
+        write("sglang", "right", passes=passes, has_request_ids=False)
         for name in ("positions", "seq_lens", "req_pool_indices"):
             for file in (tmp_path / "dump").glob(f"*name={name}___*"):
                 file.unlink()
@@ -557,30 +503,28 @@ class TestPasses:
         assert (exit_code, record["compared"]) == (0, COMPARED["sglang"])
 
     def test_prompt_of_which_a_token_is_missing_is_refused(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
         more = [*PASSES[:2], [(0, 46, 48)], [(1, 20, 32)]]
-        dumps.write_sglang(tmp_path / "dump", runs["right"], passes=more, has_request_ids=False)
+        write("sglang", "right", passes=more, has_request_ids=False)
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 3
         assert "holds fewer tokens of request 4 than its prompt has" in record["error"]
         assert "expected 33 tokens, found 32, in passes 1, 3" in record["error"]
 
-    def test_what_was_taken_from_a_cache_is_missed(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"], passes=PASSES[1:])
+    def test_what_was_taken_from_a_cache_is_missed(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("vllm-neuron", "right", passes=PASSES[1:])
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 3
         assert "tokens 0 to 19 of request 0 were computed in no pass" in record["error"]
         assert "prefix caching off" in record["error"]
 
     def test_requests_are_named_where_there_are_more_than_prompts(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
         passes = [[(0, 0, 48)], [(1, 0, 33)]]
-        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"], passes=passes)
-        dumps.write_vllm_neuron(tmp_path / "warm", runs["swapped"], passes=passes, names=("8", "9"))
+        write("vllm-neuron", "right", passes=passes)
+        write("vllm-neuron", "swapped", "warm", passes=passes, names=("8", "9"))
         for number, folder in enumerate(sorted((tmp_path / "warm" / "dp0").iterdir())):
             name = f"prefill_s64_{number + 2}"
             (folder / f"{folder.name}_meta.json").rename(folder / f"{name}_meta.json")
@@ -596,9 +540,9 @@ class TestPasses:
 
 class TestShow:
     def test_dump_is_listed_with_the_sites_that_it_maps_to(
-        self, dumps: Any, runs: Any, command: Command, tmp_path: Path
+        self, write: Any, command: Command, tmp_path: Path
     ) -> None:
-        dumps.write_msprobe(tmp_path / "dump", runs["right"], num_ranks=2)
+        write("msprobe", "right", num_ranks=2)
         record = json.loads(command(mm2_test, "show", tmp_path / "dump", "--json").stdout)
         assert (record["format"], record["ranks"]) == ("msprobe", 2)
         (line,) = (
@@ -630,9 +574,9 @@ class TestLastTokens:
 
     @pytest.mark.parametrize(("name", "pattern"), [("nxdi", "*lm_head*"), ("sglang", "*next_token_logits*")])
     def test_right_ones_pass_and_wrong_ones_are_blamed(
-        self, name: str, pattern: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, name: str, pattern: str, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.WRITERS[name](tmp_path / "dump", runs["right"])
+        write(name, "right")
         exit_code, record = compare(tmp_path / "dump")
         (logits,) = [site for site in record["sites"] if site["site"] == "logits"]
         assert (exit_code, logits["status"], logits["num_judged"]) == (0, "pass", 2)
@@ -642,10 +586,8 @@ class TestLastTokens:
         assert (exit_code, record["verdict"]) == (1, "fail")
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(None, ["logits"])]
 
-    def test_each_chunk_and_decoded_row_has_its_own(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.write_sglang(tmp_path / "dump", runs["right"], passes=PASSES)
+    def test_each_chunk_and_decoded_row_has_its_own(self, write: Any, compare: Any, tmp_path: Path) -> None:
+        write("sglang", "right", passes=PASSES)
         exit_code, record = compare(tmp_path / "dump")
         (logits,) = [site for site in record["sites"] if site["site"] == "logits"]
         assert (exit_code, logits["status"], logits["num_judged"]) == (0, "pass", 6)
@@ -655,9 +597,9 @@ class TestLastTokens:
         assert record["blame"][0]["sites"] == ["logits"]
 
     def test_rows_of_nobody_knows_which_tokens_are_not_judged(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
-        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        write("nxdi", "right")
         self.rewrite(tmp_path / "dump", "*lm_head*", lambda logits: torch.cat((logits, logits, logits)))
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 0

@@ -76,11 +76,6 @@ def limit_of(figure: str, metrics: PairMetrics, *, num_tokens: int = 200) -> flo
 
 
 class TestNoise:
-    def test_noise_like_the_goldens_passes_without_a_word(self, metrics: PairMetrics) -> None:
-        status, reason, nearest = judge(CLEAN, metrics)
-        assert (status, reason) == (SiteStatus.PASS, "")
-        assert nearest.excess < 1.0
-
     @pytest.mark.parametrize("figure", NOISE_FIGURES)
     def test_each_figure_is_held_to_its_limit(self, figure: str, metrics: PairMetrics) -> None:
         limit = limit_of(figure, metrics)
@@ -194,10 +189,6 @@ class TestRouting:
         self, routing: RoutingResult, *, has_floor: bool, input_error: float = 0.0
     ) -> tuple[SiteStatus, str]:
         return judge_routing(routing, LIMITS, has_floor=has_floor, input_error=input_error, context=TERMS)
-
-    def test_explained_flips_pass_and_are_told(self) -> None:
-        judgement = self.judge(self.routing(900, explained=900), has_floor=True)
-        assert judgement == (SiteStatus.PASS, "900 flips within noise")
 
     def test_one_unexplained_flip_fails_and_its_margin_is_told(self) -> None:
         status, reason = self.judge(self.routing(9, explained=8), has_floor=True)

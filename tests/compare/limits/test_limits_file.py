@@ -110,13 +110,6 @@ class TestOwnFile:
 class TestGoldensWithVariants:
     """Limits of their own, unless a file names limits for all isolated layers."""
 
-    def test_what_a_file_names_for_isolated_layers_holds_for_them_too(self, tmp_path: Path) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text("isolated: {attn_delta: {whole: 7}}", encoding="utf-8")
-        table = read_limits(file).of_ratios(is_chained=False, is_estimated=False, is_widened=True)
-        assert table.find("attn_delta", "whole") == Limit(usual=7.0)
-        assert table.find("output", "whole") == calibrated_limits().isolated_variants.find("output", "whole")  # type: ignore[union-attr]
-
     def test_a_file_may_name_their_own(self, tmp_path: Path) -> None:
         file = tmp_path / "own.yaml"
         file.write_text("isolated: {all: {whole: 7}}\nisolated_variants: {all: {whole: 5}}", encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.sides.sides import Batch, spread_evenly
+from compare.sides.sides import Batch
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import Site
 
@@ -63,12 +63,3 @@ class TestMask:
         sentence = r"attention_mask differs: expected rows of 3, 1 tokens \(golden\), found 3, 3"
         with pytest.raises(IncomparableError, match=sentence):
             Batch.of(capture(MASK), capture(torch.ones_like(MASK)))
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "most", "indices"),
-    [(10, 4, [0, 3, 6, 9]), (3, 4, [0, 1, 2]), (9, 1, [0]), (5, 2, [0, 4]), (1, 1, [0])],
-)
-def test_few_tokens_are_evenly_spread(num_tokens: int, most: int, indices: list[int]) -> None:
-    spread = spread_evenly(num_tokens, most)
-    assert (spread.tolist(), spread.dtype) == (indices, torch.int64)

@@ -11,20 +11,15 @@ from typing import Any
 
 import click.testing
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import write_manifest
 
 from compare.cli import main as mm2_compare
-from compare.sides.golden_weights import CheckpointWeights
-from compare.sides.port_head import PortInputGolden
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import MANIFEST_NAME
-from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
-from minimax_tools.model.span import Span
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]
@@ -202,36 +197,6 @@ class TestWithoutCheckpoint:
         assert record["blame"] == []
         if exit_code == 3:
             assert any("--model DIR" in note for note in record["notes"])
-
-
-def test_computed_layer_has_all_sites_and_a_floor_and_other_layers_are_the_goldens(
-    copyist: Any, toy: Path
-) -> None:
-    run = sweep_run(Span(0, 4), sites_level="layer")
-    source = Capture.open(copyist.golden(run=run, noise_floor="stats"))
-    with CheckpointWeights(model=str(toy)).open_layer(LAYER, source) as weights, torch.no_grad():
-        found = PortInputGolden(source, source, layer=LAYER, weights=weights)
-    assert found.sites(LAYER) == tuple(Site)
-    assert found.sites(1) == source.sites(1) == (Site.INPUT, Site.OUTPUT)
-    assert torch.equal(found.read(1, Site.OUTPUT), source.read(1, Site.OUTPUT))
-    real = source.read_inputs().attention_mask.bool()
-    assert torch.equal(found.read(LAYER, Site.INPUT)[real], source.read(LAYER, Site.INPUT)[real])
-    assert not bool(found.read(LAYER, Site.INPUT)[~real].any())
-    output, stored = (side.read(LAYER, Site.OUTPUT)[real].float() for side in (found, source))
-    assert float((output - stored).norm() / stored.norm()) < 0.01
-    dtypes = {site: found.read(LAYER, site).dtype for site in (Site.OUTPUT, Site.ROUTER_LOGITS)}
-    assert dtypes == {Site.OUTPUT: torch.bfloat16, Site.ROUTER_LOGITS: torch.float32}
-    assert not found.read(LAYER, Site.ROUTER_EXPERTS).is_floating_point()
-    twin = found.read_twin(LAYER, Site.OUTPUT)
-    assert twin is not None
-    assert twin.dtype == torch.float32
-    assert (found.description.noise_floor, found.description.floor_variants) == ("full", ("random_1",))
-    for name in ("output.error", "random_1/output.error", "router_noise"):
-        assert found.read_floor(LAYER, name) is not None
-    floor, stored_floor = (side.read_floor(1, "output.error") for side in (found, source))
-    assert floor is not None
-    assert stored_floor is not None
-    assert torch.equal(floor, stored_floor)
 
 
 def _forget_model(capture: Path, copy: Path) -> None:

@@ -139,16 +139,6 @@ class TestChoosing:
         assert opened.chosen() is None
         assert opened.page.evaluate("document.activeElement.id") == "cell-7-output"
 
-    def test_arrows_lead_to_the_sites_outside_the_layers(
-        self, show: Show, plan: Plan, passing: Comparison
-    ) -> None:
-        opened = show(plan(passing))
-        opened.page.click("#cell-7-input_norm")
-        opened.page.keyboard.press("ArrowDown")
-        assert opened.chosen() == "model, embedding: pass"
-        opened.page.keyboard.press("ArrowUp")
-        assert opened.chosen() == "layer 7, input_norm: pass"
-
     def test_another_figure_changes_every_cell(self, show: Show, plan: Plan, failing: Comparison) -> None:
         opened = show(plan(failing))
         titles = opened.page.locator("#figure option").all_inner_texts()
