@@ -1,13 +1,7 @@
 """The comparison of a device run with its golden: a result for every site of the run, the blame, and the verdict.
 
-Its parts are the embedding, each layer and the head (see `ComparedPart`). The criteria are limits on noise, or the five
-classic limits, such as a cosine of 0.99, which judge layers' outputs alone.
-
-Classes: modules of a whole port that another device gets in another class, which its run did not judge.
-
-Model faults: all findings in a whole port's run, what came first at the front.
-
-Proving: what was read of both sides is checked against their digests, before any verdict is returned.
+Its parts are the embedding, each layer and the head (see `ComparedPart`). No verdict is returned before what was read
+of both sides is checked against their digests.
 """
 
 from __future__ import annotations

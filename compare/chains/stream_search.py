@@ -1,13 +1,9 @@
-"""Search for the last wrong part of a port that is compiled whole, by replacing its stream at one point at a time.
+"""Searches for wrong layers by probes: runs over some of the layers, or over what is behind a replaced stream.
 
-With the golden's stream at a point, the logits tell whether all parts behind it are right together. So a bisection
-whose layers are counted from the model's end finds the last wrong part: its probes begin at the end, and each is one
-run of the port. What lies before the wrong part is not judged.
-
-Bisection: the search for wrong layers by probes, each a run over some of the layers.
-
-A probe runs its layers in chains of a few: each chain begins with the golden's input, and its end is judged. The probe
-ends with its first wrong chain. A chain is right if its error stays below limits, so small mistakes may hide in it.
+A bisection's probe runs its layers in chains of a few, each from the golden's input, and ends with its first wrong
+chain; a chain is right below limits, so small mistakes may hide in it. In a port that is compiled whole, the golden's
+stream is put in at one point, and the logits tell whether all parts behind it are right: so the layers are counted from
+the model's end, and the last wrong part is found. What lies before it is not judged.
 """
 
 from __future__ import annotations

@@ -1,25 +1,16 @@
 """Collection: all evidence of a judged run for its report, and the choice of the sites to look at.
 
-Next-token distributions of both sides by position, and the likeliest tokens where they differ most.
-
-The port's logits are held against the golden's own: the errors of all layers are in them. T judged tokens, V the
-vocabulary.
-
-Experts that both sides chose: tokens by expert, and the margins of flips.
-
-T judged tokens, k experts of each. A flip is a token for which the port chose other experts than the golden.
-
-Errors of one site: by size, by token and channel, and the worst elements.
-
-T judged tokens, F channels. An error is the port's value minus the float32 twin's; without a twin, minus the golden's.
+An error is the port's value minus the float32 twin's; without a twin, minus the golden's. A flip is a token for which
+the port chose other experts than the golden. T judged tokens, F channels, k experts of each token, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -73,7 +64,6 @@ def collect_logits(run: JudgedRun, *, folder: Path | None) -> LogitsEvidence | N
     foreseen = foreseen_divergence(rows, noise)
     kept = slice(0, _MOST_POINTS)
     worst = divergence.argsort(descending=True, stable=True)[:_MOST_PLACES].tolist()
-    text = _Text(folder)
     return LogitsEvidence(
         rows=tuple(rows.places[kept, 0].tolist()),
         positions=tuple(rows.places[kept, 1].tolist()),
@@ -84,34 +74,24 @@ def collect_logits(run: JudgedRun, *, folder: Path | None) -> LogitsEvidence | N
                 row=int(rows.places[token, 0]),
                 position=int(rows.places[token, 1]),
                 divergence=float(divergence[token]),
-                golden=_likeliest(rows.reference[token], text),
-                port=_likeliest(rows.target[token], text),
+                golden=_likeliest(rows.reference[token], folder),
+                port=_likeliest(rows.target[token], folder),
             )
             for token in worst
         ),
     )
 
 
-class _Text:
-    """Text of tokens; empty without a tokenizer."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder if folder is not None and has_tokenizer(folder) else None
-
-    def of(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each token."""
-        if self._folder is None:
-            return [""] * len(tokens)
-        return [printable(text, keep="") for text in decode_rows(self._folder, [[token] for token in tokens])]
-
-
-def _likeliest(logits: torch.Tensor, text: _Text) -> tuple[TokenChance, ...]:
-    """Return the likeliest tokens by logits [V]."""
+def _likeliest(logits: torch.Tensor, folder: Path | None) -> tuple[TokenChance, ...]:
+    """Return the likeliest tokens by logits [V], with their text if the folder holds a tokenizer."""
     best = logits.double().softmax(dim=-1).topk(min(_MOST_TOKENS, len(logits)))
     tokens = best.indices.tolist()
+    texts = [""] * len(tokens)
+    if folder is not None and has_tokenizer(folder):
+        texts = [printable(text, keep="") for text in decode_rows(folder, [[token] for token in tokens])]
     return tuple(
-        TokenChance(token=token, text=words, probability=probability)
-        for token, words, probability in zip(tokens, text.of(tokens), best.values.tolist(), strict=True)
+        TokenChance(token=token, text=text, probability=probability)
+        for token, text, probability in zip(tokens, texts, best.values.tolist(), strict=True)
     )
 
 
@@ -190,14 +170,9 @@ _MOST_MASSIVE = 32
 def measure_site(
     rows: Rows, *, layer: int | None, site: str, why: str, head_dim: int | None = None
 ) -> SiteErrors:
-    """Measure the errors of one site from its judged rows.
+    """Measure the errors of one site from its judged rows, at least one; `why` is the reason to look at it.
 
-    Args:
-        rows: The judged tokens of both sides, at least one.
-        layer: The layer; None outside the layers.
-        site: Name of the site.
-        why: Reason to look at it.
-        head_dim: Channels of a head, for sites whose channels are heads side by side; None for others.
+    `head_dim` is the number of a head's channels, for sites whose channels are heads side by side.
     """
     exact = (rows.reference if rows.twin is None else rows.twin).float()
     error, noise = rows.target.float() - exact, rows.reference.float() - exact
@@ -316,14 +291,6 @@ _MOST_SITES = 8
 _MOST_UNBLAMED = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chosen:
-    """A site to look at, and why."""
-
-    result: SiteResult
-    why: str
-
-
 def collect_evidence(run: JudgedRun) -> Evidence:
     """Collect what the captures of a judged run show beside its figures.
 
@@ -336,16 +303,14 @@ def collect_evidence(run: JudgedRun) -> Evidence:
     with keep_layer_open(weights) as source, torch.no_grad():
         opened = replace(run, sides=replace(run.sides, weights=source))
         errors, notes = [], []
-        for chosen in _choose(run.comparison):
-            found = _measure(opened, chosen)
-            if found is None:
-                place = f"{'model' if chosen.result.layer is None else f'layer {chosen.result.layer}'}"
-                notes.append(
-                    f"{place}, {chosen.result.site}: its errors cannot be shown element by element: "
-                    f"{chosen.result.reason or 'it holds no values to subtract'}"
-                )
-            else:
+        for result, why in _choose(run.comparison):
+            found = _measure(opened, result, why)
+            if found is not None:
                 errors.append(found)
+                continue
+            place = "model" if result.layer is None else f"layer {result.layer}"
+            reason = result.reason or "it holds no values to subtract"
+            notes.append(f"{place}, {result.site}: its errors cannot be shown element by element: {reason}")
         return Evidence(
             sites=tuple(errors),
             routing=collect_routing(opened),
@@ -354,26 +319,22 @@ def collect_evidence(run: JudgedRun) -> Evidence:
         )
 
 
-def _choose(comparison: Comparison) -> list[_Chosen]:
-    """Choose the sites to look at: those to blame; without blame the first that fail or warn, or the nearest to it."""
-    by_place = {(site.layer, site.site): site for site in comparison.sites}
+def _choose(comparison: Comparison) -> list[tuple[SiteResult, str]]:
+    """Choose sites to look at, and say why: the blamed ones, or the first that fail or warn, or the nearest to it."""
+    by_place = {(site.layer, site.site): site for site in comparison.sites if _has_errors(site)}
     blamed = [
-        _Chosen(result=by_place[layer, site], why=why)
-        for layer, site, why in _blamed(comparison)
-        if (layer, site) in by_place and _has_errors(by_place[layer, site])
+        (by_place[layer, site], why) for layer, site, why in _blamed(comparison) if (layer, site) in by_place
     ]
     if blamed:
         return blamed[:_MOST_SITES]
-    measured = [site for site in comparison.sites if site.metrics is not None and _has_errors(site)]
+    measured = [site for site in by_place.values() if site.metrics is not None]
     for status, why in ((SiteStatus.FAIL, "fails"), (SiteStatus.WARN, "warns")):
-        found = [_Chosen(result=site, why=why) for site in measured if site.status is status]
+        found = [(site, why) for site in measured if site.status is status]
         if found:
             return found[:_MOST_UNBLAMED]
     limited = [(site.nearest.excess, site) for site in measured if site.nearest is not None]
-    if not limited:
-        return []
-    _, nearest = max(limited, key=lambda pair: pair[0])
-    return [_Chosen(result=nearest, why="nearest to its limit, and within it")]
+    nearest = max(limited, key=itemgetter(0), default=None)
+    return [] if nearest is None else [(nearest[1], "nearest to its limit, and within it")]
 
 
 def _has_errors(result: SiteResult) -> bool:
@@ -394,9 +355,8 @@ def _blamed(comparison: Comparison) -> Iterator[tuple[int | None, str, str]]:
                 yield group.layers[0], site, f"to blame, the first of {len(group.layers)} layers"
 
 
-def _measure(run: JudgedRun, chosen: _Chosen) -> SiteErrors | None:
+def _measure(run: JudgedRun, result: SiteResult, why: str) -> SiteErrors | None:
     """Measure the errors of one site; None if the sides' values cannot be subtracted."""
-    result = chosen.result
     read = _model_rows if result.layer is None else _layer_rows
     rows = read(run, result)
     if rows is None or rows.num_tokens == 0:
@@ -404,7 +364,7 @@ def _measure(run: JudgedRun, chosen: _Chosen) -> SiteErrors | None:
     head_dim = None
     if result.layer is not None and Site(result.site).has_heads_dim:
         head_dim = run.sides.reference.read(result.layer, Site(result.site)).shape[-1]
-    return measure_site(rows, layer=result.layer, site=result.site, why=chosen.why, head_dim=head_dim)
+    return measure_site(rows, layer=result.layer, site=result.site, why=why, head_dim=head_dim)
 
 
 def _layer_rows(run: JudgedRun, result: SiteResult) -> Rows | None:

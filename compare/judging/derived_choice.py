@@ -1,15 +1,8 @@
-"""DerivedChoice: the experts that a port must have chosen, derived from what it shows of its router.
+"""DerivedChoice: the experts that a port must have chosen, from what it shows of its router or of its experts' output.
 
-Another tool's dump often keeps the router's logits or its input, and not the choice that follows from them. If it keeps
-the choice too, the two must agree. T real tokens, k experts per token.
-
-The experts of a port that hides its choice, found from its experts' output, for tokens that its router leaves open.
-
-A port may show no router at all, or logits that are too coarse for some tokens.
-
-If BF16 noise may turn two scores round, a right port may have chosen either expert. So the output of every choice
-within reach of noise is computed, and the port is judged by the one nearest to it. A token with too many choices stays
-open, and so do tokens beyond a number of them: a wrong port shows in the others.
+If it shows its choice too, the two must agree. Where BF16 noise may turn two scores round, a right port may have chosen
+either expert: the output of every choice within reach of noise is computed, and the port judged by the nearest. A token
+with too many choices stays open, and so do tokens beyond a number of them: a wrong port shows in the others.
 T judged tokens, c choices of one token, E experts, k experts per token.
 """
 

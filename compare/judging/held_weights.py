@@ -1,13 +1,8 @@
-"""Held weights: what the port was seen to hold of each layer's weights, judged.
+"""Held weights: what the port was seen to hold of each layer's weights, judged; and router parts in another dtype.
 
-Zeros and NaN are wrong. Anything else a port may do on purpose, and undo in its forward, which the golden tells: it is
-right if the site that reads these weights is right, and a token of the golden reached them. If the golden does not
-tell, weights that lie otherwise than most of their kind are wrong; of others it is only said what was seen.
-
-Router dtypes: parts of the router that a port holds in another dtype than the golden, and what that does.
-
-A rounded gate or correction bias changes experts at near ties. Before the choice, the bias shows in no tensor, and the
-gate in `router_logits` alone.
+Zeros and NaN are wrong. Anything else a port may undo in its forward: it is right if the site that reads these weights
+is right, and a token of the golden reached them. If the golden does not tell, weights that lie otherwise than most of
+their kind are wrong. A rounded gate or bias changes experts at near ties, and the bias shows in no tensor before.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Judging the values of one site: both sides' tokens become a result with a status and a reason.
 
-Whatever cannot be measured fails. A golden with a noise floor is judged by ρ (see noise/rho.py), another by the
-relative error. T real tokens of the site.
-
-Judging by noise: the figures of one site, held against limits that right ports stay below.
-
-The figures are ρ and its averages (see noise/rho.py), or the relative error if the golden kept no noise floor. Limits
-get wider the smaller the share of false alarms that one figure is allowed, `context.share`. A limit measured on another
-backend than the port's warns up to `limits.slack` times its value. `incoming` is the relative error of a layer's input.
+Whatever cannot be measured fails. A golden with a noise floor is judged by ρ and its averages (see noise/rho.py),
+another by the relative error. Limits get wider the smaller the share of false alarms that one figure is allowed, and a
+limit measured on another backend than the port's warns up to `limits.slack` times its value. T real tokens of the site.
 """
 
 from __future__ import annotations

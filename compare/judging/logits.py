@@ -1,19 +1,9 @@
-"""Logits: how far the port's next-token distributions are from the golden's, and whether noise explains it.
+"""Logits: how far next-token distributions and generated tokens are from the golden's, and whether noise explains it.
 
-A token's distributions are compared whole (Kullback-Leibler divergence, in nats) and by their likeliest tokens. Noise
-adds an error of standard deviation σ to each logit, on either side:
-
-- the divergence that noise foretells is about σ²
-- the distance between two logits is off by 2 σ
-
-T judged tokens, V the vocabulary.
-
-Generated tokens: the first one in which a port differs from the golden, and whether noise explains it.
-
-Behind that token the two sides continue different texts, so nothing is compared there. Noise explains a token whose
-logit is below that of the golden's token by no more than the reach of noise: `REACH` standard deviations of a right
-port's logits. A greedy port's token must also be the likeliest by the port's own logits, if the run holds them.
-T real tokens of the prompts, B prompts, V the vocabulary.
+Noise adds an error of standard deviation σ to each logit, on either side. The Kullback-Leibler divergence that it
+foretells is about σ² nats, and the distance between two logits is off by 2 σ; it explains a token whose logit is below
+that of the golden's token by no more than `REACH` σ. Behind the first generated token that differs, nothing is
+compared. A greedy port's token must also be the likeliest by its own logits. T judged tokens, B prompts, V vocabulary.
 """
 
 from __future__ import annotations

@@ -2,15 +2,9 @@
 
     ρ = ‖port − float32 twin‖ / ‖golden − float32 twin‖
 
-The float32 twin is the golden's layer computed in float32. A port with ρ = 1 is as good as the golden.
-`Rows` are the judged tokens of a site: golden, port, twin [T,F] and the floor; their `dtype` is that of the stored
-golden. `Squares` are squared errors summed per token [T]: over ordinary, massive, and all channels (`whole`).
-T judged tokens, F channels of a site.
-
-The 95 % interval of ρ, by the jackknife: ρ again and again, each time without one group of tokens.
-
-The more these values of ρ scatter, the wider is the interval. A group is a prompt, since only the errors of different
-prompts are independent. T judged tokens.
+The float32 twin is the golden's layer computed in float32. A port with ρ = 1 is as good as the golden. Its 95 %
+interval is that of the jackknife: ρ without one group of tokens, again and again. A group is a prompt, since only the
+errors of different prompts are independent. T judged tokens, F channels of a site.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
-"""Rows: the judged tokens of one site on both sides, with the golden's noise floor.
+"""Rows: the judged tokens [T,F] of one site on both sides, with the golden's noise floor.
 
-T judged tokens, F channels of the site. `Squares` are squared norms per token, of ordinary and massive channels apart.
-
-Squares: the squared norm of each token's values, kept apart for massive channels and ordinary ones.
-
-A massive channel's RMS is over 20 times the median channel's; its error would hide the errors of all others.
-
-T tokens, F channels. A row is the values of one token, [F].
-
-InputError: how far the input of a chained layer is from the golden's.
-
-In a chained run a layer's input is the output of the layer before, with its error. That error widens the noise floor of
-every site of the layer, so that the layer is not blamed for it. T tokens, F channels.
+Squares are squared norms per token, apart for ordinary and massive channels: the error of the latter, whose RMS is over
+20 times the median channel's, would hide the others'. InputError is the error of a chained layer's input, which widens
+the floor of each of its sites, so that the layer is not blamed for it. T judged tokens, F channels of the site.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """PromptJudge: the next-token distributions of a prompt, judged token by token, prefill apart from decode.
 
-The golden is the exact model; its variants, which round as right ports do through all layers, give each token's noise.
-A token beyond noise may be near another right model, which sends a token to another expert where scores are almost
-equal. So alternatives are computed for a prompt of which only few tokens are beyond noise, and it is judged again.
-t judged tokens, K candidates.
-
-NoiseLevel: the usual noise of golden logits, pooled over all tokens of all prompts.
-
-At a token where no variant happens to flip an expert, a right port may. The pooled noise tells how large that is.
-T tokens of a row, K candidates.
+The golden is the exact model; its variants, which round as right ports do, give each token's noise, and pooled over all
+tokens that of tokens at which no variant flips an expert. If few tokens of a prompt are beyond noise, alternatives are
+computed, which flip experts where scores are almost equal, and it is judged again. t judged tokens, K candidates.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Sides: the two captures of a comparison, their common batch, and what they are judged by.
+"""Sides: the two captures of a comparison, their real tokens (`Batch`; padding is never judged), and their criteria.
 
-Batch: the real tokens of two captures; padding is never judged.
-
-B prompts, S sequence, T real tokens, F channels of a site. `rows` are tokens here, and not the glossary's sequences.
-
-Exchanged tokens: the ways in which a pass may take tokens for others.
-
-B prompts, S columns, w columns of a pass.
+B prompts, S columns, w columns of a pass, T real tokens, F channels. `rows` are tokens, not the glossary's sequences.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""ErrorSums: sums of a side's errors at a site, by token and by channel, in one pass over both sides.
+"""ErrorSums: sums of a side's errors at a site, by token and by channel, in one pass over both sides, block by block.
 
 An error is a value minus the exact one. Massive channels are kept apart by token, for they would hide the others.
-Shapes: T judged tokens, F channels of a site.
-
-Blocks: tensors widened to a dtype to compute in, a part at a time, so that no copy exceeds one block.
-
-Shapes: N items, the first dimension. They are elements of flat tensors [N], or rows [N,F].
+Shapes: T judged tokens, F channels of a site; N items of blocks, the first dimension.
 """
 
 from __future__ import annotations

@@ -13,14 +13,8 @@ Names in a layer's floor file, float32 [B,S] with zeros on padding unless said o
 
 A variant is another correct way to compute the layer in BF16, with the golden's choice of experts. A biased score is
 the sigmoid of a router logit plus the correction bias: the k experts with the highest are chosen.
+`Structure` holds averages in which rounding cancels and a systematic mistake (a scale, an offset, a channel) does not.
 Shapes: B prompts, S positions, T tokens that are no padding, F channels of a site, E experts, k experts for each token.
-
-Structure: averages of an error, in which rounding cancels and a systematic mistake does not.
-
-Rounding errors nearly cancel when averaged over a token's channels, or over a channel's tokens. A wrong scale, an
-offset or a few wrong channels remain, even if they are smaller than the noise itself. A gain is the part of the error
-that is proportional to the exact value: Σ error · exact / Σ exact².
-Shapes: T judged tokens, F channels of a site.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ _TINY = 1e-30
 class Structure:
     """Averages of the port's error, each divided by the same average of the golden's; 1 is as good as the golden."""
 
-    token_gain: float  # L2 norm of the gains of the tokens, each over ordinary channels
+    token_gain: float  # L2 norm of the tokens' gains Σ error · exact / Σ exact², over ordinary channels
     channel_gain: float  # L2 norm of the gains of the channels, each over all tokens
     channel_offset: float  # L2 norm of the errors of the channels, each summed over all tokens
     channel_worst: float  # L2 error of the worst channel over all tokens

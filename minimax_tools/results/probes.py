@@ -1,13 +1,8 @@
-"""Probes: what the runs of a bisection found, as values that add up; nothing here computes or prints.
+"""Probes: what the runs of a bisection, or of a search by replaced streams, found; nothing here computes or prints.
 
-A probe is one run over a part of the layers, in chains: each begins with the golden's input and is judged at its
-end.
-
-Replacements: runs of a whole port with the golden's stream in place of its own at one point, and their search.
-
-The stream is the hidden states that pass from layer to layer. A point is the input of a layer, by the layer's number;
-the number of layers stands for the input of the final norm, None for a run in which nothing is replaced. Each point
-begins a part of the model: the layer, or the final norm and head, or what comes before layer 0.
+A probe is one run over a part of the layers, in chains: each begins with the golden's input and is judged at its end.
+The stream is the hidden states from layer to layer. A point is the input of a layer, by the layer's number; the number
+of layers stands for the input of the final norm, None for no replacement. Each point begins a part of the model.
 """
 
 from __future__ import annotations
