@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from minimax_tools.errors import format_count
-from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 from reports.views import anchor_of
 from reports.wording import word_figure, word_fraction, word_index, word_layer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+_FROM_ONE = "log_from_one"
+
+
+class Figure(NamedTuple):
     """A figure that the map can show, and how it becomes a shade.
 
-    The shade grows from 0 at `best` to 1 at `worst`, both on the figure's own `scale`: `log` of the value, of its
+    The shade grows from 0 at `best` to 1 at `worst`, both on the figure's own `scale`: `log` of the value, or of its
     distance from 1 (`log_from_one`).
     """
 
@@ -28,79 +30,23 @@ class Figure:
     scale: str
     best: float
     worst: float
-    is_classic: bool = False
+
+    @property
+    def is_classic(self) -> bool:
+        """True for the figures of the five classic limits."""
+        return self.name in _CLASSIC
 
 
-FIGURES: tuple[Figure, ...] = (
-    Figure(
-        name="rho",
-        title="ρ",
-        meaning="the port's error over the noise floor; 1 is as good as the golden",
-        scale="log",
-        best=1.0,
-        worst=100.0,
-    ),
-    Figure(
-        name="relative_l2",
-        title="relative L2",
-        meaning="‖port − golden‖ ∕ ‖golden‖",
-        scale="log",
-        best=1e-3,
-        worst=1.0,
-    ),
-    Figure(
-        name="norm_ratio",
-        title="norm ratio",
-        meaning="‖port‖ ∕ ‖golden‖; cosine cannot see scale",
-        scale="log_from_one",
-        best=1e-4,
-        worst=0.3,
-    ),
-    Figure(
-        name="cosine_similarity",
-        title="cosine",
-        meaning="cosine of the angle between both sides",
-        scale="log_from_one",
-        best=1e-6,
-        worst=0.1,
-        is_classic=True,
-    ),
-    Figure(
-        name="pearson_correlation",
-        title="Pearson",
-        meaning="correlation of both sides",
-        scale="log_from_one",
-        best=1e-6,
-        worst=0.1,
-        is_classic=True,
-    ),
-    Figure(
-        name="max_abs_diff",
-        title="max |diff|",
-        meaning="largest |port − golden|",
-        scale="log",
-        best=1e-3,
-        worst=1.0,
-        is_classic=True,
-    ),
-    Figure(
-        name="mean_abs_diff",
-        title="mean |diff|",
-        meaning="mean |port − golden|",
-        scale="log",
-        best=1e-5,
-        worst=0.1,
-        is_classic=True,
-    ),
-    Figure(
-        name="close_fraction",
-        title="close",
-        meaning="share of elements within atol + rtol·|golden|",
-        scale="log_from_one",
-        best=1e-4,
-        worst=1.0,
-        is_classic=True,
-    ),
+_CLASSIC = ("cosine_similarity", "pearson_correlation", "max_abs_diff", "mean_abs_diff", "close_fraction")
+FIGURES = (
+    Figure("rho", "ρ", "the port's error over the noise floor; 1 is as good as the golden", "log", 1, 100),
+    Figure("relative_l2", "relative L2", "‖port − golden‖ ∕ ‖golden‖", "log", 1e-3, 1.0),
+    Figure("norm_ratio", "norm ratio", "‖port‖ ∕ ‖golden‖; cosine cannot see scale", _FROM_ONE, 1e-4, 0.3),
+    Figure("cosine_similarity", "cosine", "cosine of the angle between both sides", _FROM_ONE, 1e-6, 0.1),
+    Figure("pearson_correlation", "Pearson", "correlation of both sides", _FROM_ONE, 1e-6, 0.1),
+    Figure("max_abs_diff", "max |diff|", "largest |port − golden|", "log", 1e-3, 1.0),
+    Figure("mean_abs_diff", "mean |diff|", "mean |port − golden|", "log", 1e-5, 0.1),
+    Figure("close_fraction", "close", "share of elements within atol + rtol·|golden|", _FROM_ONE, 1e-4, 1),
 )
 # Marks beside the shade, which grey print and the colour-blind need.
 MARKS = {
@@ -211,7 +157,7 @@ def shade(figure: Figure, value: float | None) -> float | None:
         return None
     if not math.isfinite(value):
         return 1.0
-    distance = abs(value - 1.0) if figure.scale == "log_from_one" else abs(value)
+    distance = abs(value - 1.0) if figure.scale == _FROM_ONE else abs(value)
     if distance <= figure.best:
         return 0.0
     share = math.log(distance / figure.best) / math.log(figure.worst / figure.best)
@@ -262,13 +208,12 @@ def _facts(result: SiteResult) -> Iterable[tuple[str, str]]:
             yield "95 % interval of ρ", " to ".join(word_figure(end) for end in noise.interval)
         if noise.channel_worst is not None:
             yield "ρ of the worst channel", f"{word_figure(noise.channel_worst)} in {noise.worst_channel}"
-        for name, value in (
-            ("ρ of the tokens' scale", noise.token_gain),
-            ("ρ of the channels' scale", noise.channel_gain),
-            ("ρ of the channels' mean", noise.channel_offset),
-        ):
-            if value is not None:
-                yield name, word_figure(value)
+        averages = {
+            "ρ of the tokens' scale": noise.token_gain,
+            "ρ of the channels' scale": noise.channel_gain,
+            "ρ of the channels' mean": noise.channel_offset,
+        }
+        yield from ((name, word_figure(value)) for name, value in averages.items() if value is not None)
         yield "noise floor, relative", word_figure(noise.floor)
         if noise.is_estimated:
             yield "ρ is estimated", "the golden keeps no float32 twin of the site"
@@ -278,35 +223,24 @@ def _facts(result: SiteResult) -> Iterable[tuple[str, str]]:
             "nearest limit",
             f"{nearest.figure} {word_figure(nearest.value)}, limit {word_figure(nearest.limit)}",
         )
-    if result.metrics is not None and routing is None:
-        yield from _metric_facts(result.metrics)
+    metrics = result.metrics
+    if metrics is not None and routing is None:
+        yield "worst element at", word_index(metrics.worst_index)
+        in_port, in_golden = metrics.num_nonfinite_target, metrics.num_nonfinite_reference
+        if in_port or in_golden:
+            counts = f"{in_port} of the port, {in_golden} of the golden"
+            yield "NaN or Inf", f"{counts}, of {metrics.num_elements} elements"
     if routing is not None:
         yield "tokens with other experts", f"{routing.num_flipped} of {routing.num_tokens}"
         yield "explained by noise", str(routing.num_explained)
-    yield from _count_facts(result)
-
-
-def _metric_facts(metrics: PairMetrics) -> Iterable[tuple[str, str]]:
-    yield "worst element at", word_index(metrics.worst_index)
-    if metrics.num_nonfinite_target or metrics.num_nonfinite_reference:
-        counts = (
-            f"{metrics.num_nonfinite_target} of the port, {metrics.num_nonfinite_reference} of the golden"
-        )
-        yield "NaN or Inf", f"{counts}, of {metrics.num_elements} elements"
-
-
-def _count_facts(result: SiteResult) -> Iterable[tuple[str, str]]:
-    for name, count in (
-        ("tokens judged", result.num_judged),
-        ("tokens set aside", result.num_set_aside),
-        ("tokens judged by replay", result.num_replayed),
-    ):
-        if count:
-            yield name, str(count)
-    if result.classic_failures:
-        yield "classic limits", "; ".join(result.classic_failures)
-    if result.where:
-        yield "where", "; ".join(result.where)
+    known = {
+        "tokens judged": result.num_judged or "",
+        "tokens set aside": result.num_set_aside or "",
+        "tokens judged by replay": result.num_replayed or "",
+        "classic limits": "; ".join(result.classic_failures),
+        "where": "; ".join(result.where),
+    }
+    yield from ((name, str(value)) for name, value in known.items() if value)
 
 
 def _word_token(token: tuple[int, int]) -> str:
