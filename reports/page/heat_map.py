@@ -13,7 +13,6 @@ from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 from reports.views import anchor_of
 from reports.wording import word_figure, word_fraction, word_index, word_layer
 
-
 _FROM_ONE = "log_from_one"
 
 
