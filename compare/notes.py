@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from compare.limits.limits import backend_of, computes_in_float32
 from compare.sides.sides import Sides
-from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.run_commands import certify_golden
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -38,21 +37,21 @@ def gather_notes(
     """
     return (
         *sides.reference.row_notes,
-        *_dump_notes(sides),
-        *_unfinished_notes(sides),
-        *_unknown_input_notes(layers_of_unknown_input),
-        *_undecided_notes(num_undecided),
-        *_unproved_notes(unproved, sides=sides),
+        *_reading_notes(sides),
+        *_unsure_notes(sides, layers_of_unknown_input, num_undecided, unproved),
         *_nonfinite_notes(sites, blame),
         *_pass_notes(sites),
         *_side_notes(sides.reference, sides.target),
         *_certificate_notes(sides.reference),
-        *_digest_notes(sides),
+        # What was read without a digest to check it by.
+        *(f"{name}: {source.digest_note}" for name, source in _named(sides) if source.digest_note),
         *_floor_notes(sides.reference),
-        *_generation_notes(sides),
-        *_backend_notes(sides),
-        *_conversion_notes(sides.target),
-        *_router_notes(router_dtypes),
+        *_port_notes(sides),
+        # Router dtypes change experts, and show in no single tensor.
+        *(
+            f"the port holds {part.name} in {part.target}, the golden in {part.reference}: {part.consequence}"
+            for part in router_dtypes
+        ),
         *_flip_notes(sites, sides),
         *_classic_notes(sides, outputs_missing),
         *_further_notes(sides),
@@ -69,64 +68,48 @@ def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
     return ""
 
 
-def _dump_notes(sides: Sides) -> tuple[str, ...]:
-    """Tell how another tool's dump was read: modules that map to no site, and passes left out."""
-    return tuple(f"{name}: {note}" for name, source in _named(sides) for note in source.notes)
-
-
-def _further_notes(sides: Sides) -> tuple[str, ...]:
-    """Name the further outputs that a run stored, which no golden has."""
-    names = dict.fromkeys(name for layer in sides.target.layers for name in sides.target.further(layer))
-    if not names:
-        return ()
-    return (f"further outputs of the run, stored and not judged: {list_names(list(names), most=_MAX_NAMED)}",)
-
-
 def _named(sides: Sides) -> tuple[tuple[str, CaptureSource], ...]:
     return ("golden", sides.reference), ("run", sides.target)
 
 
-def _unfinished_notes(sides: Sides) -> tuple[str, ...]:
-    """Name the sides that stopped before their end."""
-    return tuple(
-        f"the {name} is not complete: run it again and it resumes"
-        for name, source in _named(sides)
-        if not source.is_complete
-    )
+def _reading_notes(sides: Sides) -> Iterator[str]:
+    """Tell how another tool's dump was read, and which sides stopped before their end."""
+    for name, source in _named(sides):
+        yield from (f"{name}: {note}" for note in source.notes)
+    for name, source in _named(sides):
+        if not source.is_complete:
+            yield f"the {name} is not complete: run it again and it resumes"
 
 
-def _unknown_input_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
-    """Name the layers whose input was not captured."""
-    names = ", ".join(str(layer) for layer in layers)
-    if not names:
-        return ()
-    return (f"nothing tells what was fed to layer {names}: that it is the golden's input was not checked",)
+def _further_notes(sides: Sides) -> Iterator[str]:
+    names = dict.fromkeys(name for layer in sides.target.layers for name in sides.target.further(layer))
+    if names:
+        yield f"further outputs of the run, stored and not judged: {list_names(list(names), most=_MAX_NAMED)}"
 
 
-def _undecided_notes(num_undecided: int) -> tuple[str, ...]:
-    """Count the sites that differ, and tell how to decide whether the layer or its input is to blame."""
-    if not num_undecided:
-        return ()
-    return (
-        f"{num_undecided} sites differ behind an input that was not captured: the difference may come from there. "
-        "Capture the layers' inputs, or say in a map where they lie",
-    )
-
-
-def _unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
-    """Name the layers that a pass does not prove right, and tell what would settle them."""
-    if not layers:
-        return ()
-    names = ", ".join(str(layer) for layer in layers)
-    remedy = (
-        "--model DIR computes what a right layer makes of the port's own input"
-        if sides.weights is None
-        else "capture router_experts, router_logits or post_norm of the port, or run its layers one by one"
-    )
-    return (
-        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that inherits errors, or whose "
-        f"end was judged on no token, may be wrong and pass. To settle it: {remedy}",
-    )
+def _unsure_notes(
+    sides: Sides, unknown_input: Sequence[int | None], num_undecided: int, unproved: Sequence[int]
+) -> Iterator[str]:
+    """Name the layers of which a pass, or a difference, proves nothing, and tell what would settle them."""
+    if unknown_input:
+        names = ", ".join(map(str, unknown_input))
+        yield f"nothing tells what was fed to layer {names}: that it is the golden's input was not checked"
+    if num_undecided:
+        yield (
+            f"{num_undecided} sites differ behind an input that was not captured: the difference may come from there. "
+            "Capture the layers' inputs, or say in a map where they lie"
+        )
+    if unproved:
+        names = ", ".join(map(str, unproved))
+        remedy = (
+            "--model DIR computes what a right layer makes of the port's own input"
+            if sides.weights is None
+            else "capture router_experts, router_logits or post_norm of the port, or run its layers one by one"
+        )
+        yield (
+            f"nothing proves layer{'s' * (len(unproved) > 1)} {names}: a layer that inherits errors, or whose end was "
+            f"judged on no token, may be wrong and pass. To settle it: {remedy}"
+        )
 
 
 def _nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
@@ -188,76 +171,47 @@ def _certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
     return ()
 
 
-def _digest_notes(sides: Sides) -> tuple[str, ...]:
-    """Name what was read without a digest to check it by."""
-    return tuple(f"{name}: {source.digest_note}" for name, source in _named(sides) if source.digest_note)
-
-
-def _floor_notes(reference: CaptureSource) -> tuple[str, ...]:
+def _floor_notes(reference: CaptureSource) -> Iterator[str]:
     """Tell what the golden lacks of its noise floor, and what that costs; float32 goldens have no noise to measure."""
     description = reference.known_description
     if computes_in_float32(reference):
-        return ()
+        return
     if description is None or description.noise_floor == "off":
-        return (
+        yield (
             "the golden kept no noise floor: the port is judged by what BF16 costs at each site of synthetic models, "
-            "which is coarser",
+            "which is coarser"
         )
-    notes = _variant_notes(description)
+        return
     if description.noise_floor == "stats":
-        return "the golden kept only the floor's statistics: ρ is an estimate", *notes
-    return notes
+        yield "the golden kept only the floor's statistics: ρ is an estimate"
+    if not description.floor_variants:
+        yield (
+            "the golden measured no other right roundings, so the port is judged more coarsely: "
+            f"mm2-gpu … --floor-variants {DEFAULT_NUM_VARIANTS} measures them"
+        )
 
 
-def _variant_notes(description: Description) -> tuple[str, ...]:
-    """Warn if the golden measured no variants (other right roundings), which make the limits much tighter."""
-    if description.floor_variants:
-        return ()
-    return (
-        "the golden measured no other right roundings, so the port is judged more coarsely: "
-        f"mm2-gpu … --floor-variants {DEFAULT_NUM_VARIANTS} measures them",
-    )
-
-
-def _generation_notes(sides: Sides) -> tuple[str, ...]:
-    """Warn if the port generated tokens and the golden did not."""
-    if sides.reference.read_generation() is not None or sides.target.read_generation() is None:
-        return ()
-    return (
-        "the golden generated no tokens, so those of the port were not compared: mm2-gpu full --max-new-tokens N "
-        "makes a golden that has them",
-    )
-
-
-def _backend_notes(sides: Sides) -> tuple[str, ...]:
-    """Warn if the limits were measured on another backend than the port's."""
+def _port_notes(sides: Sides) -> Iterator[str]:
+    """Warn of tokens that no golden judges, of limits measured on other backends, and of weights that mm2 converted."""
+    if sides.reference.read_generation() is None and sides.target.read_generation() is not None:
+        yield (
+            "the golden generated no tokens, so those of the port were not compared: mm2-gpu full --max-new-tokens N "
+            "makes a golden that has them"
+        )
     backend, limits = backend_of(sides.target), sides.criteria.noise
-    if sides.criteria.name == "classic" or backend is None or limits.is_measured_on(backend):
-        return ()
-    measured = ", ".join(sorted(limits.backends or ()))
-    return (
-        f"the limits were measured on {measured}, not on {backend}: up to {limits.slack:g} times a limit warns "
-        f"(scripts/calibrate.py --backends {backend} measures them there)",
-    )
-
-
-def _conversion_notes(target: CaptureSource) -> tuple[str, ...]:
-    """Warn if mm2 itself converted the weights of a port that may do so too."""
-    description = target.known_description
+    if not (sides.is_classic or backend is None or limits.is_measured_on(backend)):
+        measured = ", ".join(sorted(limits.backends or ()))
+        yield (
+            f"the limits were measured on {measured}, not on {backend}: up to {limits.slack:g} times a limit warns "
+            f"(scripts/calibrate.py --backends {backend} measures them there)"
+        )
+    description = sides.target.known_description
     options = {} if description is None else description.provenance.options
-    if options.get("converted_by") != "mm2":
-        return ()
-    return (
-        f"the weights were converted by {options['conversion']}; a mistake in the port's own conversion does not show",
-    )
-
-
-def _router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
-    """Name router dtypes that differ from the golden's: they change experts and show in no single tensor."""
-    return tuple(
-        f"the port holds {part.name} in {part.target}, the golden in {part.reference}: {part.consequence}"
-        for part in router_dtypes
-    )
+    if options.get("converted_by") == "mm2":
+        yield (
+            f"the weights were converted by {options['conversion']}; a mistake in the port's own conversion does not "
+            "show"
+        )
 
 
 def _flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:

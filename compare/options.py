@@ -238,6 +238,17 @@ def _read_criteria(
     return Criteria(name=criteria_name, noise=read_limits(path), rtol=rtol, atol=atol)
 
 
+_CLASSIC_OPTIONS: tuple[tuple[str, tuple[float, float | None], str], ...] = (
+    ("max-abs-diff", (0, None), "largest absolute difference of a layer output.  [default: 0.01]"),
+    ("mean-abs-diff", (0, None), "largest mean absolute difference.  [default: 0.001]"),
+    (
+        "similarity-percentage",
+        (0, 100),
+        "smallest percentage of close elements (see --rtol, --atol).  [default: 95]",
+    ),
+    ("cosine-similarity", (-1, 1), "smallest cosine similarity.  [default: 0.99]"),
+    ("pearson-correlation", (-1, 1), "smallest Pearson correlation.  [default: 0.99]"),
+)
 criteria_options = stack_options(
     click.option(
         "--criteria",
@@ -248,30 +259,9 @@ criteria_options = stack_options(
         help="Judge by the golden's noise floor, by five classic limits on layer outputs, or by the noise floor with "
         "the limits in a file.",
     ),
-    click.option(
-        "--max-abs-diff",
-        type=click.FloatRange(min=0),
-        help="Classic limit: largest absolute difference of a layer output.  [default: 0.01]",
-    ),
-    click.option(
-        "--mean-abs-diff",
-        type=click.FloatRange(min=0),
-        help="Classic limit: largest mean absolute difference.  [default: 0.001]",
-    ),
-    click.option(
-        "--similarity-percentage",
-        type=click.FloatRange(0, 100),
-        help="Classic limit: smallest percentage of close elements (see --rtol, --atol).  [default: 95]",
-    ),
-    click.option(
-        "--cosine-similarity",
-        type=click.FloatRange(-1, 1),
-        help="Classic limit: smallest cosine similarity.  [default: 0.99]",
-    ),
-    click.option(
-        "--pearson-correlation",
-        type=click.FloatRange(-1, 1),
-        help="Classic limit: smallest Pearson correlation.  [default: 0.99]",
+    *(
+        click.option(f"--{name}", type=click.FloatRange(*limits), help=f"Classic limit: {words}")
+        for name, limits, words in _CLASSIC_OPTIONS
     ),
     click.option(
         "--metrics",
