@@ -186,9 +186,8 @@ def compare_captures(
     weights: WeightSource | None = None,
 ) -> Comparison:
     """Judge `target` against the golden `reference` (see `judge_run`)."""
-    return judge_run(
-        reference, target, criteria=criteria, layer_pattern=layer_pattern, weights=weights
-    ).comparison
+    run = judge_run(reference, target, criteria=criteria, layer_pattern=layer_pattern, weights=weights)
+    return run.comparison
 
 
 @proved
@@ -298,30 +297,21 @@ class _RunJudge:
     def conclude(self, pairing_notes: tuple[str, ...], *, weights: WeightSource | None) -> JudgedRun:
         """Judge what is outside the layers, and put all together; `weights` are for a later diagnosis."""
         sides, split, sites = self._sides, self._split, self._model_sites
-        embedding = judge_outside(
-            sides, tuple(site for site in sites if site is ModelSite.EMBEDDING), split=split
-        )
-        head = judge_outside(
-            sides, tuple(site for site in sites if site is not ModelSite.EMBEDDING), split=split
-        )
+        of_head = tuple(site for site in sites if site is not ModelSite.EMBEDDING)
+        embedding = judge_outside(sides, tuple(site for site in sites if site not in of_head), split=split)
+        head = judge_outside(sides, of_head, split=split)
         head, findings = without_norm(sides, head, last_layer=max(self._layers))
         findings = (*find_model_faults(sides, embedding, self._parts, head), *findings)
+        findings = tuple(sorted(findings, key=lambda finding: finding.order))
         generated: tuple[GeneratedRow, ...] = ()
         pass_logits: tuple[PassLogits, ...] = ()
         if ModelSite.LOGITS in sites:
             pass_logits = compare_passes(sides, split)
             generated = _judge_generated(sides, last_layer=max(self._layers))
+        comparison = _conclude(sides, embedding, self._parts, head, generated=generated, findings=findings)
+        notes = pairing_notes + comparison.notes
         return JudgedRun(
-            comparison=_conclude(
-                sides,
-                embedding,
-                self._parts,
-                head,
-                generated=generated,
-                pass_logits=pass_logits,
-                findings=tuple(sorted(findings, key=lambda finding: finding.order)),
-                pairing_notes=pairing_notes,
-            ),
+            comparison=replace(comparison, notes=notes, pass_logits=pass_logits),
             sides=replace(sides, weights=weights),
             inputs={
                 part.layer: part.captured_input
@@ -352,27 +342,15 @@ def _conclude(
     head: ComparedPart,
     *,
     generated: tuple[GeneratedRow, ...],
-    pass_logits: tuple[PassLogits, ...],
     findings: tuple[ModelFinding, ...],
-    pairing_notes: tuple[str, ...],
 ) -> Comparison:
     """Put the parts together: results, blame, verdict and notes."""
     reference, target = sides.reference, sides.target
     sites = tuple(result for part in (*layers, embedding, head) for result in part.results)
     # What a blame rests on: of a site judged again, the second result.
     grounds = (*sites, *(result for part in layers for result in part.recomputed))
-    blame = join_alike(
-        _gather_blame(
-            [
-                embedding,
-                *layers,
-                head,
-                ComparedPart(blame=blame_findings(findings)),
-                _generated_part(generated, sides.criteria),
-            ]
-        ),
-        grounds,
-    )
+    last = (ComparedPart(blame=blame_findings(findings)), _generated_part(generated, sides.criteria))
+    blame = join_alike(_gather_blame([embedding, *layers, head, *last]), grounds)
     if sides.is_classic and _is_chained(target, layers):
         # The classic limits cannot tell a layer's mistake from one before it.
         blame = ()
@@ -405,8 +383,7 @@ def _conclude(
         curve=trace_curve(
             [part.point for part in layers if part.point is not None], sites, target=target, golden=reference
         ),
-        notes=pairing_notes
-        + gather_notes(
+        notes=gather_notes(
             sides,
             sites,
             blame,
@@ -424,7 +401,6 @@ def _conclude(
         weights=weights,
         generated=generated,
         findings=join_findings(findings, blame),
-        pass_logits=pass_logits,
         tokens=word_tokens(reference, target),
     )
 
