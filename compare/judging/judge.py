@@ -8,7 +8,7 @@ limit measured on another backend than the port's warns up to `limits.slack` tim
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -63,11 +63,20 @@ def judge_noise(
 
     Beside the judgement stands the limit that decided it or came nearest; None if no figure is limited.
     """
-    figures = tuple(
-        _limited_figures(
-            noise, limits, site=site, num_tokens=num_tokens, num_channels=num_channels, context=context
-        )
+    table = limits.of_ratios(
+        is_chained=noise.incoming > 0.0, is_estimated=noise.is_estimated, is_widened=noise.is_widened
     )
+    # The worst of many is further off by chance than a single one, so its share is divided by their number.
+    among = {"token_worst": num_tokens, "channel_worst": num_channels}
+    figures = []
+    for figure in NOISE_FIGURES if num_tokens >= FEWEST_FOR_STRUCTURE else RATIO_FIGURES:
+        value, limit = getattr(noise, figure), table.find(site, figure)
+        if value is not None and limit is not None:
+            share = context.share / max(among.get(figure, 1), 1)
+            # NaN, which compares as not greater, must break the limit.
+            value = math.inf if math.isnan(value) else value
+            most = limit.at(num_tokens=num_tokens, share=share)
+            figures.append(NearestLimit(figure=figure, value=value, limit=most))
     nearest = max(figures, key=lambda figure: figure.excess, default=None)
     if nearest is None or nearest.excess <= 1.0:
         return (SiteStatus.PASS, ""), nearest
@@ -77,7 +86,10 @@ def judge_noise(
     named = first if first.figure == "whole" and first.excess > 1.0 else nearest
     scale = f", norm ×{metrics.norm_ratio:.3g}" if abs(metrics.norm_ratio - 1.0) > _TELLING_SCALE else ""
     reason = f"{describe_figure(named, noise)}, limit {named.limit:.3g}{scale}"
-    is_anywhere = any(_is_broken_anywhere(figure, limits) for figure in figures)
+    # Averages show however small an error of a function that other hardware approximates: no backend is ruled out.
+    is_anywhere = any(
+        figure.excess > limits.slack for figure in figures if figure.figure not in STRUCTURE_FIGURES
+    )
     return judge_broken(reason, limits, context=context, is_anywhere=is_anywhere), nearest
 
 
@@ -126,43 +138,6 @@ def floorless_limit(
     return math.hypot(layer_error, limit("amplification") * input_error)
 
 
-def _limited_figures(
-    noise: NoiseRatio,
-    limits: NoiseLimits,
-    *,
-    site: str,
-    num_tokens: int,
-    num_channels: int,
-    context: LimitContext,
-) -> Iterator[NearestLimit]:
-    """Yield every figure that has a limit, with that limit, in the order of `NOISE_FIGURES`."""
-    table = limits.of_ratios(
-        is_chained=noise.incoming > 0.0, is_estimated=noise.is_estimated, is_widened=noise.is_widened
-    )
-    # The worst of many is further off by chance than a single one, so its share is divided by their number.
-    among = {"token_worst": num_tokens, "channel_worst": num_channels}
-    figures = NOISE_FIGURES if num_tokens >= FEWEST_FOR_STRUCTURE else RATIO_FIGURES
-    for figure in figures:
-        value, limit = getattr(noise, figure), table.find(site, figure)
-        if value is not None and limit is not None:
-            share = context.share / max(among.get(figure, 1), 1)
-            yield NearestLimit(
-                figure=figure,
-                # NaN, which compares as not greater, must break the limit.
-                value=math.inf if math.isnan(value) else value,
-                limit=limit.at(num_tokens=num_tokens, share=share),
-            )
-
-
-def _is_broken_anywhere(nearest: NearestLimit, limits: NoiseLimits) -> bool:
-    """Decide whether a limit is broken by more than the slack of other backends, so that the backend does not matter.
-
-    Averages never are: hardware that was not measured may approximate a function with an error in one direction, which
-    averages show however small it is.
-    """
-    return nearest.figure not in STRUCTURE_FIGURES and nearest.excess > limits.slack
-
-
 def judge_values(
     result: SiteResult,
     rows: Rows,
@@ -207,9 +182,26 @@ def judge_values(
         return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)
     judged_metrics = metrics if judged is rows else _measure(judged, criteria)
     result = replace(result, num_judged=judged.num_tokens)
+    nearest: NearestLimit | None
     if judged.has_floor:
-        return _judge_with_floor(result, judged, judged_metrics, criteria.noise, context)
-    return _judge_without_floor(result, judged, judged_metrics, criteria.noise, context)
+        noise = noise_ratio(judged)
+        result = replace(result, noise=noise)
+        judgement, nearest = judge_noise(
+            noise,
+            judged_metrics,
+            criteria.noise,
+            site=result.site,
+            num_tokens=judged.num_tokens,
+            num_channels=judged.reference.shape[1],
+            context=context,
+        )
+    else:
+        relative = RelativeError(value=judged_metrics.relative_l2, incoming=_overall(judged))
+        result = replace(result, relative=relative)
+        judgement, nearest = judge_without_floor(
+            relative, criteria.noise, site=result.site, num_tokens=judged.num_tokens, context=context
+        )
+    return _conclude(replace(result, nearest=nearest), _note_dtype(judgement, judged))
 
 
 def measure_golden(
@@ -230,31 +222,8 @@ def measure_golden(
     )
 
 
-def _judge_with_floor(
-    result: SiteResult, rows: Rows, metrics: PairMetrics, limits: NoiseLimits, context: LimitContext
-) -> SiteResult:
-    noise = noise_ratio(rows)
-    judgement, nearest = judge_noise(
-        noise,
-        metrics,
-        limits,
-        site=result.site,
-        num_tokens=rows.num_tokens,
-        num_channels=rows.reference.shape[1],
-        context=context,
-    )
-    return _conclude(replace(result, noise=noise, nearest=nearest), _note_dtype(judgement, rows))
-
-
-def _judge_without_floor(
-    result: SiteResult, rows: Rows, metrics: PairMetrics, limits: NoiseLimits, context: LimitContext
-) -> SiteResult:
-    input_error = rows.input_error.overall if rows.input_error else 0.0
-    relative = RelativeError(value=metrics.relative_l2, incoming=input_error)
-    judgement, nearest = judge_without_floor(
-        relative, limits, site=result.site, num_tokens=rows.num_tokens, context=context
-    )
-    return _conclude(replace(result, relative=relative, nearest=nearest), _note_dtype(judgement, rows))
+def _overall(rows: Rows) -> float:
+    return rows.input_error.overall if rows.input_error else 0.0
 
 
 def _measure(rows: Rows, criteria: Criteria) -> PairMetrics:
@@ -266,8 +235,7 @@ def _measure(rows: Rows, criteria: Criteria) -> PairMetrics:
 
 def _nearest_tokens(rows: Rows, limits: NoiseLimits, context: LimitContext) -> Rows:
     """Keep the tokens nearest to the golden's, as many as surely have the golden's experts."""
-    input_error = rows.input_error.overall if rows.input_error else 0.0
-    num_kept = count_unflipped(rows.num_tokens, limits, input_error=input_error, context=context)
+    num_kept = count_unflipped(rows.num_tokens, limits, input_error=_overall(rows), context=context)
     if num_kept == rows.num_tokens:
         return rows
     error = square_difference(rows.reference, rows.target, massive=rows.massive).whole
