@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,72 +17,83 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.sites import ModelSite, Site
 
-Command = Callable[..., click.testing.Result]
-
 NUM_LAYERS = 4
 
 
+@dataclass(frozen=True)
+class Old:
+    """Writes a golden's values as the older tools did, and judges what is written."""
+
+    source: Capture
+    command: Callable[..., click.testing.Result]
+    folder: Path
+
+    def output(self, layer: int = 2) -> torch.Tensor:
+        return self.source.read(layer, Site.OUTPUT)
+
+    @property
+    def wrong_output(self) -> torch.Tensor:
+        """Layer 2's output without what the experts add, on the second row."""
+        output = self.output()
+        output[1] = self.source.read(2, Site.ATTN_RESIDUAL)[1]
+        return output
+
+    def whole(self, *, with_mask: bool = True) -> Path:
+        """Write all layers' outputs and the embedding, as a run of the whole model."""
+        directory = self._new("full_model")
+        inputs = self.source.read_inputs()
+        held = {"input_ids": inputs.input_ids}
+        if with_mask:
+            held["attention_mask"] = inputs.attention_mask
+        torch.save({"model_path": "/models/MiniMax-M2", "inputs": held}, directory / "metadata.pt")
+        torch.save(self.source.read_model(ModelSite.EMBEDDING), directory / "embedding_output.pt")
+        for layer in range(NUM_LAYERS):
+            torch.save(self.output(layer), directory / f"layer_{layer}_output.pt")
+        return directory
+
+    def layer(self, name: str = "run", **changes: Any) -> Path:
+        """Write a run of layer 2."""
+        record = {
+            "layer_idx": 2,
+            "input_hidden_states": self.source.read(2, Site.INPUT),
+            "input_attention_mask": self.source.read_inputs().attention_mask,
+            "output_hidden_states": self.output(),
+        }
+        torch.save({**record, **changes}, self._new(name) / "layer_output.pt")
+        return self.folder / name
+
+    def range(self, name: str = "run", **changes: Any) -> Path:
+        """Write a run of layers 0 to 2."""
+        record = {
+            "start_layer": 0,
+            "end_layer": 2,
+            "num_layers": 3,
+            "input_hidden_states": self.source.read(0, Site.INPUT),
+            "output_hidden_states": self.output(),
+        }
+        torch.save({**record, **changes}, self._new(name) / "layers_output.pt")
+        return self.folder / name
+
+    def compare(self, target: Path, *options: str, golden: Path | None = None) -> tuple[int, dict[str, Any]]:
+        reference = golden or self.source.directory
+        result = self.command(
+            mm2_compare, "--golden", reference, "--run", target, "--json", "--quiet", *options
+        )
+        return result.exit_code, json.loads(result.stdout)
+
+    def _new(self, name: str) -> Path:
+        (self.folder / name).mkdir()
+        return self.folder / name
+
+
 @pytest.fixture
-def source(golden: Path) -> Capture:
-    return Capture.open(golden)
-
-
-def write_golden(directory: Path, source: Capture, *, with_mask: bool = True) -> Path:
-    """Write all layers' outputs and the embedding as a whole-model run of the older tools did."""
-    directory.mkdir(parents=True)
-    inputs = source.read_inputs()
-    metadata: dict[str, Any] = {"model_path": "/models/MiniMax-M2", "inputs": {"input_ids": inputs.input_ids}}
-    if with_mask:
-        metadata["inputs"]["attention_mask"] = inputs.attention_mask
-    torch.save(metadata, directory / "metadata.pt")
-    torch.save(source.read_model(ModelSite.EMBEDDING), directory / "embedding_output.pt")
-    for layer in range(NUM_LAYERS):
-        torch.save(source.read(layer, Site.OUTPUT), directory / f"layer_{layer}_output.pt")
-    return directory
-
-
-def write_single_layer(directory: Path, source: Capture, layer: int, **changes: Any) -> Path:
-    directory.mkdir(parents=True)
-    record = {
-        "layer_idx": layer,
-        "input_hidden_states": source.read(layer, Site.INPUT),
-        "input_attention_mask": source.read_inputs().attention_mask,
-        "output_hidden_states": source.read(layer, Site.OUTPUT),
-    }
-    torch.save({**record, **changes}, directory / "layer_output.pt")
-    return directory
-
-
-def write_range(directory: Path, source: Capture, start: int, end: int, **changes: Any) -> Path:
-    directory.mkdir(parents=True)
-    record = {
-        "start_layer": start,
-        "end_layer": end,
-        "num_layers": end - start + 1,
-        "input_hidden_states": source.read(start, Site.INPUT),
-        "output_hidden_states": source.read(end, Site.OUTPUT),
-    }
-    torch.save({**record, **changes}, directory / "layers_output.pt")
-    return directory
-
-
-def compare(command: Command, reference: Path, target: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    result = command(mm2_compare, "--golden", reference, "--run", target, "--json", "--quiet", *options)
-    return result.exit_code, json.loads(result.stdout)
-
-
-def wrong_output(source: Capture, layer: int) -> torch.Tensor:
-    """The output without what the experts add, on the second row."""
-    output = source.read(layer, Site.OUTPUT)
-    output[1] = source.read(layer, Site.ATTN_RESIDUAL)[1]
-    return output
+def old(golden: Path, command: Callable[..., click.testing.Result], tmp_path: Path) -> Old:
+    return Old(Capture.open(golden), command, tmp_path)
 
 
 class TestDeviceRun:
-    def test_single_layer_is_judged_by_the_goldens_noise(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        exit_code, record = compare(command, golden, write_single_layer(tmp_path / "run", source, 2))
+    def test_single_layer_is_judged_by_the_goldens_noise(self, old: Old) -> None:
+        exit_code, record = old.compare(old.layer())
         assert (exit_code, record["verdict"], record["compared"], record["of"]) == (0, "pass", 1, 1)
         (site,) = record["sites"]
         assert (site["layer"], site["site"]) == (2, "output")
@@ -92,169 +104,116 @@ class TestDeviceRun:
             "run: its layout has no digests; that its files are as they were written was not checked",
         ]
 
-    def test_wrong_output_is_blamed_on_the_whole_layer(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        target = write_single_layer(tmp_path / "run", source, 2, output_hidden_states=wrong_output(source, 2))
-        exit_code, record = compare(command, golden, target)
+    def test_wrong_output_is_blamed_on_the_whole_layer(self, old: Old) -> None:
+        exit_code, record = old.compare(old.layer(output_hidden_states=old.wrong_output))
         assert (exit_code, record["verdict"]) == (1, "fail")
         (blame,) = record["blame"]
-        assert blame["layer"] == 2
-        assert (blame["sites"][0], blame["sites"][-1]) == ("input_norm", "output")
+        assert (blame["layer"], blame["sites"][0], blame["sites"][-1]) == (2, "input_norm", "output")
 
-    def test_layer_that_was_fed_random_numbers_is_incomparable(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        random = torch.randn(source.read(2, Site.INPUT).shape).bfloat16()
-        target = write_single_layer(tmp_path / "run", source, 2, input_hidden_states=random)
-        exit_code, record = compare(command, golden, target)
+    def test_layer_that_was_fed_random_numbers_is_incomparable(self, old: Old) -> None:
+        random = torch.randn(old.output().shape).bfloat16()
+        exit_code, record = old.compare(old.layer(input_hidden_states=random))
         assert (exit_code, record["verdict"]) == (3, "incomparable")
         assert "the captures have different inputs: layer 2 got other hidden states" in record["error"]
 
-    def test_other_mask_is_incomparable(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        mask = torch.ones_like(source.read_inputs().attention_mask)
-        target = write_single_layer(tmp_path / "run", source, 2, input_attention_mask=mask)
-        exit_code, record = compare(command, golden, target)
+    def test_other_mask_is_incomparable(self, old: Old) -> None:
+        mask = torch.ones_like(old.source.read_inputs().attention_mask)
+        exit_code, record = old.compare(old.layer(input_attention_mask=mask))
         assert exit_code == 3
         assert "different inputs: attention_mask differs" in record["error"]
         assert "expected rows of 48, 33 tokens (golden), found 48, 48" in record["error"]
 
-    def test_input_that_is_not_stored_is_told_and_suspected(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        target = write_single_layer(
-            tmp_path / "run",
-            source,
-            2,
-            input_hidden_states=None,
-            output_hidden_states=wrong_output(source, 2),
-        )
-        exit_code, record = compare(command, golden, target)
+    def test_input_that_is_not_stored_is_told_and_suspected(self, old: Old) -> None:
+        target = old.layer(input_hidden_states=None, output_hidden_states=old.wrong_output)
+        exit_code, record = old.compare(target)
         assert exit_code == 1
         assert record["blame"][0]["sites"][0] == "input"
         assert any("nothing tells what was fed to layer 2" in note for note in record["notes"])
 
-    def test_range_is_judged_at_its_end(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        exit_code, record = compare(command, golden, write_range(tmp_path / "right", source, 0, 2))
+    def test_range_is_judged_at_its_end(self, old: Old) -> None:
+        exit_code, record = old.compare(old.range())
         assert (exit_code, record["compared"]) == (0, 1)
-        wrong = write_range(tmp_path / "wrong", source, 0, 2, output_hidden_states=wrong_output(source, 2))
-        exit_code, record = compare(command, golden, wrong)
+        exit_code, record = old.compare(old.range("wrong", output_hidden_states=old.wrong_output))
         assert exit_code == 1
         (blame,) = record["blame"]
         assert (blame["layer"], blame["sites"][0], blame["sites"][-1]) == (2, "input", "output")
 
-    def test_flat_output_is_the_same_as_a_batch(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        flat = source.read(2, Site.OUTPUT).flatten(0, 1)
-        target = write_single_layer(
-            tmp_path / "run", source, 2, output_hidden_states=flat, input_attention_mask=None
-        )
-        assert compare(command, golden, target)[0] == 0
+    def test_flat_output_is_the_same_as_a_batch(self, old: Old) -> None:
+        flat = old.output().flatten(0, 1)
+        assert old.compare(old.layer(output_hidden_states=flat, input_attention_mask=None))[0] == 0
 
-    def test_float32_copy_passes(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        target = write_single_layer(
-            tmp_path / "run", source, 2, output_hidden_states=source.read(2, Site.OUTPUT).float()
-        )
-        exit_code, record = compare(command, golden, target)
+    def test_float32_copy_passes(self, old: Old) -> None:
+        exit_code, record = old.compare(old.layer(output_hidden_states=old.output().float()))
         assert (exit_code, record["verdict"]) == (0, "pass")
 
-    def test_layers_of_a_whole_model_run_are_judged_on_its_own_values(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        target = write_golden(tmp_path / "run", source)
-        assert compare(command, golden, target)[0] == 0
+    def test_layers_of_a_whole_model_run_are_judged_on_its_own_values(self, old: Old) -> None:
+        target = old.whole()
+        assert old.compare(target)[0] == 0
         for layer in (1, 2, 3):
-            torch.save(3 * source.read(layer, Site.OUTPUT), target / f"layer_{layer}_output.pt")
-        exit_code, record = compare(command, golden, target)
+            torch.save(3 * old.output(layer), target / f"layer_{layer}_output.pt")
+        exit_code, record = old.compare(target)
         # Each puts out three times what a right layer makes of a third of what it was fed.
         assert (exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [1, 2, 3])
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_token_that_is_not_finite_from_a_layer_on_fails_that_layer(
-        self, golden: Path, source: Capture, command: Command, tmp_path: Path, value: float
-    ) -> None:
-        target = write_golden(tmp_path / "full_model", source)
+    def test_token_that_is_not_finite_from_a_layer_on_fails_that_layer(self, old: Old, value: float) -> None:
+        target = old.whole()
         for layer in range(1, NUM_LAYERS):
-            output = source.read(layer, Site.OUTPUT)
+            output = old.output(layer)
             output[0, 3] = value
             torch.save(output, target / f"layer_{layer}_output.pt")
-        exit_code, record = compare(command, golden, target)
+        exit_code, record = old.compare(target)
         assert (exit_code, record["verdict"]) == (1, "fail")
         assert [blame["layer"] for blame in record["blame"]] == [1]
 
 
 class TestGolden:
-    def test_old_golden_judges_an_old_run_without_a_floor(
-        self, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        reference = write_golden(tmp_path / "full_model", source)
-        exit_code, record = compare(command, reference, write_single_layer(tmp_path / "right", source, 2))
+    def test_old_golden_judges_an_old_run_without_a_floor(self, old: Old) -> None:
+        golden = old.whole()
+        exit_code, record = old.compare(old.layer(), golden=golden)
         assert (exit_code, record["verdict"], record["compared"]) == (0, "pass", 1)
         assert any(note.startswith("the golden kept no noise floor") for note in record["notes"])
         # Without a floor and of a backend that nobody names, a tenth of the output is beyond doubt.
-        output = 0.9 * source.read(2, Site.OUTPUT)
-        wrong = write_single_layer(tmp_path / "wrong", source, 2, output_hidden_states=output)
-        exit_code, record = compare(command, reference, wrong)
+        wrong = old.layer("wrong", output_hidden_states=0.9 * old.output())
+        exit_code, record = old.compare(wrong, golden=golden)
         assert (exit_code, record["verdict"]) == (1, "fail")
 
-    def test_old_golden_judges_mm2s_run_by_its_outputs(
-        self, copyist: Any, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        reference = write_golden(tmp_path / "full_model", source)
-        exit_code, record = compare(command, reference, copyist.device_run())
+    def test_old_golden_judges_mm2s_run_by_its_outputs(self, old: Old, copyist: Any) -> None:
+        golden = old.whole()
+        exit_code, record = old.compare(copyist.device_run(), golden=golden)
         assert (exit_code, record["compared"], record["of"]) == (0, NUM_LAYERS, NUM_LAYERS * 17)
         target = copyist.device_run(
             {(2, Site.OUTPUT): lambda tensor: 2 * tensor},
             run=single_layer_run(2, sites_level="layer"),
             name="wrong",
         )
-        assert compare(command, reference, target)[0] == 1
+        assert old.compare(target, golden=golden)[0] == 1
 
-    def test_mask_of_the_run_serves_where_the_golden_has_none(
-        self, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        reference = write_golden(tmp_path / "full_model", source, with_mask=False)
-        output = source.read(2, Site.OUTPUT)
+    def test_mask_of_the_run_serves_where_the_golden_has_none(self, old: Old) -> None:
+        golden, output = old.whole(with_mask=False), old.output()
         output[1, 33:] = torch.nan
-        target = write_single_layer(tmp_path / "run", source, 2, output_hidden_states=output)
-        assert compare(command, reference, target)[0] == 0
-        without = write_single_layer(
-            tmp_path / "unmasked", source, 2, output_hidden_states=output, input_attention_mask=None
-        )
-        assert compare(command, reference, without)[0] == 1
+        assert old.compare(old.layer(output_hidden_states=output), golden=golden)[0] == 0
+        without = old.layer("unmasked", output_hidden_states=output, input_attention_mask=None)
+        assert old.compare(without, golden=golden)[0] == 1
 
-    def test_golden_that_lacks_the_layers_input_leaves_it_unchecked(
-        self, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        reference = write_golden(tmp_path / "full_model", source)
-        (reference / "layer_1_output.pt").unlink()
-        exit_code, record = compare(command, reference, write_single_layer(tmp_path / "run", source, 2))
+    def test_golden_that_lacks_the_layers_input_leaves_it_unchecked(self, old: Old) -> None:
+        golden = old.whole()
+        (golden / "layer_1_output.pt").unlink()
+        exit_code, record = old.compare(old.layer(), golden=golden)
         assert exit_code == 0
         assert any("nothing tells what was fed to layer 2" in note for note in record["notes"])
 
-    def test_classic_limits_judge_old_captures(
-        self, source: Capture, command: Command, tmp_path: Path
-    ) -> None:
-        reference = write_golden(tmp_path / "full_model", source)
-        target = write_single_layer(tmp_path / "run", source, 2)
-        exit_code, record = compare(command, reference, target, "--criteria", "classic")
+    def test_classic_limits_judge_old_captures(self, old: Old) -> None:
+        golden = old.whole()
+        exit_code, record = old.compare(old.layer(), "--criteria", "classic", golden=golden)
         assert (exit_code, record["criteria"]) == (0, "classic")
-        wrong = write_single_layer(
-            tmp_path / "wrong", source, 2, output_hidden_states=2 * source.read(2, Site.OUTPUT)
-        )
-        exit_code, record = compare(command, reference, wrong, "--criteria", "classic")
+        wrong = old.layer("wrong", output_hidden_states=2 * old.output())
+        exit_code, record = old.compare(wrong, "--criteria", "classic", golden=golden)
         assert exit_code == 1
         assert "max_abs_diff" in record["sites"][0]["reason"]
 
 
-def test_folder_that_holds_no_capture_is_named(golden: Path, command: Command, tmp_path: Path) -> None:
-    exit_code, record = compare(command, golden, tmp_path)
+def test_folder_that_holds_no_capture_is_named(old: Old) -> None:
+    exit_code, record = old.compare(old.folder)
     assert exit_code == 3
-    assert f"no capture at {tmp_path}" in record["error"]
+    assert f"no capture at {old.folder}" in record["error"]
