@@ -1,6 +1,5 @@
 """A golden capture made by several ranks, each with one slice of a plan.
 
-- `pipeline`: one rank's run of its slice, from the input of its first layer to the capture; the work of each rank, as
-  far as it is not stored yet; the check that the plan fits the checkpoint
+- `pipeline`: one rank's run of its slice, from the input of its first layer to the capture
 - `shared_capture`: the one capture directory that all ranks open together
 """

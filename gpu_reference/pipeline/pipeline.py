@@ -6,24 +6,21 @@ The layers' forward passes follow one another; everything else runs on all ranks
 - It passes its hidden states on as soon as its last layer has run.
 - Only then it measures noise floors, digests and writes.
 
-A rank whose memory does not hold its slice streams it instead, one layer in memory, floors included, and the ranks
-behind it wait. `Streaming` is the engine of both: `holds_part` says that all layers of the slice are kept.
+A rank whose memory does not hold its slice streams it instead, floors included, and the ranks behind it wait.
 
 The batch goes from rank to rank whole. In parts, as by `torch.distributed.pipelining`, it would be computed by other
 matrix products: cuBLAS and oneDNN choose kernels by the number of rows, and do not promise the same bits.
 
-All ranks write into one capture directory, on a file system that all of them see. Each lists its layers in its own
-manifest, so that a killed run resumes, and sends the manifest to rank 0 at the end. The finished capture has the files
-and the manifest of a single process.
-
-The steps of a plan: the work of each rank, as far as it is not stored yet; and the check of a plan.
+All ranks write into one capture directory. Each lists its layers in its own manifest, so that a killed run resumes, and
+sends the manifest to rank 0 at the end.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +124,8 @@ def validate_plan(plan: PartitionPlan, folder: Path, spec: ModelSpec, part: Slic
 
 # Key under which the rank of layer 0 publishes where it wrote that layer's input, the embedding's output.
 _LAYER_0_INPUT = "first_input"
+# Seconds between two looks for layers to show.
+_LOOK_S = 0.5
 
 
 def capture_by_ranks(
@@ -158,16 +157,12 @@ def capture_by_ranks(
                 rank_run.run()
             # Wait until the next rank has received all.
             ranks.flush()
-            manifests = _exchange_manifests(ranks, writer.manifest)
+            manifests = ranks.gather(encode(writer.manifest))
         if ranks.rank == 0:
-            # From here on, the loss of another rank does not matter.
-            ranks.settle()
-            for manifest in manifests:
-                writer.add_part(manifest)
+            for manifest in manifests[1:]:
+                writer.add_part(decode(Manifest, manifest))
             _require_whole(writer.manifest, golden.request.run, directory)
             writer.finish()
-    # The other ranks wait here until rank 0 is done.
-    ranks.leave()
 
 
 class _RankRun:
@@ -339,7 +334,7 @@ class _PublishedProgress:
 def _showing_progress(
     ranks: RankGroup, complete: Sequence[int], run: Run, progress: Progress
 ) -> Iterator[None]:
-    """Show, on rank 0, the layers that all ranks publish: looked for in the block now and then, and at its end."""
+    """Show, on rank 0, the layers that all ranks publish, while the block runs and at its end."""
     if ranks.rank > 0:
         yield
         return
@@ -355,11 +350,20 @@ def _showing_progress(
             unfinished.remove(layer)
             progress.advance(layer, num_bytes=ranks.wait_for(_layer_key(layer)))
 
-    ranks.on_look(show)
+    def watch() -> None:
+        # A store that is lost ends the display alone: the run tells of it.
+        with suppress(CannotRunError):
+            while not ended.wait(_LOOK_S):
+                show()
+
+    ended = threading.Event()
+    watcher = threading.Thread(target=watch, name="progress", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
-        ranks.on_look(None)
+        ended.set()
+        watcher.join()
     show()
 
 
@@ -380,16 +384,7 @@ def _read_earlier(folder: Path, empty: ReadRecord) -> ReadRecord:
     return earlier if earlier.plan == empty.plan and earlier.node == empty.node else empty
 
 
-def _exchange_manifests(ranks: RankGroup, manifest: Manifest) -> list[Manifest]:
-    """Publish this rank's manifest. On rank 0, wait for the manifests of the other ranks and return them."""
-    if ranks.rank > 0:
-        ranks.publish(f"written/{ranks.rank}", encode(manifest))
-        return []
-    return [decode(Manifest, ranks.wait_for(f"written/{rank}")) for rank in range(1, ranks.num_ranks)]
-
-
 def _require_whole(manifest: Manifest, run: Run, directory: Path) -> None:
-    """Raise if no rank lists a layer, or a site outside the layers."""
     missing = [f"layer {layer}" for layer in run.span if layer not in manifest.complete_layers]
     listed = {entry.site for entry in manifest.entries if entry.layer is None}
     missing += [str(site) for site in run.model_sites if str(site) not in listed]

@@ -2,8 +2,6 @@
 
 When a rank ends, the others lose their connections to it. Their own errors then only say so, while the record in the
 store says which rank failed first and why.
-
-The store of a run: texts by key, which the launcher serves to all ranks (torch.distributed's store).
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,7 +22,6 @@ import torch.distributed
 from minimax_tools.errors import CannotRunError, Mm2Error
 
 RESUME = "Run the same command again: it resumes after the layers that are stored."
-STORE_LOST = "the store through which the ranks talk cannot be reached"
 # Wait for the record of another rank's failure, in seconds: the launcher records a killed rank a moment after the
 # rank's connections close.
 _CAUSE_S = 3.0
@@ -79,6 +76,11 @@ class RankFailure:
         first = store.compare_set(_FAILURE_KEY, "", json.dumps(asdict(self)))
         return RankFailure(**json.loads(first))
 
+    @classmethod
+    def read(cls, store: Any) -> RankFailure | None:
+        """Return the failure that the store holds; None without one."""
+        return cls(**json.loads(store.get(_FAILURE_KEY))) if store.check([_FAILURE_KEY]) else None
+
 
 def record_end(store: Any, rank: int) -> None:
     """Record that a rank ended without an error, for another rank that then loses its connection to it."""
@@ -111,9 +113,7 @@ def failing_together(store: Any, rank: int) -> Iterator[None]:
         has_timed_out = _matches(error, _TIMED_OUT) and not isinstance(error, RankTimeoutError)
         own_error = RankTimeoutError(rank, error) if has_timed_out else error
         own_failure = RankFailure(rank=rank, text=str(own_error) or type(own_error).__name__)
-        # A lost connection has its cause in another rank, so that rank's record is waited for.
-        patience_s = _CAUSE_S if _matches(error, _CONNECTION) else 0.0
-        first_failure = _find_first_failure(store, own_failure, patience_s=patience_s)
+        first_failure = find_first_failure(store, own_failure, cause=error)
         if first_failure.rank != rank:
             raise RankFailedError(f"rank {first_failure.rank}", first_failure.text) from error
         if own_error is not error:
@@ -121,9 +121,10 @@ def failing_together(store: Any, rank: int) -> Iterator[None]:
         raise
 
 
-def _find_first_failure(store: Any, own_failure: RankFailure, *, patience_s: float) -> RankFailure:
-    """Return the first recorded failure; record this rank's own if no other comes within `patience_s`."""
-    deadline = time.monotonic() + patience_s
+def find_first_failure(store: Any, own_failure: RankFailure, *, cause: BaseException) -> RankFailure:
+    """Return the first recorded failure; record this rank's own, which `cause` caused, if there is none."""
+    # A lost connection has its cause in another rank, so that rank's record is waited for.
+    deadline = time.monotonic() + (_CAUSE_S if _matches(cause, _CONNECTION) else 0.0)
     try:
         while time.monotonic() < deadline and not store.check([_FAILURE_KEY]):
             if store.check([_END_KEY]):
@@ -167,10 +168,23 @@ def connect_store(timeout: timedelta) -> Any:
     return store
 
 
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Translate torch's error for a store that is out of reach.
+
+    Raises:
+        RankLostError: The store cannot be reached.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise store_lost_error(error) from error
+
+
 def store_lost_error(error: Exception) -> RankLostError:
     """Return mm2's error for an error of torch that says that the store is out of reach."""
     return RankLostError(
-        STORE_LOST,
+        "the store through which the ranks talk cannot be reached",
         expected=f"a store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
         found=(str(error) or type(error).__name__).splitlines()[0],
         next_step="Look for the error of rank 0, which comes first.",
@@ -180,8 +194,7 @@ def store_lost_error(error: Exception) -> RankLostError:
 def attempt_store(store: Any, *, attempt: str = _FIRST_ATTEMPT) -> Any:
     """Return a view of a store for one attempt of `mm2-test`: its keys begin with `mm2/{attempt}`.
 
-    torchrun keeps its store from one attempt to the next; mm2's own launcher makes one attempt only. Golden ranks do
-    not use this: their handshake names their attempts.
+    torchrun keeps its store from one attempt to the next; mm2's own launcher makes one attempt only.
     """
     return torch.distributed.PrefixStore(f"mm2/{attempt}", store)  # type: ignore[attr-defined]  # not in its __all__
 
@@ -189,22 +202,3 @@ def attempt_store(store: Any, *, attempt: str = _FIRST_ATTEMPT) -> Any:
 def current_attempt() -> str:
     """Return the number of torchrun's attempt, from 0."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", _FIRST_ATTEMPT)
-
-
-class LocalStore:
-    """The store of a single rank, with those calls of torch's stores that it needs, without torch.distributed."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        """Keep a value."""
-        self._values[key] = value
-
-    def get(self, key: str) -> str:
-        """Return a value that was kept, as text. torch's stores return bytes; callers read either as JSON."""
-        return self._values[key]
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return True if every key has a value."""
-        return all(key in self._values for key in keys)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed
 
@@ -32,7 +33,6 @@ from minimax_tools.machine.stops import given_arguments
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.ranks.failure import RESUME, RankFailedError, RankFailure, attempt_store, record_end
 from minimax_tools.ranks.rank_place import RankPlace
-from minimax_tools.ranks.watch import SILENT_S, read_state
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.compiler import AUTO
 from neuron.devices.distributed import refuse_launched
@@ -51,10 +51,10 @@ _HOST = "127.0.0.1"
 _POLL_S = 0.05
 # Longest wait for rank 0 to report why the run failed, and for the other ranks to exit after it.
 _GRACE_S = 5.0
-# State of a process that SIGSTOP stopped. A debugger's stop has another.
-_STOPPED_STATE = "T"
-# Looks, not seconds: while this process is stopped too, as by Ctrl-Z, no time counts.
-_NUM_STOPPED = int(SILENT_S / _POLL_S)
+# A rank that a signal stopped counts as dead after this time. Looks, not seconds, are counted: while this process is
+# stopped too, as by Ctrl-Z, no time counts.
+_STOPPED_S = 40.0
+_NUM_STOPPED = int(_STOPPED_S / _POLL_S)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,9 +81,10 @@ class _RankProcess:
         exit_code = self.process.poll()
         status = self.record.read()
         if exit_code is None:
-            self.num_stopped = self.num_stopped + 1 if read_state(self.process.pid) == _STOPPED_STATE else 0
+            is_stopped = psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+            self.num_stopped = self.num_stopped + 1 if is_stopped else 0
             if self.num_stopped > _NUM_STOPPED:
-                return f"it was stopped by a signal, and did not go on for {SILENT_S:.0f} s"
+                return f"it was stopped by a signal, and did not go on for {_STOPPED_S:.0f} s"
             return describe_timeout(status) if status.is_overdue(time.monotonic()) else None
         if status.exit_code is None:
             return describe_end(exit_code, status)

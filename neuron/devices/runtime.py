@@ -14,7 +14,7 @@ import torch
 
 from minimax_tools.capture.recorder import Calls
 from minimax_tools.ranks.failure import failing_together
-from minimax_tools.ranks.links import RankMessages
+from minimax_tools.ranks.rank_group import RankMessages
 from neuron.devices.backend import Backend, choose_backend, open_device
 from neuron.devices.compiler import AUTO, CompileCounts, Compiler, choose_compiler, count_torch_compiles
 from neuron.devices.distributed import (

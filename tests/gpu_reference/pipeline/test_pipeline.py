@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import click.testing
-import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -35,7 +32,7 @@ from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 sys.path.append(str(Path(__file__).parents[2]))
-from moments import KILL, STOP, of_rank, words_of
+from moments import KILL, of_rank, words_of
 
 REPOSITORY = Path(__file__).parents[3]
 PROGRAM = (sys.executable, "-m", "gpu_reference")
@@ -231,19 +228,6 @@ def test_plan_of_another_checkpoint_is_refused(
     assert not (tmp_path / "capture").exists()
 
 
-def test_plan_names_the_checkpoint_where_nothing_else_does(
-    toy: Path, one_slice: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MM2_MODEL", raising=False)
-    result = command(
-        main, "extract-all", "--plan", one_slice, *ROWS, "--noise-floor", "off", "--output-dir", tmp_path
-    )
-    assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "manifest.json").read_text())["provenance"]["model_source"] == str(toy)
-    # One slice shows its progress too, layer by layer.
-    assert "Layer 3 (4 of 4)" in result.stderr
-
-
 def test_debug_shows_what_a_rank_will_load_and_what_it_loaded(
     one_slice: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,13 +237,6 @@ def test_debug_shows_what_a_rank_will_load_and_what_it_loaded(
     shown = command(main, *words, "--overwrite").stderr
     assert shown.index("NODE SLICE ASSIGNMENT") < shown.index("Layer 3 (4 of 4)")
     assert shown.rindex("Bytes read over slice: 1.00") > shown.index("Layer 3 (4 of 4)")
-
-
-def test_checkpoint_must_be_named_by_somebody(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MM2_MODEL", raising=False)
-    result = command(main, "extract-all", *ROWS)
-    assert result.exit_code == 2
-    assert "no checkpoint is named. Give --model, or a --plan" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -297,28 +274,9 @@ def test_tied_head_by_three_ranks_that_stream_their_slices(
         assert record.bytes_read == sum(tensor.size_bytes for tensor in part.tensors)
 
 
-@pytest.mark.slow
-def test_more_ranks_than_slices_are_refused_once(toy: Path, one_slice: Path, tmp_path: Path) -> None:
-    ran = wait(start(2, "--plan", one_slice, "--model", toy, *ROWS, "--output-dir", tmp_path))
-    assert ran.exit_code != 0
-    (line,) = errors(ran)
-    assert "the plan has 1 slice for 2 ranks" in line
-
-
 def dying(rank: int, *, after: str, act: str = KILL) -> list[str]:
     """The program, of which one rank is killed once a file of the capture is there."""
     return words_of("gpu_reference", name=after, act=of_rank(rank, act))
-
-
-def find_stopped(*processes: subprocess.Popen[str]) -> psutil.Process:
-    """The rank that stops itself, as soon as it did."""
-    while True:
-        for process in processes:
-            assert process.poll() is None, "the run ended too soon"
-            for child in psutil.Process(process.pid).children(recursive=True):
-                if child.status() == psutil.STATUS_STOPPED:
-                    return child
-        time.sleep(0.05)
 
 
 def common_of(folder: Path) -> tuple[object, ...]:
@@ -367,9 +325,9 @@ def copied(directory: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_killed_rank_is_named(killed: Killed) -> None:
-    (line,) = errors(killed.ran)
-    assert "rank 1 (node node1) failed: its process is gone" in line
-    assert "exitcode  : -9" in killed.ran.stderr or "exitcode  : 3" in killed.ran.stderr
+    # By torchrun; the survivor tells what it noticed first, that it lost rank 1 or was told to stop.
+    assert len(errors(killed.ran)) <= 1
+    assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: -9", killed.ran.stderr)
 
 
 @pytest.mark.slow
@@ -420,57 +378,6 @@ def test_other_number_of_ranks_resumes_too(
 
 
 @pytest.mark.slow
-def test_ranks_resume_what_a_single_process_began(plain: Path, toy: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "capture"
-    words = ["extract-all", *map(str, common_of(toy)), "--output-dir", str(directory)]
-    killed = spawn([*words_of("gpu_reference", name="layer_1.safetensors", act=KILL), *words])
-    assert wait(killed).exit_code == -signal.SIGKILL
-    write_plan(toy, tmp_path / "plan.json", Span(0, 3), Span(3, 4))
-    words = ["--model", str(toy), *ROWS, "--stream", "on", "--output-dir", str(directory)]
-    ran = wait(start(2, *words, "--plan", tmp_path / "plan.json"))
-    assert ran.exit_code == 0, ran.stderr
-    assert ran.stderr.count("done before") >= 1
-    assert contents(directory) == contents(plain)
-
-
-@pytest.mark.slow
-def test_killed_rank_0_is_named_and_the_run_resumes(plain: Path, toy: Path, tmp_path: Path) -> None:
-    killed = run_killed(toy, tmp_path, 0, "layer_0.safetensors")
-    (line,) = errors(killed.ran)
-    assert "rank 0 (node node0) failed" in line
-    ran = wait(start(2, *common_of(toy), "--plan", killed.plan_file, "--output-dir", killed.directory))
-    assert ran.exit_code == 0, ran.stderr
-    assert contents(killed.directory) == contents(plain)
-
-
-@pytest.mark.slow
-def test_rank_that_dies_while_others_wait_for_it_is_named_by_one(toy: Path, tmp_path: Path) -> None:
-    write_plan(toy, tmp_path / "plan.json", Span(0, 1), Span(1, 3), Span(3, 4))
-    directory = tmp_path / "capture"
-    # It has opened the directory and read nothing yet; the others come to wait for its hidden states.
-    program = dying(0, after="inputs.safetensors", act=f"time.sleep(4); {KILL}")
-    words = (*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
-    ran = wait(start(3, *words, program=program))
-    (line,) = errors(ran)
-    assert "rank 0 (node node0) failed" in line
-
-
-@pytest.mark.slow
-def test_rank_that_gives_no_sign_of_life_is_named(toy: Path, tmp_path: Path) -> None:
-    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
-    directory = tmp_path / "capture"
-    # As from another machine: its process is there, and does nothing.
-    program = dying(1, after="manifest.rank1.json", act=STOP)
-    words = (*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
-    process = start(2, *words, program=program)
-    silent = find_stopped(process)
-    line = next(line for line in cast("IO[str]", process.stderr) if line.startswith("Error:"))
-    assert "rank 1 (node node1) failed: it gave no sign of life for 40 s" in line
-    silent.kill()
-    wait(process)
-
-
-@pytest.mark.slow
 def test_run_that_is_told_to_stop_says_so_and_resumes(plain: Path, toy: Path, tmp_path: Path) -> None:
     write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
     directory = tmp_path / "capture"
@@ -493,19 +400,17 @@ def test_torchrun_starts_the_ranks_anew_when_one_was_killed(plain: Path, toy: Pa
     arguments = (*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
     ran = wait(start(2, *arguments, max_restarts=1, program=dying(1, after="manifest.rank1.json")))
     assert ran.exit_code == 0, ran.stderr
-    (line,) = errors(ran)
-    assert "rank 1 (node node1) failed" in line
     assert contents(directory) == contents(plain)
 
 
-def start_machines(*arguments: object, program: Sequence[str] = PROGRAM) -> list[subprocess.Popen[str]]:
+def start_machines(*arguments: object) -> list[subprocess.Popen[str]]:
     """Start two ranks as two machines do, the first of which keeps the store."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"localhost:{free.getsockname()[1]}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", endpoint]
-    words = [*launcher, "--no-python", *program, "extract-all", *map(str, arguments)]
+    words = [*launcher, "--no-python", *PROGRAM, "extract-all", *map(str, arguments)]
     return [spawn(words), spawn(words)]
 
 
@@ -519,33 +424,6 @@ def test_two_machines_make_the_capture_of_one_process(plain: Path, toy: Path, tm
 
 
 @pytest.mark.slow
-def test_machine_that_dies_with_the_store_is_told_of_by_the_other(toy: Path, tmp_path: Path) -> None:
-    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
-    directory = tmp_path / "capture"
-    words = (*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
-    first, second = start_machines(*words, program=dying(0, after="inputs.safetensors", act=STOP))
-    lead = find_stopped(first, second)
-    # The one whose endpoint it is keeps the store, whichever rank it has.
-    keeper = first if _keeps_store(first) else second
-    for process in (*psutil.Process(keeper.pid).children(recursive=True), psutil.Process(keeper.pid)):
-        process.kill()
-    with suppress(psutil.NoSuchProcess):
-        lead.resume()
-    ran = wait(second if keeper is first else first)
-    (line,) = errors(ran)
-    assert "the store through which the ranks talk" in line or "failed: its process is gone" in line
-    wait(keeper)
-
-
-def _keeps_store(machine: subprocess.Popen[str]) -> bool:
-    """Decide whether this torchrun listens at the endpoint."""
-    return any(
-        connection.status == psutil.CONN_LISTEN
-        for connection in psutil.Process(machine.pid).net_connections()
-    )
-
-
-@pytest.mark.slow
 def test_ranks_that_go_by_different_plans_are_refused(toy: Path, tmp_path: Path) -> None:
     write_plan(toy, tmp_path / "plan0.json", Span(0, 2), Span(2, 4))
     write_plan(toy, tmp_path / "plan1.json", Span(0, 1), Span(1, 4))
@@ -554,46 +432,6 @@ def test_ranks_that_go_by_different_plans_are_refused(toy: Path, tmp_path: Path)
     (line,) = errors(ran)
     assert "rank 1 (node node1) goes by another plan than rank 0: expected" in line
     assert not directory.exists()
-
-
-@pytest.mark.slow
-def test_directory_that_ranks_do_not_share_is_refused(plain: Path, toy: Path, tmp_path: Path) -> None:
-    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
-    # An earlier capture lies where rank 1 looks.
-    shutil.copytree(plain, tmp_path / "capture1")
-    ran = wait(
-        start(
-            2,
-            *common_of(toy),
-            "--plan",
-            tmp_path / "plan.json",
-            "--output-dir",
-            tmp_path / "capture{rank}",
-        )
-    )
-    (line,) = errors(ran)
-    assert "rank 1 (node node1) does not see the capture that rank 0 opened" in line
-    assert "Give --output-dir a folder on a file system that all machines share" in line
-    assert contents(tmp_path / "capture1") == contents(plain)
-
-
-@pytest.mark.slow
-def test_each_rank_needs_the_folder_of_its_own_slice_alone(
-    plain: Path, toy: Path, tmp_path: Path, command: Any
-) -> None:
-    plan = write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
-    for rank, part in enumerate(plan.used):
-        output = tmp_path / f"slices{rank}" / part.node.name
-        words = ("--plan", tmp_path / "plan.json", "--node", part.node.name, "--output", output)
-        assert command(mm2_split, "extract", *words).exit_code == 0
-    directory = tmp_path / "capture"
-    arguments = ("--plan", tmp_path / "plan.json", "--slices", tmp_path / "slices{rank}", *ROWS)
-    # The plan names the checkpoint, of which nothing is read.
-    ran = wait(start(2, *arguments, "--stream", "on", "--quiet", "--output-dir", directory))
-    assert ran.exit_code == 0, ran.stderr
-    assert contents(directory) == contents(plain)
-    for part in plan.used:
-        assert records(directory)[part.node.name].bytes_read == part.cost.stored_bytes
 
 
 @pytest.mark.slow
@@ -621,15 +459,3 @@ def test_shards_of_other_slices_may_be_absent_and_folders_differ(tmp_path: Path,
     manifests[1]["provenance"].pop("model_source")
     assert manifests[0] == manifests[1]
     assert found == expected
-
-
-@pytest.mark.slow
-def test_float32_of_few_sites_padded_on_the_left_is_that_of_one_process(
-    toy: Path, tmp_path: Path, command: Any
-) -> None:
-    write_plan(toy, tmp_path / "plan.json", Span(0, 3), Span(3, 4))
-    common = (*common_of(toy), "--dtype", "float32", "--padding-side", "left", "--sites", "layer")
-    ran = wait(start(2, *common, "--plan", tmp_path / "plan.json", "--output-dir", tmp_path / "two"))
-    assert ran.exit_code == 0, ran.stderr
-    command(main, "extract-all", *common, "--output-dir", tmp_path / "one")
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,12 @@ from gpu_reference.pipeline.shared_capture import CaptureProposal, merge_proposa
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CannotRunError, CaptureError
-from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.ranks.rank_group import RankGroup
+from minimax_tools.ranks.rank_group import BackgroundCall, RankGroup
 from minimax_tools.ranks.rank_place import RankPlace
-from minimax_tools.ranks.watch import BackgroundCall
 from minimax_tools.slices.source import open_source
 
 
@@ -41,7 +40,8 @@ def plan_of(folder: Path, middle: int) -> PartitionPlan:
 
 def rank_of(store: Any, rank: int) -> RankGroup:
     place = RankPlace(rank=rank, num_ranks=2, local_rank=rank, num_local=2)
-    ranks = RankGroup(place, store, nonce="attempt")
+    ranks = RankGroup(place, store)
+    ranks.nonce = "attempt"
     ranks.assign(["a", "b"])
     return ranks
 
@@ -74,13 +74,6 @@ def test_what_ranks_make_together_is_what_one_process_makes(
         assert merged.differences(golden.describe()) == []
 
 
-def test_proposal_survives_being_told(proposals: list[CaptureProposal]) -> None:
-    for proposal in proposals:
-        told = decode(CaptureProposal, encode(proposal))
-        assert told.description.differences(proposal.description) == []
-        assert (told.plan, dict(told.shapes)) == (proposal.plan, dict(proposal.shapes))
-
-
 def test_plan_is_told_apart_by_what_it_gives_to_whom(toy: Path) -> None:
     plan = plan_of(toy, 2)
     assert plan.digest == replace(plan, model="elsewhere").digest
@@ -107,12 +100,6 @@ def test_mix_of_devices_is_refused(proposals: list[CaptureProposal], field: str,
         merge_proposals(rank_of(HashStore(), 0), other)
 
 
-def test_other_inputs_are_refused(proposals: list[CaptureProposal]) -> None:
-    other = changed(proposals[1], lambda description: replace(description, inputs_digest="0"))
-    with pytest.raises(CannotRunError, match="found other inputs_digest"):
-        merge_proposals(rank_of(HashStore(), 0), [proposals[0], other])
-
-
 def test_checkpoint_may_lie_elsewhere_on_each_machine(proposals: list[CaptureProposal]) -> None:
     def change(description: Description) -> Description:
         return replace(description, provenance=replace(description.provenance, model_source="/elsewhere"))
@@ -135,7 +122,10 @@ def open_both(
             other.publish(f"in/{rank}", True)
             if rank == 0:
                 # It must not leave before the other one has looked.
-                BackgroundCall(lambda: other.wait_for("in/1")).is_over(1.5)
+                for _ in range(75):
+                    if other.is_published("in/1"):
+                        break
+                    time.sleep(0.02)
             return writer.complete_layers
 
     calls = [BackgroundCall(lambda rank=rank: open_one(rank)) for rank in range(2)]
