@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -46,22 +45,6 @@ def test_gpu_is_described_by_name_memory_modules_and_use(toy: Path, tmp_path: Pa
     name = re.escape(torch.cuda.get_device_name(0))
     assert re.search(rf"cuda:0 {name}, [\d.]+ GB: the whole model; [\d.]+ GB in use", result.stderr)
     assert "No GPU here" not in result.stderr
-
-
-@pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0", "sequential"])
-def test_every_strategy_uses_the_gpu(toy: Path, tmp_path: Path, command: Any, strategy: str) -> None:
-    arguments = ["single-layer", "--layer", 0, "--model", toy, "--seq-len", 8, "--output-dir", tmp_path]
-    assert command(main, *arguments, "--device-map", strategy).exit_code == 0
-    made = Capture.open(tmp_path).description.provenance
-    assert made.backend == "cuda"
-    assert torch.cuda.get_device_name(0) in made.device
-
-
-def test_gpu_that_does_not_exist_is_refused(toy: Path, command: Any) -> None:
-    absent = torch.cuda.device_count()
-    result = command(main, "extract-all", "--model", toy, "--device-map", f"cuda:{absent}", "--no-save")
-    assert result.exit_code == 3
-    assert f"GPU {absent} is not here: expected one of {absent} GPU" in result.stderr
 
 
 def test_fp8_checkpoint_is_dequantised_on_the_gpu_too(
@@ -108,14 +91,6 @@ def test_offloaded_layers_are_computed_on_the_gpu_with_the_same_bits(
     assert split.description.provenance.backend == "cuda"
 
 
-def test_one_limit_leaves_the_rest_to_the_cpu(toy: Path, tmp_path: Path, command: Any) -> None:
-    arguments = ["extract-all", "--model", toy, "--seq-len", 8, "--output-dir", tmp_path / "capture"]
-    result = command(main, *arguments, "--max-memory", "12MB", "--offload-folder", tmp_path / "offload")
-    assert result.exit_code == 0
-    assert re.search(r"^  cpu: ", result.stderr, re.MULTILINE)
-    assert re.search(r"^  cuda:0 ", result.stderr, re.MULTILINE)
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than two GPUs")
 def test_model_split_over_two_gpus_captures_the_same_bits(ask: Any, on_gpu: Capture, tmp_path: Path) -> None:
     device_map: dict[str, int | str] = {
@@ -140,12 +115,6 @@ def test_recording_leaves_flash_attention_bit_equal(ask: Any, tmp_path: Path) ->
         golden.capture(tmp_path, extra={})
         assert torch.equal(golden.forward(), plain)
     assert Capture.open(tmp_path).sites(0) == tuple(Site)
-
-
-def test_generation_on_the_gpu_is_saved(toy: Path, tmp_path: Path, command: Any) -> None:
-    arguments = ["full", "--model", toy, "--seq-len", 8, "--max-new-tokens", 4, "--output-dir", tmp_path]
-    assert command(main, *arguments, "--device-map", "cuda:0").exit_code == 0
-    assert len(json.loads((tmp_path / "generation.json").read_text())["rows"][0]["generated_ids"]) == 4
 
 
 STREAMS = {
@@ -207,20 +176,3 @@ def test_stream_holds_one_layer_or_two_on_the_gpu(ask: Any, tmp_path: Path) -> N
         assert torch.cuda.memory_allocated() - before < 5 * request.footprint.layer_bytes
     layer = ask().footprint.layer_bytes
     assert peaks["prefetching"] - peaks["alone"] == pytest.approx(layer, rel=0.2)
-
-
-def test_command_streams_over_the_gpu_and_generates_the_same(toy: Path, tmp_path: Path, command: Any) -> None:
-    arguments = ["full", "--model", toy, "--seq-len", 9, "--max-new-tokens", 3, "--device-map", "cuda:0"]
-    for mode in ("on", "off"):
-        result = command(main, *arguments, "--stream", mode, "--quiet", "--output-dir", tmp_path / mode)
-        assert result.exit_code == 0, result.output
-    for path in (tmp_path / "off").iterdir():
-        assert (tmp_path / "on" / path.name).read_bytes() == path.read_bytes(), path.name
-
-
-def test_model_above_a_limit_of_the_gpu_is_streamed_there(toy: Path, tmp_path: Path, command: Any) -> None:
-    arguments = ["extract-all", "--model", toy, "--seq-len", 8, "--output-dir", tmp_path]
-    result = command(main, *arguments, "--max-memory", "0:10MB")
-    assert result.exit_code == 0, result.stderr
-    assert "Streaming a layer at a time: the whole model takes" in result.stderr
-    assert Capture.open(tmp_path).description.provenance.backend == "cuda"

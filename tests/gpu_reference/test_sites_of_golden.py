@@ -121,11 +121,6 @@ def test_residual_stream_adds_up_bit_for_bit(capture: Capture, layer: int) -> No
     assert torch.equal(capture.read(layer, Site.OUTPUT), residual + capture.read(layer, Site.MOE_DELTA))
 
 
-def test_input_is_the_output_of_the_layer_before(capture: Capture, layer: int) -> None:
-    before = capture.read_model(ModelSite.EMBEDDING) if layer == 0 else capture.read(layer - 1, Site.OUTPUT)
-    assert torch.equal(capture.read(layer, Site.INPUT), before)
-
-
 @pytest.mark.parametrize(
     ("site", "source", "name"),
     [

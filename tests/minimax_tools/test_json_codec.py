@@ -109,14 +109,9 @@ def test_keys_that_nobody_knows_are_ignored_and_defaults_are_filled_in() -> None
         ("colour", "green", r"\$\.colour"),
         ("point", {"y": 1.0}, r"'?x'? .*\$\.point|\$\.point.*x"),
         ("point", {"x": 1.5}, r"expected a whole number, found 1\.5 @ \$\.point\.x"),
-        ("point", {"x": True}, r"expected a whole number, found True @ \$\.point\.x"),
         ("point", {"x": 1, "y": "0.5"}, r"expected a number, found '0\.5' @ \$\.point\.y"),
-        ("pair", [1], r"\$\.pair"),
         ("counted", {"points": [{"x": 1}, {}]}, r"\$\.counted"),
-        ("layers", "2:5", r"\$\.layers"),
         ("dtype", "no_such", r"expected a dtype, found 'no_such' @ \$\.dtype"),
-        ("dtype", "nn", r"expected a dtype, found 'nn' @ \$\.dtype"),
-        ("by_layer", {"first": []}, r"\$\.by_layer"),
         ("is_right", 1, r"expected true or false, found 1 @ \$\.is_right"),
         ("note", 5, r"expected text, found 5 @ \$\.note"),
     ],
@@ -126,22 +121,10 @@ def test_damage_is_named_with_its_place(key: str, value: Any, message: str) -> N
         decode(Everything, {**RECORD, key: value})
 
 
-@pytest.mark.parametrize("record", [None, 5, "text", [], [RECORD], {}])
-def test_record_of_another_kind_is_refused(record: Any) -> None:
-    with pytest.raises(DecodeError):
-        decode(Everything, record)
-
-
 @pytest.mark.parametrize("record", [None, [1], "ab", {"low": 1}])
 def test_damaged_record_of_a_class_with_its_own_layout_is_refused(record: Any) -> None:
     with pytest.raises(DecodeError):
         decode(Pair, record)
-
-
-@pytest.mark.parametrize(("kind", "record"), [(Colour, "green"), (dict[int, str], {"first": "text"})])
-def test_damaged_value_outside_a_dataclass_is_refused(kind: Any, record: Any) -> None:
-    with pytest.raises(DecodeError, match=r"green|first"):
-        decode(kind, record)
 
 
 def test_field_has_the_key_that_it_is_given() -> None:
@@ -150,34 +133,10 @@ def test_field_has_the_key_that_it_is_given() -> None:
     assert encode_fields(Point(x=1, y=2.0)) == {"x": 1, "y": 2.0}
 
 
-@pytest.mark.parametrize("record", ["xy", {"a": 1}, 5, None])
-def test_only_a_list_is_read_as_a_list(record: Any) -> None:
-    with pytest.raises(DecodeError, match="expected a list"):
-        decode(tuple[str, ...], record)
-
-
-def test_fault_in_a_list_has_its_place() -> None:
-    with pytest.raises(DecodeError, match=r"expected a whole number, found 'x' @ \$\[1\]\[0\]"):
-        decode(tuple[tuple[int, ...], ...], [[1], ["x"]])
-    with pytest.raises(DecodeError, match="expected 2 values, found 3"):
-        decode(tuple[int, float], [1, 2, 3])
-
-
 def test_list_of_many_faults_is_described_by_a_few() -> None:
     with pytest.raises(DecodeError) as caught:
         decode(tuple[int, ...], [None] * 100_000)
     assert str(caught.value).count("expected") == 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Optional:
-    x: int = 0
-
-
-@pytest.mark.parametrize("record", ["", "x", [], ["x"], 5, None])
-def test_record_without_needed_fields_is_still_an_object(record: Any) -> None:
-    with pytest.raises(DecodeError, match="expected an object"):
-        decode(Optional, record)
 
 
 def test_number_beyond_the_largest_float_is_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import mm2
 from minimax_tools.capture.reader import Capture
-from minimax_tools.errors import CaptureError, CheckpointError, TargetError
+from minimax_tools.errors import CheckpointError, TargetError
 from minimax_tools.model.sites import Site
 
 
@@ -21,11 +21,6 @@ def test_layer_gives_the_golden_input_mask_and_positions(layer: mm2.GoldenLayer,
     assert position_ids.shape == attention_mask.shape == hidden_states.shape[:2]
 
 
-def test_layer_reads_sites_by_name(layer: mm2.GoldenLayer, golden: Path) -> None:
-    assert torch.equal(layer.read("post_norm"), Capture.open(golden).read(1, Site.POST_NORM))
-    assert "router_logits" in layer.sites
-
-
 def test_weights_have_the_names_of_the_hub(layer: mm2.GoldenLayer) -> None:
     weights = layer.weights
     assert weights["self_attn.q_proj.weight"].dtype is torch.bfloat16  # FP8 on the disk
@@ -33,10 +28,6 @@ def test_weights_have_the_names_of_the_hub(layer: mm2.GoldenLayer) -> None:
     # A test may change what it was given: the next one gets the checkpoint's.
     weights["input_layernorm.weight"] = torch.zeros(1)
     assert layer.weights["input_layernorm.weight"].shape == (256,)
-
-
-def test_config_is_what_a_port_is_built_with(layer: mm2.GoldenLayer) -> None:
-    assert (layer.config.num_experts, layer.config.rope_theta) == (32, 5_000_000)
 
 
 def test_load_builds_the_port_and_fills_it(layer: mm2.GoldenLayer, example: Callable[[str], Any]) -> None:
@@ -55,11 +46,6 @@ def test_load_lists_names_that_do_not_fit(layer: mm2.GoldenLayer) -> None:
 def test_missing_layer_names_those_that_are_there(layers: mm2.GoldenLayers) -> None:
     with pytest.raises(mm2.UsageError, match="holds no layer 9: expected layers 0-3"):
         layers.layer(9)
-
-
-def test_missing_golden_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="no capture at"):
-        mm2.open_golden(tmp_path)
 
 
 def test_golden_without_its_checkpoint_says_where_to_name_it(layers: mm2.GoldenLayers, golden: Path) -> None:

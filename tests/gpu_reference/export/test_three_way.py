@@ -14,10 +14,9 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.dumps.opening import open_source
-from minimax_tools.model.sites import Site
 from neuron.cli import main as mm2_test
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 from three_way import LIMIT, MODULES, measure_ratios, write_engine_captures
 
@@ -77,19 +76,6 @@ def test_baseline_with_a_rounded_router_is_seen_and_hides_the_mistake(report: Pa
     own, hidden = measure_ratios(report, wrong), measure_ratios(report, wrong, baseline=rounded)
     assert hidden["model.layers.2.mlp"].median() < 2 < own["model.layers.2.mlp"].median() / 4
     assert hidden["lm_head"].median() < 1 < own["lm_head"].median() / 2
-
-
-def test_caches_of_a_right_port_are_as_good_as_the_golden(report: Path, run_port: Run) -> None:
-    engine = run_port(f"{RIGHT}:DecoderLayer")
-    source = Capture.open(engine.parent / "capture")
-    folder = report / "prompt_analysis/prompt_1/kv_analysis"
-    exact, rounded = (torch.load(folder / name, weights_only=True) for name in ("fp32_kv.pt", "hf_kv.pt"))
-    for layer in source.layers:
-        name = f"layers.{layer}.self_attn"
-        keys = source.read(layer, Site.K_ROPE)[1, :, :33].float()
-        noise = (rounded[name][0][0] - exact[name][0][0]).norm(dim=-1)
-        error = (keys - exact[name][0][0]).norm(dim=-1)
-        assert 0.85 < (error / noise).median() < 1.15
 
 
 def test_mm2_passes_the_exported_golden(toy: Path, tmp_path: Path, command: Any) -> None:

@@ -20,7 +20,6 @@ from damage.tampering import sign
 from gpu_reference.cli import main
 from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.streaming.streaming import Streaming
-from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.metrics.noise_floor import ROUTER_NOISE, error_name, variant_name
@@ -31,25 +30,6 @@ from minimax_tools.model.span import Span
 CPU = torch.device("cpu")
 NAMES = ("nearest", "random_1")
 TWO_LAYERS = multi_layer_run(Span(0, 2), sites_level="all")
-
-
-class StoppedError(Exception):
-    pass
-
-
-class StopAfterOne:
-    """Ends a run when one layer is written; notes which were passed by."""
-
-    def __init__(self, *, stops: bool = True) -> None:
-        self.stops = stops
-        self.passed: list[int] = []
-
-    def advance(self, layer: int, *, num_bytes: int) -> None:
-        if self.stops:
-            raise StoppedError
-
-    def skip(self, layer: int) -> None:
-        self.passed.append(layer)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -119,38 +99,7 @@ def test_streamed_capture_has_the_bytes_of_the_whole_one(
     assert capture(request, tmp_path / "streamed") == contents(varied)
 
 
-def test_packed_experts_have_variants_too(ask: Any, tmp_path: Path) -> None:
-    request = replace(
-        ask(run=TWO_LAYERS, noise_floor="stats", experts_implementation="eager"), floor_variants=NAMES
-    )
-    packed = replace(request, streaming=Streaming(device=CPU, packed=True))
-    assert capture(packed, tmp_path / "packed") == capture(request, tmp_path / "whole")
-
-
-def test_killed_capture_resumes_with_the_same_bytes(
-    request_two: GoldenRequest, varied: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(StoppedError):
-        capture(request_two, tmp_path / "killed", StopAfterOne())
-    resumed = StopAfterOne(stops=False)
-    assert capture(request_two, tmp_path / "killed", resumed) == contents(varied)
-    assert resumed.passed == [0]
-
-
-def test_capture_of_other_variants_begins_anew(request_two: GoldenRequest, tmp_path: Path) -> None:
-    with pytest.raises(StoppedError):
-        capture(request_two, tmp_path / "killed", StopAfterOne())
-    resumed = StopAfterOne(stops=False)
-    capture(replace(request_two, floor_variants=("nearest",)), tmp_path / "killed", resumed)
-    assert resumed.passed == []
-
-
 class TestCommand:
-    def test_show_names_them(self, varied: Path, command: Any) -> None:
-        shown = command(main, "show", varied)
-        assert "noise floor" in shown.stdout
-        assert "full, of 2 variants (nearest, random_1)" in " ".join(shown.stdout.split())
-
     @pytest.mark.parametrize(
         ("options", "names"),
         [((), NAMES), (("--floor-variants", 3), (*NAMES, "random_2")), (("--floor-variants", 0), ())],
@@ -163,15 +112,6 @@ class TestCommand:
         made = command(main, "single-layer", *asked, "--quiet", "--noise-floor", "stats", *options)
         assert made.exit_code == 0, made.output
         assert Capture.open(tmp_path / "capture").description.floor_variants == names
-
-    @pytest.mark.parametrize("options", [("--noise-floor", "off"), ("--dtype", "float32")], ids=str)
-    def test_default_measures_none_where_there_is_no_floor(
-        self, toy: Path, tmp_path: Path, command: Any, options: tuple[str, ...]
-    ) -> None:
-        asked = ("--model", toy, "--layer", 0, "--seq-len", 5, "--output-dir", tmp_path / "capture")
-        made = command(main, "single-layer", *asked, "--quiet", *options)
-        assert made.exit_code == 0, made.output
-        assert Capture.open(tmp_path / "capture").description.floor_variants == ()
 
     @pytest.mark.parametrize(
         "options", [("--noise-floor", "off"), ("--dtype", "float32"), ("--no-save",)], ids=str
@@ -225,9 +165,3 @@ class TestCertified:
         checks = self.check(command, copy)
         assert checks["floor_variants"]["outcome"] == "failed"
         assert "holds no random_1/output.error" in checks["floor_variants"]["found"]
-
-    def test_golden_without_variants_is_not_asked_for_them(self, copy: Path, command: Any) -> None:
-        manifest = Manifest.read(copy)
-        plain = replace(manifest, description=replace(manifest.description, floor_variants=()))
-        (copy / MANIFEST_NAME).write_text(plain.as_text())
-        assert "floor_variants" not in self.check(command, copy)

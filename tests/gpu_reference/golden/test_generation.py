@@ -19,7 +19,6 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.text.input_request import InputRequest
 from minimax_tools.text.prompts import build_inputs
-from minimax_tools.text.tokenizer import decode_rows
 
 GREEDY = Sampling(max_new_tokens=8)
 
@@ -72,13 +71,6 @@ def test_generation_ends_with_the_models_positions(opened: Golden, toy: Path) ->
     assert [len(row) for row in new_ids(generate(opened.model, inputs, GREEDY, folder=toy))] == [1, 3]
 
 
-def test_greedy_generation_continues_the_captured_logits(opened: Golden, toy: Path, ask: Any) -> None:
-    logits = opened.forward()
-    inputs = ask().inputs
-    first = [int(logits[row, length - 1].argmax()) for row, length in enumerate(inputs.lengths)]
-    assert [row[0] for row in new_ids(generate(opened.model, inputs, GREEDY, folder=toy))] == first
-
-
 def test_likeliest_tokens_of_every_step_are_those_of_the_logits(opened: Golden, toy: Path, ask: Any) -> None:
     logits = opened.forward()
     inputs = ask().inputs
@@ -117,15 +109,6 @@ def test_sampling_repeats_with_its_seed_and_differs_with_another(opened: Golden,
     assert first != other
 
 
-@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
-def test_sampling_from_the_single_likeliest_token_is_greedy(
-    opened: Golden, toy: Path, limits: dict[str, Any]
-) -> None:
-    inputs = batch(toy, seq_lens=(12,))
-    sampled = generate(opened.model, inputs, Sampling(max_new_tokens=8, do_sample=True, **limits), folder=toy)
-    assert new_ids(sampled) == new_ids(generate(opened.model, inputs, GREEDY, folder=toy))
-
-
 @pytest.mark.parametrize(
     ("option", "name"),
     [({"temperature": 0.5}, "--temperature"), ({"top_k": 5}, "--top-k"), ({"top_p": 0.9}, "--top-p")],
@@ -135,29 +118,12 @@ def test_sampling_option_without_sampling_is_refused(option: dict[str, Any], nam
         Sampling(max_new_tokens=1, **option)
 
 
-def test_text_is_that_of_the_tokenizer(opened: Golden, toy: Path) -> None:
-    generated = generate(opened.model, batch(toy, prompts=("The capital of France is",)), GREEDY, folder=toy)
-    row = generated.rows[0]
-    assert row.text == decode_rows(toy, [list(row.generated_ids)])[0]
-    assert decode_rows(toy, [list(row.prompt_ids)]) == ["The capital of France is"]
-
-
-def test_text_is_none_without_a_tokenizer(opened: Golden, toy: Path, tmp_path: Path) -> None:
-    generated = generate(opened.model, batch(toy, seq_lens=(4,)), GREEDY, folder=tmp_path)
-    assert generated.rows[0].text is None
-    assert "unknown: the checkpoint has no tokenizer" in str(generated)
-
-
 def test_generation_is_stored_with_its_sampling(opened: Golden, toy: Path, tmp_path: Path) -> None:
     generated = generate(opened.model, batch(toy, seq_lens=(4,)), GREEDY, folder=toy)
     opened.capture(tmp_path / "capture", extra={GENERATION_NAME: encode(generated)})
     stored = Generation.read(tmp_path / "capture")
     assert stored == generated
     assert stored.sampling["max_new_tokens"] == 8
-
-
-def test_capture_without_generation_has_none(golden: Path) -> None:
-    assert Generation.read(golden) is None
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"rows": 3, "sampling": {}}'])

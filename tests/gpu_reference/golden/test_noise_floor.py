@@ -108,22 +108,6 @@ def test_statistics_are_the_same_whether_the_twin_is_kept_or_not(
             assert torch.equal(mine, theirs), name
 
 
-def test_statistics_take_a_small_fraction_of_the_twins_space(full: Capture) -> None:
-    def size(pattern: str) -> int:
-        return sum(path.stat().st_size for path in full.directory.glob(pattern))
-
-    # A few numbers a token in place of a row: the wider the model, the smaller the fraction.
-    num_measured = 1 + len(full.description.floor_variants)
-    assert size("layer_*.floor.safetensors") < num_measured * size("layer_*.fp32.safetensors") / 50
-    assert size("model.floor.safetensors") < size("model.fp32.safetensors") / 50
-
-
-def test_stats_mode_stores_no_twin(stats: Capture) -> None:
-    assert sorted(path.name for path in stats.directory.glob("*.fp32.safetensors")) == []
-    assert stats.read_twin(0, Site.OUTPUT) is None
-    assert stats.read_model_twin(ModelSite.LOGITS) is None
-
-
 def test_model_sites_have_a_floor_too(full: Capture) -> None:
     real = full.read_attention_mask().bool()
     for site in MODEL_SITES:

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from minimax_tools.checkpoint.layer_loader import grouped_storage, packed_storage
-from minimax_tools.model.run import single_layer_run
 from minimax_tools.reference.variant_names import variant_names
-from minimax_tools.synthetic.checkpoint import synthesize
-from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest
 
 CPU = torch.device("cpu")
@@ -30,18 +27,6 @@ def test_layers_take_what_their_storage_has(ask: Any, dtype: torch.dtype) -> Non
     ):
         places = kind(footprint.spec, dtype=dtype, device=CPU).places
         assert sum(place.nbytes for place in places.values()) == pytest.approx(expected, rel=1e-3)
-
-
-def test_two_layers_are_in_memory_where_one_is_read_ahead(ask: Any) -> None:
-    footprint = ask().footprint
-    assert footprint.streamed_bytes(prefetch=False, packed=False) == footprint.layer_bytes
-    assert footprint.streamed_bytes(prefetch=True, packed=False) == 2 * footprint.layer_bytes
-    assert footprint.streamed_bytes(prefetch=True, packed=True) == 2 * footprint.packed_layer_bytes
-
-
-def test_logits_count_only_where_they_are_kept(ask: Any) -> None:
-    assert ask().footprint.logits_bytes > 0
-    assert ask(run=single_layer_run(2, sites_level="all")).footprint.logits_bytes == 0
 
 
 def test_activations_grow_with_the_tokens(ask: Any) -> None:
@@ -78,16 +63,6 @@ def test_activations_are_estimated_and_never_far_below_what_they_take(toy: Path,
         taken = measured["peak"] - measured["layer"]
         assert taken <= 1.1 * measured["activations"] + LIBRARIES, case
         assert measured["activations"] <= 2.5 * taken, case
-
-
-@pytest.mark.slow
-def test_logits_are_estimated_and_never_far_below_what_they_take(tmp_path: Path, measure: Any) -> None:
-    model = SyntheticModel(num_hidden_layers=1, vocab_size=32768)
-    synthesize(tmp_path / "wide", model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    (measured,) = measure(tmp_path / "wide", {"lens": [512], "noise_floor": "full"})
-    taken = measured["peak"] - measured["vocabulary"]
-    assert taken <= 1.1 * measured["logits"] + LIBRARIES
-    assert measured["logits"] <= 1.5 * taken
 
 
 @pytest.mark.slow

@@ -82,13 +82,6 @@ def test_correction_bias_rounded_and_cast_back_is_refused(subject: Subject) -> N
         subject.certify()
 
 
-def test_gate_in_bfloat16_is_refused(subject: Subject) -> None:
-    gate = subject.layer(2).mlp.gate
-    gate.weight = parameter(gate.weight.bfloat16())
-    with pytest.raises(GoldenRefusedError, match=r"layer 2: .*gate.weight was rounded"):
-        subject.certify()
-
-
 def test_gate_off_by_one_unit_is_refused(subject: Subject) -> None:
     gate = subject.layer(0).mlp.gate
     gate.weight = parameter(next_float(gate.weight))
@@ -114,13 +107,6 @@ def test_rotation_with_another_theta_is_refused(subject: Subject) -> None:
         subject.certify()
 
 
-def test_frequencies_rounded_to_bfloat16_are_refused(subject: Subject) -> None:
-    rotary = subject.model.model.rotary_emb
-    rotary.inv_freq = rotary.inv_freq.bfloat16()
-    with pytest.raises(GoldenRefusedError, match="wrong frequencies"):
-        subject.certify()
-
-
 def test_scaled_rotation_is_refused(subject: Subject) -> None:
     subject.model.model.rotary_emb.attention_scaling = 1.2
     with pytest.raises(GoldenRefusedError, match=r"wrong frequencies: .* scaling 1\.2"):
@@ -132,13 +118,6 @@ def test_fp8_linear_is_refused(subject: Subject) -> None:
     projection.weight = parameter(projection.weight.to(torch.float8_e4m3fn))
     message = r"layers\.3\.self_attn\.v_proj\.weight is held in torch\.float8_e4m3fn: .* found FP8 matmuls"
     with pytest.raises(GoldenRefusedError, match=message):
-        subject.certify()
-
-
-def test_fp8_experts_are_refused(subject: Subject) -> None:
-    experts = subject.layer(0).mlp.experts
-    experts.down_proj = parameter(experts.down_proj.to(torch.float8_e4m3fn))
-    with pytest.raises(GoldenRefusedError, match=r"experts\.down_proj is held in torch\.float8_e4m3fn"):
         subject.certify()
 
 
@@ -232,10 +211,6 @@ def test_fp8_width_that_is_no_multiple_of_128_is_refused(
 
 def test_fp8_width_of_less_than_a_block_is_accepted(toy: Path) -> None:
     refuse_ragged_blocks(ragged(toy, intermediate_size=72))
-
-
-def test_bfloat16_width_may_be_ragged(toy_bf16: Path) -> None:
-    refuse_ragged_blocks(ragged(toy_bf16, hidden_size=200))
 
 
 def test_ragged_fp8_checkpoint_is_refused_before_it_is_loaded(ask: Any, toy: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from gpu_reference.cli import main as mm2_gpu
 from gpu_reference.readiness.golden_way import GoldenWay, Gpu, GpuMachine
-from gpu_reference.readiness.machine_check import check_gpus, check_ways, measure_disk
+from gpu_reference.readiness.machine_check import check_gpus, check_ways
 from minimax_tools.machine.finding import Level, MachineFinding
 
 
@@ -98,19 +98,6 @@ def test_a_machine_that_is_too_small_fails(command: Any) -> None:
     assert record["next"] == []
 
 
-def test_the_text_shows_ways_and_machines(command: Any) -> None:
-    text = command(mm2_gpu, "check", "--gpus", "6x80GB", "--memory", "1TB", "--disk-speed", "2GB").stdout
-    assert "Ways on 6 × 80.0 GB, 1.0 TB of memory" in text
-    assert "the disk reads 2.0 GB/s, " in text
-    assert "60 of 62" in text
-
-
-def test_memory_without_gpus_is_refused(command: Any) -> None:
-    done = command(mm2_gpu, "check", "--memory", "1TB")
-    assert done.exit_code == 2
-    assert "--memory describes a machine" in done.stderr
-
-
 def test_old_versions_and_rounding_are_found(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -147,13 +134,6 @@ def test_a_gpu_in_use_is_told(tmp_path: Path) -> None:
         "in use by others: GPU 1",
         "nvidia-smi shows by whom. Or leave them out with CUDA_VISIBLE_DEVICES.",
     )
-
-
-def test_a_small_checkpoint_measures_no_disk(toy: Path, tmp_path: Path) -> None:
-    assert measure_disk(toy) is None
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(300 << 20)
-    assert (measure_disk(tmp_path) or 0) > 0
 
 
 def test_no_way_is_a_failure() -> None:

@@ -93,19 +93,6 @@ def test_reason_names_what_it_takes_and_what_is_free(
     assert "No layer is read ahead: two take" in caplog.text
 
 
-def test_small_budget_streams_too(footprint: Footprint, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    streaming = choose(footprint, budget=in_use_and(20e6))
-    assert streaming == Streaming(device=CPU, prefetch=False)
-    assert "Streaming a layer at a time: the whole model takes" in caplog.text
-    assert choose(footprint, budget=in_use_and(4e9)) is None
-
-
-def test_limit_above_what_is_free_promises_nothing(footprint: Footprint) -> None:
-    assert choose(footprint, placement=limited(1e15)) is None
-    assert choose(footprint, placement=limited(1e15), budget=in_use_and(20e6)) is not None
-
-
 def test_missing_shards_of_other_layers_are_a_reason(
     footprint: Footprint, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,13 +105,6 @@ def test_packed_experts_stream_and_say_so(footprint: Footprint, caplog: pytest.L
     caplog.set_level(logging.INFO)
     assert choose(footprint, packed=True) == Streaming(device=CPU, prefetch=True, packed=True)
     assert "--packed-experts needs it" in caplog.text
-
-
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_prefetch_that_was_asked_for_is_not_weighed(footprint: Footprint, prefetch: bool) -> None:
-    streaming = choose(footprint, "on", prefetch=prefetch)
-    assert streaming is not None
-    assert streaming.prefetch == prefetch
 
 
 @pytest.mark.parametrize("placement", BY_HAND)
@@ -165,30 +145,11 @@ def test_limit_below_the_layers_in_memory_is_refused(
         choose(footprint, "on", limited(limit), **options)
 
 
-def test_limits_without_the_cpu_or_a_gpu_allow_nothing(footprint: Footprint) -> None:
-    with pytest.raises(UsageError, match="--max-memory does not allow"):
-        choose(footprint, "on", Placement(device_map="auto", max_memory={"cpu": 0}))
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (
-            ["--stream", "on", "--device-map", '{"model": "cpu", "lm_head": "cpu"}'],
-            2,
-            "runs every layer on one",
-        ),
-        (["--stream", "on", "--device-map", '{"": "disk"}'], 2, "runs every layer on one device"),
-        (
-            ["--packed-experts", "--offload-folder", "off"],
-            2,
-            "--packed-experts runs every layer on one device",
-        ),
         (["--stream", "off", "--no-prefetch"], 2, "--no-prefetch has no effect"),
-        (["--stream", "on", "--max-memory", "1MB"], 2, "--max-memory does not allow the layers"),
-        (["--stream", "sometimes"], 2, "'sometimes' is not one of"),
         (["--memory-budget", "1MB"], 3, "streaming one layer at a time would break the memory budget"),
-        (["--memory-budget", "none"], 2, "--memory-budget"),
     ],
 )
 def test_command_refuses_what_cannot_be(
@@ -199,21 +160,6 @@ def test_command_refuses_what_cannot_be(
     assert result.exit_code == code, result.stderr
     assert message in result.stderr
     assert not (tmp_path / "capture").exists()
-
-
-def test_command_streams_under_a_budget_and_says_why(toy: Path, tmp_path: Path, command: Any) -> None:
-    give_back_freed_memory()
-    budget = MemoryUsage.on_host().anonymous_bytes + 30_000_000
-    arguments = ["--seq-len", 8, "--noise-floor", "off", "--memory-budget", f"{budget // 1_000_000}MB"]
-    result = command(main, "extract-all", "--model", toy, *arguments, "--output-dir", tmp_path / "streamed")
-    assert result.exit_code == 0, result.stderr
-    assert "Streaming a layer at a time: the whole model takes" in result.stderr
-    assert "Loading 4 layers" not in result.stderr
-    plain = ["--seq-len", 8, "--noise-floor", "off", "--output-dir", tmp_path / "plain"]
-    whole = command(main, "extract-all", "--model", toy, *plain)
-    assert "Loading 4 layers" in whole.stderr
-    for path in (tmp_path / "plain").iterdir():
-        assert (tmp_path / "streamed" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def part_of(layers: range, *, has_head: bool = False) -> Slice:

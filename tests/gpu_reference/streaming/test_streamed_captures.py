@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,6 @@ from minimax_tools.model.weight_names import layer_prefix
 from minimax_tools.text.input_request import InputRequest
 
 sys.path.append(str(Path(__file__).parents[2]))
-from moments import KILL, words_of
 
 CPU = torch.device("cpu")
 STREAMS = {
@@ -97,12 +94,6 @@ def test_packed_experts_give_the_bytes_of_eager_ones(ask: Any, tmp_path: Path, i
     assert capture(replace(request, streaming=PACKED), tmp_path / "packed") == whole
 
 
-def test_bfloat16_checkpoint_streams_to_the_same_bytes(ask: Any, toy_bf16: Path, tmp_path: Path) -> None:
-    request = ask(folder=toy_bf16, noise_floor="full")
-    whole = capture(request, tmp_path / "whole")
-    assert capture(replace(request, streaming=STREAMS["alone"]), tmp_path / "streamed") == whole
-
-
 def test_stream_reads_every_layer_once_and_the_embeddings_rows_of_its_tokens(
     ask: Any, tmp_path: Path
 ) -> None:
@@ -157,17 +148,6 @@ def test_resumed_stream_reads_no_finished_layer_again(ask: Any, tmp_path: Path) 
     assert num_bytes <= later + proof
 
 
-def test_interrupted_stream_is_finished_by_a_whole_model_and_the_other_way_round(
-    ask: Any, tmp_path: Path
-) -> None:
-    request = ask(noise_floor="stats")
-    streamed = replace(request, streaming=STREAMS["prefetching"])
-    whole = capture(request, tmp_path / "whole")
-    for first, second, name in ((streamed, request, "a"), (request, streamed, "b")):
-        interrupt(first, tmp_path / name, after=2)
-        assert capture(second, tmp_path / name) == whole
-
-
 class StoppedError(Exception):
     pass
 
@@ -190,20 +170,6 @@ class StopAfter:
 def interrupt(request: GoldenRequest, directory: Path, *, after: int) -> None:
     with open_golden(request) as golden, pytest.raises(StoppedError):
         golden.capture(directory, extra={}, progress=StopAfter(after))
-
-
-@pytest.mark.slow
-def test_stream_killed_in_mid_run_resumes_to_the_same_bytes(toy: Path, tmp_path: Path, command: Any) -> None:
-    arguments = ["extract-all", "--model", str(toy), "--seq-len", "24,15", "--stream", "on", "--quiet"]
-    command(main, *arguments, "--output-dir", tmp_path / "whole")
-    killed = tmp_path / "killed"
-    dying = words_of("gpu_reference", name="layer_1.safetensors", act=KILL)
-    ended = subprocess.run(
-        [*dying, *arguments, "--output-dir", str(killed)], stdout=subprocess.DEVNULL, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL
-    command(main, *arguments, "--output-dir", killed)
-    assert contents(killed) == contents(tmp_path / "whole")
 
 
 def test_generation_of_a_stream_is_that_of_the_whole_model(toy: Path, tmp_path: Path, command: Any) -> None:
@@ -244,13 +210,6 @@ def test_what_cannot_be_streamed_is_refused(
     result = command(main, *common, *arguments)
     assert result.exit_code == code
     assert message in result.stderr
-
-
-def test_packed_experts_need_an_fp8_checkpoint(toy_bf16: Path, tmp_path: Path, command: Any) -> None:
-    common = ["extract-all", "--model", toy_bf16, "--seq-len", "8", "--output-dir", tmp_path / "capture"]
-    result = command(main, *common, "--packed-experts", "--experts-implementation", "eager")
-    assert result.exit_code == 2
-    assert "need an FP8 checkpoint" in result.stderr
 
 
 @pytest.mark.parametrize(("limit", "is_streamed"), [("10MB", True), ("4GB", False)])

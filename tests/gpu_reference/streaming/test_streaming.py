@@ -82,13 +82,6 @@ def test_model_stands_bare_but_for_the_part_that_runs(ask: Any) -> None:
     assert reading_threads() == []
 
 
-def test_weights_of_the_last_layer_are_gone_when_the_head_runs(ask: Any) -> None:
-    with open_golden(ask(streaming=ALONE)) as golden:
-        golden.forward()
-        assert bound_weights(golden) == ["model.norm.weight", "lm_head.weight"]
-        golden.forward()
-
-
 @pytest.mark.parametrize(
     ("inputs", "before"), [(FEW, "mlp.gate"), (FEW, "self_attn"), (None, "")], ids=["gate", "attn", "many"]
 )

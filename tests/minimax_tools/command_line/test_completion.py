@@ -48,12 +48,6 @@ def test_goldens_and_runs_are_completed_from_the_captures() -> None:
 
 
 @pytest.mark.usefixtures("captures")
-def test_other_folders_are_left_to_the_shell() -> None:
-    found = ShellComplete(mm2_compare, {}, "mm2", "_MM2_COMPLETE").get_completions(["--golden"], "else")
-    assert [(item.value, item.type) for item in found] == [("else", "dir")]
-
-
-@pytest.mark.usefixtures("captures")
 def test_wrong_project_file_does_not_stop_a_completion() -> None:
     Path("mm2.toml").write_text("modle = 3")
     assert complete(mm2_compare, "--run") == [RUN]

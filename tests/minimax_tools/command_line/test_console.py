@@ -22,7 +22,7 @@ from minimax_tools.command_line.console import (
 from minimax_tools.command_line.group import Mm2Group
 from minimax_tools.command_line.options import output_options
 from minimax_tools.errors import CaptureError, UsageError
-from minimax_tools.machine.stops import given_arguments, same_command
+from minimax_tools.machine.stops import same_command
 
 logger = logging.getLogger("minimax_tools.test_console")
 
@@ -50,7 +50,6 @@ for name, error in {
     "usage": UsageError("you erred", next_step="Do better."),
     "capture": CaptureError("no capture"),
     "crash": ZeroDivisionError("by zero"),
-    "assertion": AssertionError("impossible"),
     "stop": KeyboardInterrupt(),
     "differs": CommandEnd(1),
     "exits": SystemExit(0),
@@ -75,7 +74,6 @@ def run(*arguments: str) -> click.testing.Result:
             3,
             "Error: unexpected ZeroDivisionError: by zero. Run again with --debug for the traceback.\n",
         ),
-        ("assertion", 3, "Error: unexpected AssertionError: impossible. Run again with --debug"),
         ("stop", 3, "Error: interrupted. Run it again with: main stop --quiet\n"),
         ("differs", 1, ""),
         ("exits", 3, "Error: code that this command ran exited: found exit code 0\n"),
@@ -89,13 +87,6 @@ def test_exit_codes(name: str, exit_code: int, message: str) -> None:
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
-
-
-def test_no_error_of_a_command_exits_with_1() -> None:
-    # 1 says that a port differs.
-    for name in ("usage", "capture", "crash", "assertion", "stop", "exits"):
-        for options in ((), ("--debug",), ("--json",)):
-            assert run(name, *options).exit_code in (2, 3)
 
 
 def test_no_error_of_an_option_exits_with_1() -> None:
@@ -179,11 +170,6 @@ def test_how_much_is_said(options: tuple[str, ...], lines: list[str]) -> None:
     assert run("well", *options).stderr.splitlines() == lines
 
 
-def test_each_run_logs_to_its_own_stderr() -> None:
-    first, second = run("well"), run("well")
-    assert first.stderr == second.stderr == "progress\na warning\n"
-
-
 def test_root_logger_does_not_print_a_second_time(capfd: Any) -> None:
     handler = logging.StreamHandler()
     logging.getLogger().addHandler(handler)
@@ -197,15 +183,6 @@ def test_root_logger_does_not_print_a_second_time(capfd: Any) -> None:
 def test_nan_is_no_json() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         print_json({"ratio": float("nan")}, next_commands=())
-
-
-def test_plain_command_behaves_like_one_of_a_group() -> None:
-    @click.command(cls=Mm2Command)
-    def command() -> None:
-        raise CaptureError("no capture")
-
-    result = click.testing.CliRunner().invoke(command, [])
-    assert (result.exit_code, result.stderr) == (3, "Error: no capture\n")
 
 
 PRINTS_MUCH = """
@@ -236,19 +213,6 @@ def test_reader_that_stops_reading_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 3
-
-
-def test_a_command_knows_what_it_was_given(command: Any) -> None:
-    @click.group(cls=Mm2Group)
-    def main() -> None:
-        pass
-
-    @main.command()
-    @click.option("--layer", type=int)
-    def run(layer: int) -> None:
-        click.echo(f"{layer}: {given_arguments()}")
-
-    assert command(main, "run", "--layer", 3).stdout == "3: ('run', '--layer', '3')\n"
 
 
 def test_one_of_several_says_who_it_is_and_prints_no_json(command: Any) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 
-import pytest
-
 from minimax_tools.command_line.console import printable_messages
 
 
@@ -18,11 +16,6 @@ def test_warning_is_printed_with_escapes() -> None:
     with printable_messages():
         assert "a \\x1b[31mport" in _format_warning()
     assert "\x1b" in _format_warning()
-
-
-def test_recorded_warning_is_as_it_was() -> None:
-    with printable_messages(), pytest.warns(UserWarning, match="a \x1b port"):
-        warnings.warn("a \x1b port", UserWarning, stacklevel=1)
 
 
 def test_message_of_a_logger_without_handlers_is_printed_with_escapes() -> None:

@@ -54,11 +54,6 @@ def test_an_address_without_a_capture_ends_as_a_missing_folder_does(s3: Any) -> 
     assert "no capture at s3://lab/none" in done.stderr
 
 
-def test_a_capture_at_an_address_is_shown(s3: Any, command: Any) -> None:
-    put(s3, OLD / "golden", "golden")
-    assert "Capture s3://lab/golden" in command(mm2_gpu, "show", "s3://lab/golden", "--quiet").stdout
-
-
 def test_a_wrong_option_is_told_before_a_server_is_asked(s3: Any, command: Any) -> None:
     words = ("single-layer", "--layer", "1", "--backend", "cpu", "--model", OLD / "toy")
     sides = ("--golden", "s3://lab/golden", "--quiet")
@@ -85,17 +80,6 @@ def test_a_model_at_an_address_comes_by_its_shards(s3: Any, toy: Path) -> None:
     for name in set(weight_map.values()):
         assert (folder / name).read_bytes() == (toy / name).read_bytes()
         assert len(s3.asked("GET", name)) == 1
-
-
-def test_headers_of_a_model_at_an_address_are_enough(s3: Any, command: Any, toy: Path) -> None:
-    put(s3, toy, "models/toy")
-    s3.forget()
-    remote = json.loads(command(mm2_split, "memory", "--model", "s3://lab/models/toy", "--json").stdout)
-    local = json.loads(command(mm2_split, "memory", "--model", toy, "--json").stdout)
-    assert remote["from"] == "headers"
-    assert (remote["dtypes"], remote["parts"]) == (local["dtypes"], local["parts"])
-    assert {one.range for one in s3.asked("GET", "/model-0")} >= {"bytes=0-7"}
-    assert len(s3.asked("GET", "/model-0")) == 2 * len(list(toy.glob("*.safetensors")))
 
 
 def test_slices_of_a_model_at_an_address_are_fetched_and_cut(
@@ -190,17 +174,6 @@ def test_a_cache_that_cannot_be_written_to_is_told(
     assert done.exit_code == 3
     assert f"the cache at {tmp_path}/file" in done.stderr
     assert "set MM2_CACHE to another folder" in done.stderr
-
-
-def test_help_says_what_takes_an_address(command: Any) -> None:
-    text = command(mm2_test, "sweep", "--help").stdout
-    assert "--golden FOLDER|s3://…|hf://…" in text
-    assert "--output-dir DIRECTORY" in text
-    assert "--model FOLDER|HUB_ID|s3://…" in text
-    for program in (mm2_gpu, mm2_test):
-        assert "show [OPTIONS] FOLDER|s3://…|hf://…" in command(program, "show", "--help").stdout
-    # A search of a whole port, and folders that are made, take no address.
-    assert "--captures DIRECTORY" in text
 
 
 def test_a_port_s_own_tests_take_a_golden_at_an_address(s3: Any) -> None:

@@ -13,8 +13,6 @@ from safetensors import safe_open
 from minimax_tools.cli import mm2_split
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
-from minimax_tools.synthetic.checkpoint import synthesize
-from minimax_tools.synthetic.toy_model import SyntheticModel
 
 
 def memory(command: Any, model: object) -> dict[str, Any]:
@@ -83,12 +81,3 @@ def test_headers_of_a_hub_s_model_are_enough(
     assert record["total"] == memory(command, toy)["total"]
     sizes = {path.name: path.stat().st_size for path in toy.glob("*.safetensors")}
     assert not [path for path in tmp_path.rglob("*.safetensors") if path.name in sizes]
-
-
-def test_the_text_groups_equal_layers(command: Any, tmp_path: Path) -> None:
-    synthesize(
-        tmp_path / "bf16", model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=4_000_000, seed=0
-    )
-    text = command(mm2_split, "memory", "--model", tmp_path / "bf16").stdout
-    assert "each of layers 0 to 3" in text
-    assert "left in float32" in text

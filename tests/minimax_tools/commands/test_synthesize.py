@@ -76,14 +76,6 @@ def test_dtype_names_how_linear_layers_are_stored(dtype: str, tmp_path: Path) ->
     assert config["torch_dtype"] == dtype
 
 
-def test_seed_decides_the_numbers(tmp_path: Path) -> None:
-    contents = []
-    for name, seed in (("first", 3), ("second", 3), ("third", 4)):
-        assert run("synthesize", "--output", tmp_path / name, *SMALL, "--seed", seed).exit_code == 0
-        contents.append(next(iter(sorted((tmp_path / name).glob("*.safetensors")))).read_bytes())
-    assert contents[0] == contents[1] != contents[2]
-
-
 @pytest.mark.parametrize(("text", "size_bytes"), [("300KB", 300_000), ("1MiB", 2**20)])
 def test_shard_size_is_read_with_its_unit(text: str, size_bytes: int, tmp_path: Path) -> None:
     assert run("synthesize", "--output", tmp_path / "toy", *SMALL, "--shard-size", text).exit_code == 0
@@ -106,13 +98,6 @@ def test_wrong_quantities_are_one_message_and_exit_code_2(tmp_path: Path) -> Non
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: these widths do not fit FP8's blocks: expected multiples of 128")
     assert "Traceback" not in result.output
-
-
-def test_occupied_output_is_exit_code_2(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    result = run("synthesize", "--output", tmp_path)
-    assert result.exit_code == 2
-    assert f"{tmp_path} exists" in result.stderr
 
 
 def test_full_disk_is_exit_code_3_and_names_the_bytes(tmp_path: Path) -> None:

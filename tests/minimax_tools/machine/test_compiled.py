@@ -113,13 +113,3 @@ def test_proved_machine_code_is_not_made_again(load_loops: Callable[[], ModuleTy
     written_ns = kept.stat().st_mtime_ns
     assert load_loops().add_up(np.arange(5.0)) == 10.0
     assert kept.stat().st_mtime_ns == written_ns
-
-
-def test_mistake_in_a_loop_is_told(load_loops: Callable[[], ModuleType]) -> None:
-    with pytest.raises(Exception, match="no_such_thing"):
-        load_loops().name_nothing(np.arange(5.0))
-
-
-def test_arguments_of_other_types_are_refused(load_loops: Callable[[], ModuleType]) -> None:
-    with pytest.raises(TypeError, match="No matching definition"):
-        load_loops().add_up(np.arange(5, dtype=np.float32))

@@ -33,12 +33,6 @@ def test_torch_computes_alone_in_each_thread_and_as_before_elsewhere(
     assert later == [before]
 
 
-def test_pool_has_as_many_threads_as_torch_unless_told(cores: int) -> None:
-    with CorePool("test") as pool:
-        barrier = threading.Barrier(cores)
-        list(pool.map(lambda _: barrier.wait(60), range(cores)))
-
-
 def test_results_come_in_order_and_an_error_where_its_result_is_taken(cores: int) -> None:
     with CorePool("test") as pool:
         results = pool.map(lambda number: 6 // number, (1, 2, 0))

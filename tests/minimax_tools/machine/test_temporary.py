@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.machine.files import (
-    is_temporary_folder,
+    is_temporary,
     new_folder,
     remove_abandoned,
-    remove_temporaries,
     temporary_beside,
     whole_capture_file,
     whole_file,
@@ -54,7 +52,7 @@ def kill_while_writing(path: Path) -> Path:
             (written.parent / ".tmpAb3xYz").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(process, 0)
-    (left,) = (one for one in path.parent.iterdir() if is_temporary_folder(one))
+    (left,) = (one for one in path.parent.iterdir() if is_temporary(one))
     assert set(names(left)) == {".lock", f".{path.name}.tmp", ".tmpAb3xYz"}
     return left
 
@@ -74,7 +72,6 @@ def test_two_writers_of_a_name_never_mix(tmp_path: Path, write: Write) -> None:
         written.write_text("of the first writer")
         write(path)
         remove_abandoned(tmp_path)
-        remove_temporaries(tmp_path)
         assert written.read_text() == "of the first writer"
     assert names(tmp_path) == ["name"]
 
@@ -93,40 +90,8 @@ def test_writer_that_was_killed_before_its_lock_is_known(tmp_path: Path) -> None
     assert names(tmp_path) == ["name"]
 
 
-def test_files_of_others_are_no_temporary_folders(tmp_path: Path) -> None:
-    (tmp_path / ".name.0123abcd.tmp").write_text("a file")
-    (tmp_path / "there").mkdir()
-    (tmp_path / ".name.4567abcd.tmp").symlink_to(tmp_path / "there")
-    (tmp_path / ".name.tmp").mkdir()
-    before = names(tmp_path)
-    remove_abandoned(tmp_path)
-    assert names(tmp_path) == before
-
-
 def test_what_is_being_written_is_found_by_no_search_for_files(tmp_path: Path) -> None:
     with temporary_beside(tmp_path / "a.safetensors") as written:
         written.write_text("half")
         (tmp_path / "b.safetensors").touch()
         assert [path.name for path in tmp_path.rglob("*.safetensors") if path.is_file()] == ["b.safetensors"]
-
-
-def test_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError), new_folder(tmp_path / "new", size_bytes=1, remedy="Make room."):
-        raise OSError("planted")
-    assert names(tmp_path) == []
-
-
-def test_writer_that_was_killed_after_its_last_step_leaves_nothing_beside_a_folder_that_is_there(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "new"
-    write_folder(path)
-    kill_while_writing(path)
-    with pytest.raises(UsageError, match="exists"):
-        write_folder(path)
-    assert names(tmp_path) == ["new"]
-
-
-def test_file_is_whole_after_its_writer(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "a.safetensors")
-    assert torch.equal(load_file(tmp_path / "a.safetensors")["x"], torch.ones(2))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import datetime
 import json
 import shutil
 from pathlib import Path
@@ -67,17 +66,6 @@ def test_template_of_every_feature_renders_as_transformers_renders_it(
     assert '<user>"What is 2 < 3?' in rendered
 
 
-def test_file_goes_before_the_config(toy: Path, tmp_path: Path) -> None:
-    with_template(toy, tmp_path, "config")
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert render_chat(tmp_path, PROMPT) == "file"
-
-
-def test_default_of_several_templates_is_taken(toy: Path, tmp_path: Path) -> None:
-    templates = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "default"}]
-    assert render_chat(with_template(toy, tmp_path, templates), PROMPT) == "default"
-
-
 def test_special_token_may_be_an_object(toy: Path, tmp_path: Path) -> None:
     folder = with_template(toy, tmp_path, "{{ bos_token }}{{ pad_token }}")
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -95,11 +83,6 @@ def test_special_token_that_is_no_text_is_refused_by_name(toy: Path, tmp_path: P
         CheckpointError, match=r"tokenizer_config\.json: bos_token is no token: expected text, or .* found"
     ):
         render_chat(folder, PROMPT)
-
-
-def test_date_is_todays(toy: Path, tmp_path: Path) -> None:
-    folder = with_template(toy, tmp_path, "{{ strftime_now('%Y') }}")
-    assert render_chat(folder, PROMPT) == f"{datetime.datetime.now().year}"
 
 
 @pytest.mark.parametrize(
@@ -121,24 +104,6 @@ def test_template_that_fails_is_an_error_with_its_reason(
     folder = with_template(toy, tmp_path, template)
     with pytest.raises(CheckpointError, match=f"chat template of .* cannot be rendered: found {found}"):
         render_chat(folder, PROMPT)
-
-
-def test_template_file_that_cannot_be_read_is_named(toy: Path, tmp_path: Path) -> None:
-    folder = with_template(toy, tmp_path, "x")
-    path = folder / "chat_template.jinja"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(
-        CheckpointError, match=r"chat_template\.jinja cannot be read: found .*Fetch the file again"
-    ):
-        render_chat(folder, PROMPT)
-
-
-@pytest.mark.parametrize(
-    "template", [None, 3, [3], [{"name": ["default"], "template": "x"}], [{"name": "tools", "template": "x"}]]
-)
-def test_checkpoint_without_a_template_says_so(toy: Path, tmp_path: Path, template: object) -> None:
-    with pytest.raises(CheckpointError, match=r"has no chat template\. Leave --chat out"):
-        render_chat(with_template(toy, tmp_path, template), PROMPT)
 
 
 def test_missing_and_damaged_tokenizer_config(tmp_path: Path) -> None:

@@ -70,12 +70,6 @@ def test_chat_is_read_as_messages(tmp_path: Path) -> None:
     )
 
 
-def test_text_that_looks_like_json_stays_text(tmp_path: Path) -> None:
-    record = {**GENERATED, "arguments": [["[1, 2, 3] is", {"until": []}]]}
-    (sample,) = read_lm_eval_samples(write(tmp_path / "samples.jsonl", record))
-    assert sample.context == "[1, 2, 3] is"
-
-
 def test_without_metrics_rightness_is_unknown(tmp_path: Path) -> None:
     record = {key: value for key, value in GENERATED.items() if key not in ("metrics", "exact_match")}
     (sample,) = read_lm_eval_samples(write(tmp_path / "samples.jsonl", record))
@@ -97,43 +91,20 @@ def test_likelihood_may_be_a_number_or_text_in_a_pair_of_its_own(tmp_path: Path)
     assert [sample.log_likelihood for sample in samples] == [-2.5, float("-inf")]
 
 
-@pytest.mark.parametrize("value", [None, "none", [0.5, 1], {"f1": 1}, float("nan")])
-def test_metric_that_is_no_number_does_not_judge(tmp_path: Path, value: object) -> None:
-    (sample,) = read_lm_eval_samples(write(tmp_path / "samples.jsonl", {**GENERATED, "exact_match": value}))
-    assert sample.is_right is None
-
-
-def test_metric_may_be_larger_than_a_float(tmp_path: Path) -> None:
-    (sample,) = read_lm_eval_samples(write(tmp_path / "samples.jsonl", {**GENERATED, "exact_match": 10**400}))
-    assert sample.is_right is True
-
-
 @pytest.mark.parametrize(
     "changed",
     [
         {"doc_id": [3]},
-        {"doc_id": True},
         {"metrics": "acc"},
-        {"metrics": None},
-        {"metrics": [3]},
-        {"arguments": "text"},
-        {"arguments": {}},
         {"arguments": 3},
         {"arguments": {"gen_args_0": {}}},
         {"arguments": {"gen_args_0": {"arg_1": {}}}},
         {"arguments": {"gen_args_0": ["6 × 7 =", {}]}},
-        {"arguments": ["6 × 7 ="]},
-        {"arguments": [[3, {}]]},
         {"arguments": [[['[{"role": "user"}]']]]},
-        {"resps": " 41"},
         {"resps": [3]},
         {"resps": [[]]},
-        {"resps": [[3]]},
-        {"resps": [[None]]},
         {"arguments": [["a", "b"]], "resps": [[]]},
         {"arguments": [["a", "b"]], "resps": [[["much", "True"]]]},
-        {"arguments": [["a", "b"]], "resps": [[[10**400, "True"]]]},
-        {"arguments": [["a", "b"]], "resps": [[[True, "True"]]]},
         {"arguments": [["a", "b"]], "resps": [[["nan", "True"]]]},
         {"arguments": [["a", "b"]], "resps": [["-2.5"]]},
     ],
@@ -146,13 +117,6 @@ def test_value_of_another_kind_is_refused_by_its_document(tmp_path: Path, change
         read_lm_eval_samples(path)
     assert caught.value.found
     assert caught.value.next_step == "Give a samples_*.jsonl of lm_eval --log_samples."
-
-
-def test_file_without_samples_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    path.write_text("\n")
-    with pytest.raises(UsageError, match=r"samples\.jsonl holds no sample"):
-        read_lm_eval_samples(path)
 
 
 @pytest.mark.parametrize(

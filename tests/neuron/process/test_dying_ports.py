@@ -31,6 +31,7 @@ RANK_TIMEOUT_S = 60
 SUPERVISED = """
 import json, os, sys, tempfile
 from neuron.cli import main
+from minimax_tools.command_line.console import print_error
 from neuron.process.supervisor import supervise
 kept, done = [os.dup(1), os.dup(2)], {}
 for name, arguments in json.loads(sys.stdin.read()).items():
@@ -38,7 +39,7 @@ for name, arguments in json.loads(sys.stdin.read()).items():
     for number, file in zip((1, 2), files):
         os.dup2(file.fileno(), number)
     sys.argv = ["mm2-test", *arguments]
-    exit_code = supervise(main, arguments)
+    exit_code = supervise(main, arguments, print_error=print_error)
     sys.stdout.flush(), sys.stderr.flush()
     texts = {}
     for number, file, stream in zip((1, 2), files, ("stdout", "stderr")):
