@@ -10,7 +10,14 @@ import click
 
 from compare.limits.tolerances import CALIBRATION
 from compare.options import NamedSides, criteria_options, layers_options, report_option, sides_options
-from minimax_tools.command_line.console import Mm2Command, end_command, loading, print_json, version_option
+from minimax_tools.command_line.console import (
+    Mm2Command,
+    end_command,
+    loading,
+    print_json,
+    print_then_report,
+    version_option,
+)
 from minimax_tools.command_line.options import SUMMARY_JSON, judging_output_options
 from minimax_tools.machine.streams import write
 
@@ -63,7 +70,7 @@ def main(
     with loading():
         from compare.comparer import judge_run
         from compare.next_commands import after_comparison
-        from compare.run_report import print_then_report, report_run
+        from compare.run_report import report_run
         from compare.sides.golden_weights import find_weights
         from minimax_tools.capture.run_commands import RunCommands
         from reports.data import comparison_record, summary_record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,23 +11,10 @@ from compare.diagnosis.finding import Diagnosis, confirm_causes
 from compare.diagnosis.report import render_diagnosis
 from compare.diagnosis.view import word_diagnosis
 from compare.evidence.collection import collect_evidence
-from minimax_tools.command_line.console import print_text
 from reports.folder import Report, WrittenReport, write_report
 from reports.page.origins import origin_rows
 
 logger = logging.getLogger(__name__)
-
-
-def print_then_report(
-    text: str, report: Callable[[], WrittenReport] | None, *, next_commands: tuple[str, ...]
-) -> None:
-    """Print a verdict; then write its report, if any; then print the report's files and the commands to run next.
-
-    So a full disk costs the report, and not the verdict.
-    """
-    print_text(text, next_commands=() if report else next_commands)
-    if report:
-        print_text(str(report()), next_commands=next_commands)
 
 
 def report_run(

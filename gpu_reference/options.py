@@ -1,7 +1,4 @@
-"""Options of `mm2-gpu` alone; shared ones are in `minimax_tools.command_line.options`.
-
-Implementations: transformers' own ways to compute attention and experts, by name.
-"""
+"""Options of `mm2-gpu` alone; shared ones are in `minimax_tools.command_line.options`."""
 
 from __future__ import annotations
 

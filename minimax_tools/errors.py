@@ -17,8 +17,6 @@
         └── MissingExtraError   a package that this command needs is not installed
 
 A message has three parts: what and where, expected against found, the next step.
-
-Number ranges: ascending whole numbers as ranges, and in words.
 """
 
 from __future__ import annotations

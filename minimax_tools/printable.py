@@ -1,8 +1,6 @@
-r"""Text of captures, ports and file names, made fit to be shown: control characters become escapes, such as `\x1b`.
+"""Text of captures, ports and file names, made fit to be shown: control characters become escapes of Python's.
 
 A terminal acts on control characters: it sets its title, moves the cursor, or reverses the reading direction.
-
-What every command's text and JSON end in, the commands to run next, has its title and version here.
 """
 
 from __future__ import annotations

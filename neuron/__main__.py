@@ -18,6 +18,7 @@ def main() -> NoReturn:
     """Run this process's command line, and exit with the code of its verdict."""
     words = (_NAME, *sys.argv[1:])
     begin(words)
+    from minimax_tools.command_line.console import print_error
     from minimax_tools.machine.stops import die_when_stopped
     from neuron.process.record import StatusRecord
     from neuron.process.status import RECORD_VARIABLE, run_supervised
@@ -29,7 +30,7 @@ def main() -> NoReturn:
         # command is loaded. The call does not return.
         die_when_stopped()
         run_supervised(_run_command, StatusRecord.attach(int(descriptor)), parent=os.getppid())
-    sys.exit(supervise(_run_command, words))
+    sys.exit(supervise(_run_command, words, print_error=print_error))
 
 
 def _run_command() -> None:

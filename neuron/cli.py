@@ -80,5 +80,5 @@ def main() -> None:
 
 for _title, _commands in _SECTIONS.items():
     for _name, (_file, _summary) in _commands.items():
-        _function = f"{_name.replace('-', '_')}_command"
-        main.add_section(_title, CommandPlace(_name, f"neuron.commands.{_file}", _function, _summary))
+        _place = f"neuron.commands.{_file}:{_name.replace('-', '_')}_command"
+        main.add_section(_title, CommandPlace(_name, _place, _summary))

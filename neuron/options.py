@@ -17,13 +17,13 @@ from minimax_tools.command_line.options import (
     DEFAULT_DTYPE,
     DTYPE_NAMES,
     CaptureStore,
-    NamedDtype,
     complete_captures,
     grouped_as,
     input_options,
     judging_output_options,
     memory_budget_option,
     model_option,
+    read_dtype,
     run_options,
     span_options,
     stack_options,
@@ -69,7 +69,7 @@ _OPTIONS = stack_options(
         type=click.Choice(DTYPE_NAMES),
         default="float32",
         show_default=True,
-        callback=NamedDtype.read,
+        callback=read_dtype,
         help="Dtype in which mm2's own layer adds up the partial sums of the ranks.",
     ),
 )
@@ -242,17 +242,13 @@ prefetch_option = click.option(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _FurtherPlaces(LateValue):
-    """The places that --also names."""
-
-    texts: tuple[str, ...]
-
-    def find(self, ctx: click.Context) -> tuple[FurtherPlace, ...]:
-        """Return the places."""
+def _read_further(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> LateValue:
+    def find(_: click.Context) -> tuple[FurtherPlace, ...]:
         from minimax_tools.capture.further import parse_further
 
-        return parse_further(self.texts)
+        return parse_further(texts)
+
+    return LateValue(find)
 
 
 def _device_options(*further: Decorator) -> Decorator:
@@ -281,7 +277,7 @@ def _device_options(*further: Decorator) -> Decorator:
             "further",
             multiple=True,
             metavar="NAME=PLACE",
-            callback=lambda _, __, texts: _FurtherPlaces(texts),
+            callback=_read_further,
             help="Also store a tensor of the port that is no site; it is never judged. PLACE is a submodule's path, "
             "PATH:input[1] or, of the layer itself, :output[1]. Repeat for several.",
         ),

@@ -93,7 +93,7 @@ def list_commands() -> Iterator[tuple[str, list[str]]]:
     for program, (package, module, attribute) in PROGRAMS.items():
         root = getattr(importlib.import_module(module), attribute)
         words = [sys.executable, "-m", package]
-        names = list(root.commands) if isinstance(root, click.Group) else []
+        names = root.list_commands(click.Context(root)) if isinstance(root, click.Group) else []
         yield program, words
         yield from ((f"{program} {name}", [*words, name]) for name in names)
 

@@ -17,6 +17,7 @@ from minimax_tools.command_line.console import (
     loading,
     print_json,
     print_text,
+    print_then_report,
     version_option,
 )
 from minimax_tools.command_line.options import optional_model_option, output_options
@@ -110,7 +111,7 @@ def main(
             render_nothing_to_prove,
         )
         from compare.next_commands import after_diagnosis
-        from compare.run_report import print_then_report, report_run
+        from compare.run_report import report_run
         from compare.sides.pairing import select_layers
         from minimax_tools.capture.run_commands import RunCommands
 

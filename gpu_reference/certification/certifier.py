@@ -1,15 +1,8 @@
 """The certificate of a finished golden, checked layer by layer with one layer's tensors in memory.
 
-Some checks need the capture alone, others the model too. The certificate names the checks that could not run.
-
-The checks of a golden's layers against the model, and against mm2's own float32 layer.
-
-Without the model, two checks remain: of the norms of q and k, and of the error of BF16 if twins were stored.
-
-The check of a noise floor's variants.
-
-A variant is another correct way to compute a layer in BF16; it widens the noise floor. A wrong variant would widen the
-floor too far, and hide faults of ports.
+Some checks need the capture alone, others the model too: its layers in float32 by mm2's own stages. The certificate
+names the checks that could not run. A wrong variant of the noise floor would widen it too far, and hide faults:
+variants are checked against the float32 twins.
 """
 
 from __future__ import annotations
@@ -167,11 +160,7 @@ class LayerCertifier:
         self._rotary = Tally(name="rotary_width", missing=no_weights)
 
     def check_layer(self, layer: int) -> None:
-        """Check a layer.
-
-        Raises:
-            CheckpointError: The model's layer cannot be read.
-        """
+        """Check a layer."""
         if self._inputs is None:
             return
         stored = self._golden.read_layer(layer)
@@ -328,8 +317,6 @@ def check_golden(capture: Capture, model: str | None) -> Certificate:
 
     Raises:
         CaptureError: There is no golden.
-        CheckpointError: The model cannot be read.
-        IncomparableError: The capture is a device run.
     """
     refuse_run(capture, next_step="Judge it against a golden: mm2-compare.")
     mirror = CaptureMirror.find(capture.directory, capture.manifest)

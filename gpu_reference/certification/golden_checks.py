@@ -1,9 +1,7 @@
-"""Figures that check one layer of a golden, and their limits.
+"""Figures that check one layer of a golden, and their limits; `Tally` and `Worst` make checks of many of them.
 
 Distances are relative, in float64, over the real tokens. `real` is always bool [B,S], false on padding.
 Shapes: B batch, S sequence, N heads, D head_dim, E experts, k experts per token.
-
-Checks over many items, which are added one by one: `Tally` counts faults, `Worst` keeps the worst figure.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from minimax_tools.capture.manifest import Check, Outcome
+from minimax_tools.errors import list_faults
 from minimax_tools.model.sites import Site
 
 
@@ -37,7 +36,7 @@ class Tally:
         """Return the check; `statement` says what holds if no item has a fault."""
         if not (self.faults or self.count):
             return Check(name=self.name, outcome=Outcome.NOT_CHECKED, found=self.missing)
-        found = _list_faults(self.faults) if self.faults else f"{statement} ({self.count})"
+        found = list_faults(self.faults) if self.faults else f"{statement} ({self.count})"
         return claim(self.name, is_right=not self.faults, found=found)
 
 
@@ -77,10 +76,6 @@ def claim(name: str, *, is_right: bool, found: str) -> Check:
 
 def _excess(figure: float, limit: float) -> float:
     return math.inf if math.isnan(figure) else figure / limit
-
-
-def _list_faults(faults: list[str]) -> str:
-    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "")
 
 
 # Relative distance. transformers' and mm2's float32 layers add in other orders, which gave distances of 2e-7 to 3e-6.

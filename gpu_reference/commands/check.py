@@ -23,7 +23,7 @@ from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub, resolve_config
 from minimax_tools.machine.finding import Level, render_findings, worst_level
 from minimax_tools.machine.progress import format_duration
-from minimax_tools.machine.size import format_size
+from minimax_tools.machine.size import format_size, parse_size
 from minimax_tools.machine.streams import align_columns
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
@@ -59,7 +59,12 @@ _CONFIGURATIONS = (
 @click.option(
     "--gpus", metavar="8x80GB|24GB|0", help="Describe a machine by its GPUs. Default: this machine."
 )
-@click.option("--memory", metavar="1TB", help="Memory of the host, with --gpus. Default: 64GB.")
+@click.option(
+    "--memory",
+    callback=parse_size_option,
+    metavar="1TB",
+    help="Memory of the host, with --gpus. Default: 64GB.",
+)
 @click.option(
     "--disk-speed",
     callback=parse_size_option,
@@ -79,7 +84,7 @@ _CONFIGURATIONS = (
 def check_command(
     model: str | None,
     gpus: str | None,
-    memory: str | None,
+    memory: int | None,
     disk_speed: int | None,
     seq_lens: tuple[int, ...],
     dtype: torch.dtype,
@@ -178,12 +183,11 @@ def _make(model: str, way: GoldenWay) -> str:
 
 
 def _configure(job: Job, speeds: Speeds) -> list[dict[str, Any]]:
-    """Return what usual machines hold and how they make the golden."""
     from gpu_reference.readiness.golden_way import GpuMachine, find_ways, layers_on_gpus
 
     rows = []
     for gpus, memory in _CONFIGURATIONS:
-        machine = GpuMachine.parse(gpus, memory)
+        machine = GpuMachine.parse(gpus, parse_size(memory))
         chosen = _choose(find_ways(machine, job, speeds))
         rows.append(
             {

@@ -99,11 +99,7 @@ def run_golden(
 
 
 def _refuse_plainly_other(directory: Path, request: GoldenRequest) -> None:
-    """Raise before the model is loaded, if what the request alone tells differs from a finished golden there.
-
-    Raises:
-        CaptureError: It differs.
-    """
+    """Raise before the model is loaded, if what the request alone tells differs from a finished golden there."""
     kept = read_kept(directory)
     if kept is None:
         return
@@ -166,7 +162,6 @@ def read_placement(options: GoldenOptions) -> Placement:
 
     Raises:
         UsageError: A value cannot be read, or has no effect.
-        BackendError: A GPU is named that is not here.
     """
     return parse_placement(
         options.device_map, max_memory=options.max_memory, offload_folder=options.offload_folder
@@ -221,11 +216,6 @@ def _read_request(options: GoldenOptions, model: str, make_run: Callable[[ModelS
 
 
 def _read_variants(options: GoldenOptions, noise_floor: str) -> tuple[str, ...]:
-    """Return the variants to measure; () without a noise floor.
-
-    Raises:
-        UsageError: Variants were asked for by number, and no noise floor is measured.
-    """
     number = options.floor_variants
     if noise_floor != "off" and not options.no_save:
         return variant_names(DEFAULT_NUM_VARIANTS if number is None else number)

@@ -9,21 +9,11 @@ Its tools load the model whole in float32 and in BF16 to make these files. Each 
           prefill_s12_0_meta.json             requests, and the position of each token
       kv_analysis/fp32_kv.pt, hf_kv.pt        keys and values [1,K,S,D] in float32, by layer; hf_kv is of BF16
 
-`TensorComparePlugin` makes hf_fp32 and hf_bf16 only where they are missing. A decoding pass holds the whole sequence so
-far, and its last token is compared. Prompt and decoded tokens are one row of the goldens.
+A decoding pass holds the whole sequence so far, and its last token is compared. The tool divides the port's distance
+from float32 by BF16's. A port is a chained run, so both goldens must be: float32 twins, each computed from the BF16
+golden's input of its layer, will not do.
 
 B prompts, S tokens, F channels, K kv heads, D head_dim.
-
-GoldenPair: a BF16 golden and a float32 golden of the same tokens, by which another tool judges a port.
-
-Such a tool divides the port's distance from float32 by BF16's distance from float32. A port is a chained run, so both
-goldens must be chained runs too. The float32 twins within a golden will not do: each is computed from the golden's
-input of its layer, so a chained port is farther from them than the golden in every layer but the first.
-
-SiteModules: the modules whose first outputs are sites, as another tool names them.
-
-The names are those of transformers' MiniMax-M2, from which such a tool makes its own reference captures. A port may use
-others: `moe_delta=model.layers.{layer}.block_sparse_moe`.
 """
 
 from __future__ import annotations
@@ -68,7 +58,6 @@ def open_golden_pair(golden: Path, float32_golden: Path, *, allows_uncertified: 
         allows_uncertified: Whether goldens without a certificate are taken.
 
     Raises:
-        CaptureError: A directory holds no complete golden, or one that is damaged.
         IncomparableError: A golden is not certified, failed a check, or was changed after it was certified; or the two
             are of different models, tokens, layers or sites.
         UsageError: A golden was computed in the wrong dtype.
@@ -95,7 +84,6 @@ def _refuse_dtype(capture: Capture, expected: str) -> None:
 
 
 def _refuse_strangers(golden: Capture, float32_golden: Capture) -> None:
-    """Raise unless the two are of one model, the same tokens, and the same sites."""
     one, other = golden.description, float32_golden.description
     faults = one.provenance.model.differences(other.provenance.model)
     if one.inputs_digest != other.inputs_digest:
@@ -240,8 +228,6 @@ def export_reference(
 
     Raises:
         UsageError: `output` is not empty, or a row does not fit a serving engine or `num_decoded`.
-        CaptureError: A golden is damaged.
-        CheckpointError: The disk is too small, or the folder cannot be written.
     """
     _refuse_unservable_rows(pair, num_decoded)
     passes = tuple(_passes_of(length, num_decoded) for length in pair.inputs.lengths)
@@ -327,7 +313,6 @@ class _Writer:
 
 
 def _passes_of(num_tokens: int, num_decoded: int) -> tuple[ReferencePass, ...]:
-    """Return the passes of a row: its prompt, then one for each decoded token."""
     lengths = range(num_tokens - num_decoded, num_tokens + 1)
     return tuple(
         ReferencePass(num_tokens=length, is_prefill=number == 0) for number, length in enumerate(lengths)
@@ -357,7 +342,6 @@ def _modules_of(capture: Capture, modules: SiteModules) -> list[tuple[Entry, str
 
 
 def _cached_layers(golden: Capture) -> tuple[int, ...]:
-    """Return the layers of which keys and values are held, ascending."""
     return tuple(layer for layer in golden.layers if set(_CACHED_SITES) <= set(golden.sites(layer)))
 
 
@@ -367,7 +351,6 @@ def _count_values(
     passes: tuple[tuple[ReferencePass, ...], ...],
     cached_layers: tuple[int, ...],
 ) -> int:
-    """Count the values that will be written of one golden."""
     num_places = prod(pair.inputs.batch_shape)  # padding included
     num_written = sum(pass_.num_tokens for of_prompt in passes for pass_ in of_prompt)
     caches = [pair.golden.entry(layer, site) for layer in cached_layers for site in _CACHED_SITES]

@@ -24,9 +24,6 @@ def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *,
 
     Rows run one by one, without padding, and each starts from the seed, so that no row depends on another. A row ends
     when the model has no position left for a next token.
-
-    Raises:
-        BackendError: A GPU ran out of memory.
     """
     rows, likeliest = [], []
     for prompt, positions in zip(inputs.real_rows(), inputs.row_positions(), strict=True):

@@ -136,10 +136,6 @@ class Golden:
         """Run the inputs once and write the capture; a killed capture resumes.
 
         `extra` are JSON values to store beside the tensors, by file name.
-
-        Raises:
-            CaptureError: The directory is in use, holds something else, or the disk is full.
-            BackendError: A GPU ran out of memory.
         """
         with open_capture(directory, self.describe(), inputs=self.request.inputs) as writer:
             self._run_into(writer, progress or NoProgress())
@@ -148,11 +144,7 @@ class Golden:
             writer.finish()
 
     def run(self) -> dict[int, Mapping[Site, torch.Tensor]]:
-        """Run the inputs once and return the sites to keep of every layer, on the CPU; write nothing.
-
-        Raises:
-            BackendError: A GPU ran out of memory.
-        """
+        """Run the inputs once and return the sites to keep of every layer, on the CPU; write nothing."""
         layers: dict[int, Mapping[Site, torch.Tensor]] = {}
 
         def keep(layer: int, captured: Mapping[Site, torch.Tensor], _: torch.device) -> None:
@@ -169,9 +161,6 @@ class Golden:
         """Run the inputs once, on the embedding's device, and return the logits [B,S,vocab].
 
         A run that does not keep the logits computes those of the last position alone: [B,1,vocab].
-
-        Raises:
-            BackendError: A GPU ran out of memory.
         """
         keeps_logits = ModelSite.LOGITS in self.request.run.model_sites
         with torch.no_grad(), watched_memory():
@@ -264,15 +253,7 @@ class Golden:
 
 @contextmanager
 def open_golden(request: GoldenRequest) -> Iterator[Golden]:
-    """Load and prove the golden model.
-
-    Raises:
-        GoldenRefusedError: The model fell into one of the known traps.
-        CheckpointError: The checkpoint lacks tensors, or transformers could not load it.
-        MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
-        BackendError: A GPU's memory is too small.
-        MemoryBudgetError: The budget would be broken.
-    """
+    """Load and prove the golden model."""
     model, streaming = request.model, request.streaming
     # What headers show is checked before hundreds of gigabytes are loaded.
     refuse_ragged_blocks(model.spec)
@@ -305,7 +286,6 @@ def _streamed_index(request: GoldenRequest) -> TensorIndex:
 
 
 def _verify_layers(index: TensorIndex, request: GoldenRequest) -> None:
-    """Check that the index has the tensors of every layer that runs, with the shapes of config.json."""
     warn_of_rounded_router(index.entries)
     part = request.part
     for layer in range(request.model.num_hidden_layers) if part is None else part.stage.layers:

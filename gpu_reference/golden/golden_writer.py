@@ -1,7 +1,4 @@
-"""The writer of a golden: each layer's sites, with the noise floor measured beside them.
-
-Forward passes that skip some layers, because they are captured already or run in another process.
-"""
+"""The writer of a golden: sites with their noise floor; forward passes that skip layers."""
 
 from __future__ import annotations
 
@@ -106,11 +103,7 @@ class GoldenWriter:
         )
 
     def write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
-        """Write a layer while its weights are in memory on `device`. `captured` has its `wanted_sites`, on the CPU.
-
-        Raises:
-            CaptureError: The disk is full, or cannot be written to.
-        """
+        """Write a layer while its weights are in memory on `device`. `captured` has its `wanted_sites`, on the CPU."""
         floor = self.floor and self.floor.measure_layer(
             layer, captured, sites=self.run.computed_sites, device=device
         )
@@ -127,11 +120,7 @@ class GoldenWriter:
         self.progress.advance(layer, num_bytes=self._num_bytes_read - before)
 
     def write_model(self, captured: Mapping[ModelSite, torch.Tensor], *, hidden_states: torch.Tensor) -> None:
-        """Write the sites outside the layers; `hidden_states` [B,S,H] are the last layer's output.
-
-        Raises:
-            CaptureError: The disk is full, or cannot be written to.
-        """
+        """Write the sites outside the layers; `hidden_states` [B,S,H] are the last layer's output."""
         floor = self.floor and self.floor.measure_head(captured, hidden_states)
         self.writer.write_model(
             captured,

@@ -1,7 +1,4 @@
-"""The noise floor of a golden: the error of BF16 alone, measured against the float32 twin of each layer.
-
-The weights of a golden while it runs, for its float32 twins.
-"""
+"""The noise floor of a golden: the error of BF16 alone, measured against the float32 twin of each layer."""
 
 from __future__ import annotations
 

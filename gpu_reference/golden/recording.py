@@ -1,9 +1,8 @@
 """The sites of the layers and of the model, copied to the CPU as the golden model computes them.
 
-Expert tokens: hidden states set at each layer's input, so that they reach experts that no other token does.
+Expert tokens: hidden states set at each layer's input, so that they reach experts that hardly any other token chooses.
+They are made anew for each layer, by its own attention and router, from states that other tokens have at its input.
 
-A router of many experts chooses some so rarely that hardly any tokens reach them all. The states are made anew for
-each layer, by its own attention and router, from states that other tokens have at its input.
 B rows, S columns, T natural tokens (all real ones but the expert tokens), n expert tokens, H hidden, E experts, k
 experts per token.
 """

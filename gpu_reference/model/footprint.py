@@ -121,7 +121,6 @@ class Footprint:
 
     @property
     def _expert_bytes(self) -> int:
-        """The memory of the experts implementation for the routed tokens."""
         spec = self.spec
         num_routed = self.inputs.input_ids.numel() * spec.num_experts_per_tok
         # Each routed token is gathered, goes through gate and up, and is scattered back.

@@ -48,7 +48,6 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
         UsageError: The device map does not fit the model, or the model the devices.
         CheckpointError: transformers could not load the checkpoint.
-        BackendError: A GPU's memory is too small.
     """
     require_golden_extra("a golden capture")
     _set_exact_arithmetic()

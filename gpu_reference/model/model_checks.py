@@ -1,7 +1,4 @@
-"""The proofs that a loaded golden model fell into none of the known traps.
-
-Weights that accelerate keeps off their device until a module runs; until then they are on the meta device.
-"""
+"""The proofs that a loaded golden model fell into none of the known traps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Publication: a golden put at a remote address, after it was checked; its manifest comes last.
-
-Card: README.md of a published golden, in the form of a dataset's card.
-"""
+"""Publication: a golden put at a remote address with a card, after it was checked; its manifest comes last."""
 
 from __future__ import annotations
 
@@ -135,7 +132,6 @@ def publish_golden(
 
     Raises:
         CaptureError: It is incomplete or damaged.
-        IncomparableError: It is no golden, or is not certified, or failed.
         RemoteError: Another capture is at the address, or it cannot be put there.
     """
     golden = Capture.open(directory)
@@ -205,7 +201,6 @@ def _refuse_damage(golden: Capture) -> None:
 
 
 def _refuse_other(folder: RemoteFolder, address: RemoteAddress, manifest: Path) -> None:
-    """Raise if another capture is at the address."""
     try:
         file = folder.find(MANIFEST_NAME)
     except NoRepositoryError:

@@ -1,18 +1,7 @@
 """GoldenWay: a way to make a golden on a machine: its options, whether it fits, and about how long it takes.
 
-| way | holds |
-|---|---|
-| whole on the GPUs | every layer on a GPU |
-| whole, GPUs and host | what the GPUs do not take is in the host's memory |
-| whole on the CPU | every layer in the host's memory |
-| streamed, two layers | one layer runs while the next one is read |
-| streamed, one layer | one layer at a time |
-| streamed, packed | one layer at a time, its experts in FP8 |
-
 Times are estimates: the bytes of the checkpoint at the disk's speed, and the arithmetic of the model, its float32 twins
 and variants at the device's. Where a layer is read while another runs, the longer of the two counts.
-
-GpuMachine: GPUs and memory of this machine, or of one that is only described, such as one to rent.
 """
 
 from __future__ import annotations
@@ -64,19 +53,22 @@ class GpuMachine:
         return cls(gpus=tuple(gpus), host_bytes=available_bytes(root=root), is_here=True)
 
     @classmethod
-    def parse(cls, gpus: str, memory: str | None) -> GpuMachine:
-        """Read a description: `8x80GB`, `24GB` or `0` GPUs, and the memory of the host.
+    def parse(cls, gpus: str, host_bytes: int | None) -> GpuMachine:
+        """Read a description: `8x80GB`, `24GB` or `0` GPUs; `host_bytes` is the memory of the host, None for 64 GB.
 
         Raises:
             UsageError: It cannot be read.
         """
-        host_bytes = _USUAL_HOST_BYTES if memory is None else _read_size(memory, option="--memory")
+        host_bytes = host_bytes or _USUAL_HOST_BYTES
         if gpus.strip() in ("0", "none"):
             return cls(gpus=(), host_bytes=host_bytes, is_here=False)
         match = _GPUS.fullmatch(gpus.strip())
-        if match is None or match[1] == "0":
-            raise _unreadable(gpus, option="--gpus")
-        size_bytes = _read_size(match[2], option="--gpus")
+        try:
+            size_bytes = 0 if match is None or match[1] == "0" else parse_size(match[2])
+        except ValueError:
+            size_bytes = 0
+        if match is None or not size_bytes:
+            raise UsageError(f"--gpus {gpus!r} cannot be read", expected="0, 24GB or 8x80GB")
         gpu = Gpu(name="", total_bytes=size_bytes, free_bytes=size_bytes)
         return cls(gpus=(gpu,) * int(match[1] or 1), host_bytes=host_bytes, is_here=False)
 
@@ -92,18 +84,6 @@ class GpuMachine:
             f"{len(sizes)} ×{named} {format_size(sizes[0])}" if same else ", ".join(map(format_size, sizes))
         )
         return f"{gpus}, {host}"
-
-
-def _read_size(text: str, *, option: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise _unreadable(text, option=option) from None
-
-
-def _unreadable(text: str, *, option: str) -> UsageError:
-    expected = "0, 24GB or 8x80GB" if option == "--gpus" else "a size such as 1TB"
-    return UsageError(f"{option} {text!r} cannot be read", expected=expected)
 
 
 # Taken of each GPU by CUDA's context and its libraries' buffers.

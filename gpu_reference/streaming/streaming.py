@@ -1,10 +1,7 @@
 """transformers' own model run with one layer's weights in memory, whatever the model's size.
 
 The whole model is on the meta device. Just before a module (embedding, layer, norm or head) runs, its weights are read
-and bound to it; afterwards they are removed. transformers' own forward, layers and experts compute, as on a loaded
-model: mm2 repeats none of them. The first layer that runs is proved: compared with the checkpoint.
-
-A checkpoint reader that reads announced tensors once, and records what it read.
+and bound to it; afterwards they are removed. The first layer that runs is compared with the checkpoint.
 """
 
 from __future__ import annotations
@@ -92,7 +89,6 @@ class OnceReader(CheckpointReader):
             self._repeats.update(name for name in names if name in self.index)
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
-        """Fill `out` with the bytes of a tensor or of some of its rows, from memory if kept, else from its file."""
         whole = self.index[entry.name]
         with self._keeping:
             kept = self._kept.get(entry.name) if entry == whole else None
@@ -138,9 +134,7 @@ def open_streamed_model(
     """Build the golden model without its weights, and let it fetch them during the block.
 
     Raises:
-        MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
         UsageError: This checkpoint or experts implementation cannot have packed experts.
-        MemoryBudgetError: The budget does not allow the layers that are in memory at once.
     """
     if streaming.packed:
         _refuse_unpackable(request, reader)
@@ -193,11 +187,7 @@ class StreamedModel:
         return norm.get_parameter("weight"), lm_head.get_parameter("weight")
 
     def hold(self, layers: range, *, with_head: bool) -> None:
-        """Read the layers that will run, and keep them; if `with_head`, final norm and lm_head too.
-
-        Raises:
-            CheckpointError: A tensor cannot be read.
-        """
+        """Read the layers that will run, and keep them; if `with_head`, final norm and lm_head too."""
         if layers:
             self._expect_proof(layers[0], self._names_of_whole_proof())
         for layer in layers:

@@ -42,7 +42,7 @@ from minimax_tools.machine.files import (
     digest_file,
     locked_directory,
     read_owner,
-    remove_temporaries,
+    remove_abandoned,
     whole_capture_file,
 )
 from minimax_tools.model.inputs import Inputs
@@ -392,7 +392,7 @@ def open_capture(
         if not manifest.complete_layers:
             # The records (`read_record`) of what ranks read of the checkpoint are of a run that is not resumed.
             remove_records(directory)
-        remove_temporaries(directory)
+        remove_abandoned(directory)
         # A capture that changes loses its certificate: `mm2-gpu certify` must check it again.
         manifest = replace(manifest, certificate=None)
         writer = CaptureWriter(directory, manifest, inputs=inputs)
@@ -414,7 +414,7 @@ def tidy_capture(directory: Path) -> None:
     """Remove what a killed run left in a finished capture, unless another run writes there or nobody may write."""
     if Manifest.is_in(directory):
         with contextlib.suppress(CaptureError, OSError), locked_directory(directory):
-            remove_temporaries(directory)
+            remove_abandoned(directory)
 
 
 def store_certificate(directory: Path, certificate: Certificate) -> Manifest:

@@ -1,17 +1,4 @@
-"""The commands' way to the terminal: exit codes, errors, JSON, and log messages on stderr.
-
-NearChoice: a choice among names whose error suggests the names that are spelled most alike.
-
-Messages of code that mm2 runs but did not write, made fit for a terminal: Python's warnings, and log messages.
-
-A port and its libraries may put any text into them. What they print themselves is theirs.
-
-LocalPath: the type of options that take files and folders of this machine alone.
-
-pathlib makes `s3:/bucket` of `s3://bucket`: a run would go to a folder `s3:` of the working directory, unnoticed.
-
-LateValue: the value of an option that is found when the command runs: a server is asked for it, or torch has it.
-"""
+"""The commands' way to the terminal: exit codes, errors, JSON, and log messages on stderr."""
 
 from __future__ import annotations
 
@@ -19,9 +6,9 @@ import logging
 import os
 import traceback
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -95,7 +82,7 @@ class _PrintableFormatter(logging.Formatter):
 
 
 class LocalPath(click.Path):
-    """A path that refuses remote addresses."""
+    """A path that refuses remote addresses, of which pathlib makes folders such as `s3:` without a word."""
 
     @classmethod
     def like(cls, path: click.Path) -> LocalPath:
@@ -117,12 +104,11 @@ class LocalPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class LateValue(ABC):
-    """The value of an option that is found when the command runs."""
+@dataclass(frozen=True, slots=True)
+class LateValue:
+    """The value of an option that is found when the command runs: a server is asked for it, or torch has it."""
 
-    @abstractmethod
-    def find(self, ctx: click.Context) -> Any:
-        """Return the value that the command gets."""
+    find: Callable[[click.Context], Any]
 
 
 def find_late_values(ctx: click.Context) -> None:
@@ -336,6 +322,18 @@ def print_text(text: str, *, next_commands: Sequence[str]) -> None:
         write("\n".join(lines))
 
 
+def print_then_report(
+    text: str, report: Callable[[], object] | None, *, next_commands: Sequence[str]
+) -> None:
+    """Print a verdict; then write its report, if any, and print that; then the commands to run next.
+
+    So a full disk costs the report, and not the verdict.
+    """
+    print_text(text, next_commands=() if report else next_commands)
+    if report:
+        print_text(str(report()), next_commands=next_commands)
+
+
 def say(text: str, *, to_stderr: bool = False) -> None:
     """Write plain text to stdout, or to stderr; control characters become escapes."""
     write(printable(text), to_stderr=to_stderr)
@@ -383,7 +381,6 @@ def _other_ways(param: click.Parameter | None) -> str:
 
 
 def _is_given_by(defaults: ProjectDefaults, error: click.BadParameter) -> bool:
-    """Decide whether the value that click refused comes from the project's file."""
     if error.ctx is None or error.param is None or error.param.name is None:
         return False
     source = error.ctx.get_parameter_source(error.param.name)
@@ -417,7 +414,6 @@ def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
 
 
 def _stopped(ctx: click.Context) -> CannotRunError:
-    """Return the error of the running command after Ctrl-C, SIGTERM or SIGHUP."""
     forget_interrupt()
     resumes = isinstance(ctx.command, Mm2Command) and ctx.command.resumes
     # A rank is started by another program, whose command line it does not know.
@@ -426,7 +422,6 @@ def _stopped(ctx: click.Context) -> CannotRunError:
 
 
 def _describe(error: BaseException) -> tuple[str, int]:
-    """Return the message for an error, and its exit code."""
     if isinstance(error, Mm2Error):
         return str(error), error.exit_code
     what = f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback."
@@ -442,7 +437,6 @@ def _after_error(error: BaseException) -> tuple[str, ...]:
 
 
 def _named_commands(error: BaseException) -> tuple[str, ...]:
-    """Return the commands that an error names."""
     return error.commands if isinstance(error, Mm2Error) else ()
 
 

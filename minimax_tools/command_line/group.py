@@ -1,6 +1,4 @@
-"""Groups of commands. A command's module is imported when the command is called.
-
-Entry: a command of mm2 begun as a process. Streams and signals are in order before a library is loaded.
+"""Groups of commands, each imported when it is called; a command of mm2 begun as a process.
 
 At the top it imports nothing that takes time: until `begin`, a stop is told by Python, in its own words.
 """
@@ -12,7 +10,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,24 +57,18 @@ def begin(words: Sequence[str]) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-# Title of the commands of a group that belong to no section.
-_OTHER_COMMANDS = "Other"
-# Longest first sentence of a command that a group's help shows whole.
-_LONGEST_SENTENCE = 200
-
-
 @dataclass(frozen=True, slots=True)
 class CommandPlace:
     """The place of a command that is not loaded yet."""
 
     name: str  # as users type it
-    module: str  # name of its module
-    attribute: str  # its name in the module
+    place: str  # its module and its name there, such as `neuron.commands.run:sweep_command`
     summary: str  # the first sentence of its help, which the group's help shows
 
     def load(self) -> click.Command:
         """Import the module and return the command."""
-        command: click.Command = getattr(importlib.import_module(self.module), self.attribute)
+        module, _, attribute = self.place.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
 
@@ -87,17 +79,21 @@ class Mm2Group(click.Group):
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self._places = _Commands(self.commands)
-        self.commands = self._places
-        self._sections: dict[str, tuple[str, ...]] = {}
+        self._sections: dict[str, tuple[CommandPlace, ...]] = {}
         version_option(self)
 
     def add_section(self, title: str, *places: CommandPlace) -> None:
         """Add commands, which the help lists under a title."""
-        for place in places:
-            self._places.add(place)
-        names = tuple(place.name for place in places)
-        self._sections[title] = (*self._sections.get(title, ()), *names)
+        self._sections[title] = (*self._sections.get(title, ()), *places)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands, in the order of the help."""
+        return [*self._places(), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, imported if it was not; None if there is none of that name."""
+        place = self._places().get(cmd_name)
+        return super().get_command(ctx, cmd_name) if place is None else place.load()
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -116,61 +112,18 @@ class Mm2Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names.
-
-        Raises:
-            click.UsageError: There is none; the message suggests near names.
-        """
-        name = args[0]
-        if not ctx.resilient_parsing and not name.startswith("-") and name not in self.commands:
-            near = did_you_mean(name, self.commands)
-            ctx.fail(f"No such command {name!r}. {near}".rstrip())
+        """Return the command that the first argument names."""
+        name, known = args[0], self.list_commands(ctx)
+        if not ctx.resilient_parsing and not name.startswith("-") and name not in known:
+            ctx.fail(f"No such command {name!r}. {did_you_mean(name, known)}".rstrip())
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands by section."""
-        titled = {name for names in self._sections.values() for name in names}
-        others = tuple(name for name in self.list_commands(ctx) if name not in titled)
-        sections = {**self._sections, _OTHER_COMMANDS: others}
-        width = max((len(name) for name in self.commands), default=0)
-        for title, names in sections.items():
-            rows = [(name.ljust(width), self._places.summary_of(name)) for name in names]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+        width = max(map(len, self.list_commands(ctx)), default=0)
+        for title, places in self._sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(place.name.ljust(width), place.summary) for place in places])
 
-
-class _Commands(MutableMapping[str, click.Command]):
-    """The commands of a group by name, each loaded when it is asked for."""
-
-    def __init__(self, loaded: MutableMapping[str, click.Command]) -> None:
-        self._loaded = dict(loaded)
-        self._places: dict[str, CommandPlace] = {}
-
-    def add(self, place: CommandPlace) -> None:
-        self._places[place.name] = place
-
-    def summary_of(self, name: str) -> str:
-        if name in self._places:
-            return self._places[name].summary
-        return self._loaded[name].get_short_help_str(limit=_LONGEST_SENTENCE)
-
-    def __getitem__(self, name: str) -> click.Command:
-        if name not in self._loaded:
-            self._loaded[name] = self._places[name].load()
-        return self._loaded[name]
-
-    def __setitem__(self, name: str, command: click.Command) -> None:
-        self._loaded[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._loaded[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._loaded or name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._places, **self._loaded})
-
-    def __len__(self) -> int:
-        return len({**self._places, **self._loaded})
+    def _places(self) -> dict[str, CommandPlace]:
+        return {place.name: place for places in self._sections.values() for place in places}

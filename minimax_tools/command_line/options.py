@@ -1,29 +1,4 @@
-"""Command-line options that mean the same in every command, declared once.
-
-Each decorator below adds its options to a command. The last column names the parameter that gets several options as
-one value:
-
-| decorator | options | value |
-|---|---|---|
-| `model_option`, `optional_model_option` | --model (env MM2_MODEL) | |
-| `captures_option` | --captures (env MM2_CAPTURES) | |
-| `store_options`; `search_store_options` | --captures, --output-dir, --overwrite; the first two | `store` |
-| `dtype_option`, `memory_dtype_option`; `run_options` | --dtype; it, --sites and --seed | |
-| `input_options` | --prompt, --prompts-file, --chat, --input-ids, | `inputs`: InputRequest, with --seed |
-| | --seq-len, --quick, --batch-size, --padding-side, --pad-to, | |
-| | --last-tokens, --max-length, --start-positions | |
-| `span_options` | --start-layer, --end-layer, --layers | `span`: Span or None |
-| `layer_option` | --layer | |
-| `memory_budget_option` | --memory-budget | |
-| `reading_options` | --format, --map | `reading`: DumpReading |
-| `output_options`; `judging_output_options` | --json, --quiet, --debug; with --json=summary | |
-
-NamedDtype: the dtype that an option names. torch, which has it, is loaded when the command runs.
-
-CaptureStore: the place of a run's capture, as --captures, --output-dir and --overwrite name it.
-
-Shell completion of captures: the folders of one side under --captures, then any folder.
-"""
+"""Command-line options that mean the same in every command, declared once, and the values that they are read into."""
 
 from __future__ import annotations
 
@@ -67,24 +42,17 @@ DEFAULT_DTYPE = "bfloat16"
 DTYPE_NAMES = (DEFAULT_DTYPE, "float32")
 
 
-@dataclass(frozen=True, slots=True)
-class NamedDtype(LateValue):
-    """A dtype by torch's name of it."""
+def read_dtype(_: click.Context, __: click.Parameter, name: str) -> LateValue:
+    """Return the dtype of torch that an option names (a click callback)."""
 
-    name: str
-
-    @classmethod
-    def read(cls, _: click.Context, __: click.Parameter, name: str) -> NamedDtype:
-        """Return the dtype that an option names (a click callback)."""
-        return cls(name)
-
-    def find(self, ctx: click.Context) -> torch.dtype:
-        """Return the dtype."""
+    def find(_: click.Context) -> torch.dtype:
         with importing():
             import torch
 
-        dtype: torch.dtype = getattr(torch, self.name)
+        dtype: torch.dtype = getattr(torch, name)
         return dtype
+
+    return LateValue(find)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +81,6 @@ class CaptureStore:
         """Return the directory for a port's run, which replaces no other run unless the user asked for that.
 
         If another run has the usual place, it is a numbered folder beside it.
-
-        Raises:
-            CaptureError: The directory that the user named holds another finished capture.
         """
         from minimax_tools.capture.resumption import find_free_directory, refuse_other_run
 
@@ -188,11 +153,6 @@ def read_span(start_layer: int | None, end_layer: int | None, layers: str | None
 
 
 def _read_dump_reading(format_name: str | None, map_path: Path | None) -> DumpReading:
-    """Read --format and --map.
-
-    Raises:
-        UsageError: The map is wrong.
-    """
     from minimax_tools.dumps.name_map import NameMap
     from minimax_tools.dumps.opening import DumpReading
 
@@ -284,7 +244,7 @@ _dtype_option = functools.partial(
     show_default=True,
     help="Dtype of weights and activations.",
 )
-dtype_option = _dtype_option(callback=NamedDtype.read)
+dtype_option = _dtype_option(callback=read_dtype)
 # The same as a `StoredDtype`, for commands that need no torch.
 memory_dtype_option = _dtype_option(callback=lambda _, __, name: StoredDtype.from_json(name))
 run_options = stack_options(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from minimax_tools.command_line.console import Mm2Command, loading, print_json, print_text
-from minimax_tools.command_line.options import NamedDtype, output_options, stack_options
+from minimax_tools.command_line.options import output_options, read_dtype, stack_options
 from minimax_tools.commands.options import shard_size_option
 from minimax_tools.errors import format_count
 from minimax_tools.synthetic.toy_model import PRESETS
@@ -66,7 +66,7 @@ _size_options = stack_options(
     type=click.Choice(list(_DTYPES)),
     default="fp8",
     show_default=True,
-    callback=lambda _, __, value: NamedDtype(_DTYPES[value]),
+    callback=lambda ctx, param, value: read_dtype(ctx, param, _DTYPES[value]),
     help="Stored dtype of linear layers.",
 )
 @shard_size_option("at least four shards")

@@ -1,15 +1,8 @@
-"""Loops over arrays that numba compiles at their first call.
+"""Loops over arrays that numba compiles at their first call, and a pool of threads that run them, one for each core.
 
-A compiled loop runs without Python's lock, so threads run it in parallel. numba keeps the machine code for other
-processes in `__pycache__` beside the source. If that folder is read-only, it uses the user's cache folder. What it
-keeps is proved before it is used (`compiled_cache`).
-
-CompiledCache: the machine code of one loop that numba keeps in files, proved before numba loads it.
-
-numba runs what its files hold, and damaged machine code ends the process. So mm2 writes the sha256 of each file when
-numba has written them, and removes files of another sha256 before numba reads them: numba then compiles the loop anew.
-
-A pool of threads, one for each core. Within each of them torch computes with that one thread only.
+A compiled loop runs without Python's lock. numba keeps the machine code for other processes in `__pycache__` beside the
+source, or in the user's cache folder. It runs what its files hold, and damaged machine code ends the process. So mm2
+writes down the sha256 of each file, and removes files of another sha256 before numba reads them.
 """
 
 from __future__ import annotations
@@ -42,11 +35,7 @@ class CompiledCache:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> CompiledCache:
-        """Find the folder where numba keeps a function's machine code.
-
-        Raises:
-            RuntimeError: numba finds no folder that it can write to.
-        """
+        """Find the folder where numba keeps a function's machine code."""
         from numba.core.caching import FunctionCache
 
         source = Path(function.__code__.co_filename)

@@ -1,40 +1,23 @@
-"""Files that are written whole or not at all: in a temporary folder beside them first, and renamed at the end.
+"""Files and folders that are written whole or not at all, kept through a power loss, and locked by living processes.
 
 | function | gives | its errors |
 |---|---|---|
 | `whole_path` | a path, for libraries that write files themselves | OSError |
 | `whole_file` | a text file | OSError |
 | `whole_capture_file` | a path, for files of a capture | for the user |
+| `new_folder` | a folder | for the user |
 
-A file is on the disk before it gets its name. What killed writers of it left behind is removed first.
+What is being written lies in a hidden folder beside its final name, and is on the disk before it is renamed:
 
-Durable files and folders: what is renamed to its final name is on the disk, and stays after a power loss.
-
-Held files and folders: locked by a living process. The system lets them go when it ends, even if killed.
-
-Temporary folders: hidden folders beside what is being written, held by the process that writes.
-
-    .NAME.1f0c44ab.tmp/.NAME.tmp    what is being written, a file or a folder; a search for files finds it by no pattern
+    .NAME.1f0c44ab.tmp/.NAME.tmp    a file or a folder; a search for files finds it by no pattern
     .NAME.1f0c44ab.tmp/.lock        locked by its writer
 
-Libraries put temporary files of their own beside the file that they write: these lie in the folder too. A killed writer
-leaves the folder behind without its lock, so whoever writes the same name next removes it. A lock tells more than a
-process number in the name: it also holds between containers, on a shared file system and after a restart.
-
-Folders that are written whole or not at all: in a temporary folder first, and renamed at the end.
-
-The lock of a capture directory: a locked file that names the run that writes there.
-
-The sha256 of a file's bytes.
-
-Reading ahead: the system reads files into its page cache while the process does something else.
-
-Names of files that a damaged or hostile file gives: a plain one leads nowhere else, and every file system has it.
+A killed writer leaves the folder without its lock, so whoever writes the same name next removes it. A lock tells more
+than a process number in the name: it also holds between containers, on a shared file system and after a restart.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -106,7 +89,7 @@ def make_folder(folder: Path) -> None:
 
 
 def hold_file(path: Path) -> TextIO:
-    """Make a file if it is missing, and lock it until the returned file is closed.
+    """Make a file if it is missing, and lock it until the returned file is closed, or its process ends.
 
     Raises:
         BlockingIOError: Another process, or another call in this one, holds it.
@@ -159,7 +142,7 @@ _NUM_ATTEMPTS = 10
 def temporary_beside(path: Path) -> Iterator[Path]:
     """Yield a path in a new temporary folder beside `path`; nothing is at it yet.
 
-    The folder is removed at the end of the block, and those that killed writers of `path` left are removed first.
+    It is removed at the end of the block, and those that killed writers of `path` left are removed first.
 
     Raises:
         OSError: The folder cannot be made.
@@ -188,8 +171,8 @@ def remove_abandoned(folder: Path, *, name: str | None = None) -> None:
             _remove_unless_held(path)
 
 
-def is_temporary_folder(path: Path) -> bool:
-    """Decide whether a path has the name of a temporary folder."""
+def is_temporary(path: Path) -> bool:
+    """Decide whether a path has the name of a temporary folder, which a killed run leaves behind."""
     return _NAME.fullmatch(path.name) is not None
 
 
@@ -301,19 +284,19 @@ def _no_room(output: Path, size_bytes: int, *, reason: str, remedy: str) -> Chec
 LOCK_NAME = ".lock"
 
 
-@contextlib.contextmanager
+@contextmanager
 def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
-    """Make `directory` if it is missing, and keep other runs out of it during the block.
+    """Make a capture directory if it is missing, and keep other runs out of it during the block.
 
     `owner` is the name of this run. Its other processes read it by `read_owner`.
 
     Raises:
         CaptureError: Another run holds the lock, or the directory cannot be made or written to.
     """
-    _make_folder(directory)
     path = directory / LOCK_NAME
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         try:
+            make_folder(directory)
             _write_owner(stack.enter_context(hold_file(path)), owner)
         except BlockingIOError:
             raise CaptureError(
@@ -322,7 +305,7 @@ def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
             ) from None
         except OSError as error:
             raise CaptureError(
-                f"cannot lock the capture directory {directory}",
+                f"cannot make or lock the capture directory {directory}",
                 found=error.strerror,
                 next_step="Choose another --output-dir.",
             ) from error
@@ -346,17 +329,6 @@ def _write_owner(file: TextIO, owner: str) -> None:
     file.write(owner)
     file.flush()
     os.fsync(file.fileno())
-
-
-def _make_folder(directory: Path) -> None:
-    try:
-        make_folder(directory)
-    except OSError as error:
-        raise CaptureError(
-            f"cannot make the capture directory {directory}",
-            found=error.strerror,
-            next_step="Choose another --output-dir.",
-        ) from error
 
 
 _CHUNK_BYTES = 1 << 24  # in memory at a time
@@ -416,8 +388,6 @@ def is_plain_name(name: str) -> bool:
 
 # The disk, or a quota, is used up.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Names of the temporary files of earlier versions, and of those that safetensors put beside them.
-_EARLIER = re.compile(r"\..+\.(safetensors|json)(\.[0-9a-f]{8})?\.tmp|\.tmp[A-Za-z0-9]{6}")
 
 
 @contextmanager
@@ -467,22 +437,6 @@ def whole_capture_file(path: Path) -> Iterator[Path]:
             yield temporary
     except (OSError, SafetensorError) as error:
         raise _unwritable(path, error) from error
-
-
-def remove_temporaries(directory: Path) -> None:
-    """Remove what killed runs, of earlier versions too, were writing in a directory; what is being written stays.
-
-    Only the holder of the directory's lock may call it.
-    """
-    remove_abandoned(directory)
-    for path in directory.iterdir():
-        if _EARLIER.fullmatch(path.name) and path.is_file():
-            path.unlink()
-
-
-def is_temporary(path: Path) -> bool:
-    """Decide whether a path has a name of what a killed run leaves behind."""
-    return is_temporary_folder(path) or _EARLIER.fullmatch(path.name) is not None
 
 
 def _unwritable(path: Path, error: Exception) -> CaptureError:

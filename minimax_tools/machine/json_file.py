@@ -38,7 +38,6 @@ def read_json(path: Path, *, object_hook: ObjectHook | None = None) -> Any:
         object_hook: Called with each object once it is parsed; its result takes the object's place.
 
     Raises:
-        OSError: The file cannot be read.
         JsonError: It holds no JSON, more than `MAX_BYTES`, values nested deeper than `MAX_DEPTH`, or a key twice.
     """
     return parse_json(_read_bounded(path), object_hook=object_hook)
@@ -48,7 +47,6 @@ def read_own_json(path: Path, *, object_hook: ObjectHook | None = None) -> Any:
     """Read a JSON file of a kind that mm2 writes, as `read_json` does; it holds no NaN and no Infinity.
 
     Raises:
-        OSError: The file cannot be read.
         JsonError: As of `read_json`, or a number is not finite.
     """
     return _parse(

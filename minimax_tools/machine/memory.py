@@ -1,12 +1,4 @@
-"""A budget for this process's memory, the memory that it can still take, and freed memory given back to the system.
-
-Budgets count anonymous memory: allocated and written to, swapped pages included. Pages of mapped files do not count,
-because the system drops them and reads them again as it likes. Nor does shared memory. Systems other than Linux do not
-tell these apart: there all resident memory counts.
-
-Memory limits of a container: Linux's cgroups, versions 1 and 2.
-
-Memory of this process: a reading (`MemoryUsage`), one with a label (`MemorySnapshot`), and peaks (`MemoryPeak`).
+"""A budget for this process's memory, readings of it, and the memory that it can still take.
 
 | kind | memory |
 |---|---|
@@ -14,6 +6,9 @@ Memory of this process: a reading (`MemoryUsage`), one with a label (`MemorySnap
 | file-backed | pages of mapped files, which the system drops and reads again as it likes |
 | shared | shared with other processes, as tensors may be |
 | device | tensors of torch on each CUDA device |
+
+Budgets count anonymous memory, swapped pages included. Systems other than Linux do not tell the kinds apart: there all
+resident memory counts.
 """
 
 from __future__ import annotations

@@ -12,15 +12,13 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from minimax_tools.machine.size import format_size
-from minimax_tools.printable import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.live import Live
     from rich.table import Table
 
 logger = logging.getLogger(__name__)
@@ -74,7 +72,7 @@ class LayerProgress:
         self._unit = unit
         self._clock = clock
         self._lock = threading.Lock()
-        self._bar: ExitStack | None = None  # ends the bar; None without one
+        self._bar: Live | None = None
         self._layer: int | None = None
         # Layers done in all, and layers done by this run.
         self._num_done = 0
@@ -90,7 +88,7 @@ class LayerProgress:
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
             self._bar = None
 
     def advance(self, layer: int, *, num_bytes: int) -> None:
@@ -121,21 +119,17 @@ class LayerProgress:
         from rich.console import Console
         from rich.live import Live
 
-        console = Console(file=sys.stderr)
+        # Lines of other output are not broken: a path in them can be copied whole.
+        console = Console(file=sys.stderr, soft_wrap=True, highlight=False, markup=False)
         if not console.is_interactive:
             return
-        # rich must not redirect: stdout carries results, and for stderr there is `AboveBar`.
-        live = Live(
+        self._bar = Live(
             get_renderable=self._render,
             console=console,
             refresh_per_second=_REFRESHES_PER_SECOND,
-            redirect_stdout=False,
-            redirect_stderr=False,
+            redirect_stdout=False,  # it carries results
         )
-        with ExitStack() as stack:
-            stack.enter_context(live)
-            stack.enter_context(AboveBar(sys.stderr, console=console))
-            self._bar = stack.pop_all()
+        self._bar.start()
 
     def _render(self) -> Table:
         from rich.progress_bar import ProgressBar
@@ -177,55 +171,6 @@ class LayerProgress:
         if usage.device_bytes:
             figures.append(f"GPU {format_size(usage.all_devices_bytes)}")
         return figures
-
-
-class AboveBar:
-    """A stand-in for `sys.stderr` during its `with` block, while a bar is live: prints whole lines above the bar.
-
-    rich's own stand-in does not serve, because click bypasses it and it breaks long lines.
-    """
-
-    def __init__(self, stream: TextIO, *, console: Console) -> None:
-        self._stream = stream
-        self._console = console
-        # The last line as far as it was written.
-        self._begun_line = ""
-        # Reentrant: printing may write to `sys.stderr`.
-        self._lock = threading.RLock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def __enter__(self) -> AboveBar:
-        sys.stderr = cast("TextIO", self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.stderr = self._stream
-        if self._begun_line:
-            self.write("\n")
-
-    def write(self, text: str) -> int:
-        """Print the lines that `text` completes, and keep the rest for the next call."""
-        from rich.text import Text
-
-        if not isinstance(text, str):
-            raise TypeError(f"a text stream takes str, not {type(text).__name__}")
-        with self._lock:
-            *lines, self._begun_line = (self._begun_line + text).split("\n")
-            for line in lines:
-                # Of a line that rewrote itself by carriage returns, the last state is printed.
-                shown = Text.from_ansi(line.rstrip("\r").rpartition("\r")[2])
-                shown.plain = printable(shown.plain)
-                self._console.print(shown, soft_wrap=True)
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Write all lines."""
-        self.write("".join(lines))
-
-    def flush(self) -> None:
-        """Do nothing: whole lines are printed already."""
 
 
 def format_duration(duration_s: float) -> str:

@@ -1,8 +1,6 @@
-"""Stops: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which end a command in the same words.
+"""Stops: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which end a command in the same words; the command line as it was given.
 
 A command that begins a process calls `end_when_stopped` first and `raise_when_stopped` once its libraries are loaded.
-
-The command line of the running command, as it was given.
 """
 
 from __future__ import annotations

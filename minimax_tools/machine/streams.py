@@ -1,7 +1,4 @@
-"""Standard streams: written to, and found closed or full.
-
-Tables as plain text, with aligned columns.
-"""
+"""Standard streams, found closed or full; tables as plain text, with aligned columns."""
 
 from __future__ import annotations
 
@@ -92,11 +89,17 @@ def write(text: str, *, ends_line: bool = True, to_stderr: bool = False) -> None
     """Write text to standard output, or to standard error.
 
     Raises:
-        OutputError: The stream cannot be written.
+        OutputError: Standard output cannot be written.
         BrokenPipeError: The reader of standard output has gone, as after `| head`.
     """
+    end = "\n" if ends_line else ""
+    if to_stderr:
+        # Not by click, which writes past a live bar.
+        sys.stderr.write(text + end)
+        sys.stderr.flush()
+        return
     try:
-        click.echo(text, nl=ends_line, err=to_stderr)
+        click.echo(text + end, nl=False)
     except BrokenPipeError:
         raise
     except OSError as error:

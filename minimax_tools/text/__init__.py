@@ -4,5 +4,5 @@
 - `prompts`: the prompts of a command as token rows
 - `answered_prompts`: prompts with their answers, as token ids
 - `lm_eval_samples`: the requests and answers in a samples file of lm-evaluation-harness
-- `tokenizer`: the checkpoint's tokenizer, and the ids that end a generated text; the checkpoint's chat template
+- `tokenizer`: the checkpoint's tokenizer and chat template
 """

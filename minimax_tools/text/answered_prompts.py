@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minimax_tools.errors import UsageError
@@ -65,15 +65,10 @@ class LengthLimits:
             split = len(prompt_ids) - num_decoded
             prompt_ids, answer_ids = prompt_ids[:split], prompt_ids[split:]
         kept = answer_ids[: min(self.num_decoded, self.max_length - 1)]
-        return AnsweredPrompt(
-            name=prompt.name,
+        return replace(
+            prompt,
             prompt_ids=prompt_ids[-(self.max_length - len(kept)) :],
             answer_ids=kept,
-            prompt=prompt.prompt,
-            answer=prompt.answer,
-            target=prompt.target,
-            is_right=prompt.is_right,
-            log_likelihood=prompt.log_likelihood,
             num_cut=len(answer_ids) - len(kept),
         )
 
@@ -85,7 +80,6 @@ def encode_prompts(
 
     Raises:
         UsageError: The numbers differ, or a prompt has no token.
-        CheckpointError: The checkpoint has no tokenizer or, with `chat`, no chat template.
     """
     if answers and len(answers) != len(texts):
         raise UsageError(
@@ -116,7 +110,6 @@ def encode_samples(folder: Path, samples: Sequence[LmEvalSample]) -> list[Answer
 
     Raises:
         UsageError: A request has too few tokens.
-        CheckpointError: The checkpoint has no tokenizer or, for chats, no chat template.
     """
     pairs, is_chat = [], []
     for sample in samples:
@@ -168,15 +161,8 @@ def token_rows(folder: Path, inputs: Inputs, *, num_decoded: int) -> list[Answer
             next_step="Give --decode fewer tokens.",
         )
     texts = decode_rows(folder, rows) if has_tokenizer(folder) else [""] * len(rows)
-    return [
-        AnsweredPrompt(
-            name=f"row {number}",
-            prompt_ids=tuple(row[: len(row) - num_decoded]),
-            answer_ids=tuple(row[len(row) - num_decoded :]),
-            prompt=text,
-        )
-        for number, (row, text) in enumerate(zip(rows, texts, strict=True))
-    ]
+    prompts = split_rows(rows, num_decoded=num_decoded)
+    return [replace(prompt, prompt=text) for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def refuse_unknown_tokens(prompts: Sequence[AnsweredPrompt], spec: ModelSpec) -> None:

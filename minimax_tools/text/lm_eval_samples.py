@@ -83,7 +83,6 @@ def read_lm_eval_samples(path: Path) -> list[LmEvalSample]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that hold something, with their numbers."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

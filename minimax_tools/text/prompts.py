@@ -92,7 +92,6 @@ def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inp
     Raises:
         UsageError: An id lies outside the vocabulary, a row is empty or passes the model's last position, or a file
             cannot be read.
-        CheckpointError: Text was given, and the checkpoint has no tokenizer.
     """
     rows = _build_rows(request, folder=folder, spec=spec)
     ids = rows.ids if request.max_length is None else [row[: request.max_length] for row in rows.ids]

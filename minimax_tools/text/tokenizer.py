@@ -1,7 +1,4 @@
-"""The checkpoint's tokenizer.json: text to token ids and back, without transformers; and the ids that end a text.
-
-The chat template of a checkpoint, rendered as in transformers, without transformers.
-"""
+"""The checkpoint's tokenizer.json and chat template, used as transformers does, without transformers."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from compare.comparer import JudgedRun, judge_run
 from compare.next_commands import after_comparison
-from compare.run_report import print_then_report, report_run
+from compare.run_report import report_run
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.further import ALSO
@@ -24,7 +24,7 @@ from minimax_tools.capture.run_commands import RunCommands, judge_port_of
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.layer_faults import warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import end_command, leave_record, print_json, say
+from minimax_tools.command_line.console import end_command, leave_record, print_json, print_then_report, say
 from minimax_tools.command_line.options import SUMMARY_JSON
 from minimax_tools.errors import CaptureError, TargetError, UsageError, format_count
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model

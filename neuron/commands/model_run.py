@@ -16,12 +16,12 @@ from compare.limits.limits import computes_in_float32
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.model_runs.chunks import join_chunks
 from compare.model_runs.passes import is_black_box
-from compare.run_report import print_then_report, report_run
+from compare.run_report import report_run
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import end_command, print_json, say
+from minimax_tools.command_line.console import end_command, print_json, print_then_report, say
 from minimax_tools.command_line.options import SUMMARY_JSON
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model

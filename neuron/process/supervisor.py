@@ -2,8 +2,6 @@
 
 The child is forked before torch is imported, so the parent stays small, and no code of a port runs in it.
 Both are in one process group, so that Ctrl-C, Ctrl-Z and debuggers work as with one process.
-
-Ending: the end of a process that ran a port and left no exit code of mm2, as text and as an error.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
-from minimax_tools.command_line.console import print_error
 from minimax_tools.errors import CannotRunError, TargetError
 from minimax_tools.machine.stops import STOPS, asks_for_json, die_when_stopped, stopped_error
 from minimax_tools.machine.streams import OutputError, drop_output
@@ -106,7 +104,14 @@ _NUM_INTERRUPTS, _INTERRUPTS_S = 3, 5.0
 _DEBUG = "--debug"
 
 
-def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
+class PrintError(Protocol):
+    """A function that prints an error and returns its exit code."""
+
+    def __call__(self, error: BaseException, *, as_json: bool) -> int:
+        """Print the error."""
+
+
+def supervise(command: Callable[[], object], arguments: Sequence[str], *, print_error: PrintError) -> int:
     """Run a command in a child process and wait for it.
 
     The child must write its exit code to a record in shared memory. If it ends without an exit code, or one pass
@@ -116,6 +121,7 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
     Args:
         command: Runs in the child; ends by returning or by SystemExit.
         arguments: The command line, with the command's name.
+        print_error: Prints an error, on stdout too if `as_json`, and returns its exit code.
 
     Returns:
         The exit code. The child never returns.
@@ -241,7 +247,6 @@ class _Child:
         time.sleep(_POLL_S)
 
     def _kill(self) -> None:
-        """Kill the child and all processes that it started."""
         import psutil
 
         child = psutil.Process(self._process)

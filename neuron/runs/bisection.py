@@ -32,7 +32,7 @@ from minimax_tools.machine.files import (
     LOCK_NAME,
     is_temporary,
     locked_directory,
-    remove_temporaries,
+    remove_abandoned,
     whole_capture_file,
 )
 from minimax_tools.machine.json_file import read_own_json
@@ -110,7 +110,7 @@ def open_journal(directory: Path, description: Description, *, is_anew: bool) ->
         CaptureError: Another process writes there, the directory holds something else, or cannot be written to.
     """
     with locked_directory(directory):
-        remove_temporaries(directory)
+        remove_abandoned(directory)
         _refuse_foreign(directory)
         probes = () if is_anew else _read_probes(directory / JOURNAL_NAME, description)
         journal = Journal(directory, description, probes)
