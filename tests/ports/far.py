@@ -76,29 +76,6 @@ class WindowOf512(planted.Planted):
         window = 512
 
 
-class WindowOf2048(planted.Planted):
-    """The same, longer still."""
-
-    class attention(WindowOf128.attention):  # noqa: N801
-        window = 2048
-
-
-class WindowOf4096(planted.Planted):
-    """The same, as long as Mistral's."""
-
-    class attention(WindowOf128.attention):  # noqa: N801
-        window = 4096
-
-
-class PageFrom4096(planted.Planted):
-    """The page of keys and values from 4096 on is read where the first page lies."""
-
-    class attention(port.Attention):  # noqa: N801
-        def attend(self, q, k, v, attention_mask):
-            places = torch.arange(k.shape[2], device=k.device) % 4096
-            return super().attend(q, k[:, :, places], v[:, :, places], attention_mask)
-
-
 class BlackBoxModuloPositions(planted.BlackBox):
     """Positions begin anew after 128, seen from outside."""
 

@@ -452,20 +452,6 @@ class PositionsModuloTwenty(Planted):
             return super().rotate(heads, position_ids % 20)
 
 
-class BlindFromSixteenOn(Planted):
-    """Tokens from 16 on do not see the first three: in no catalogue."""
-
-    class attention(port.Attention):  # noqa: N801
-        def attend(self, q, k, v, attention_mask):
-            scores = torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2))
-            places = torch.arange(q.shape[2])
-            visible = (places <= places[:, None]) & ~((places[:, None] >= 16) & (places < 3))
-            visible = visible & attention_mask[:, None, None, :].bool()
-            scores = torch.where(visible, scores * self.config.head_dim**-0.5, torch.finfo(torch.float32).min)
-            context = torch.matmul(scores.softmax(-1).to(v.dtype), self.repeat(v))
-            return context.transpose(1, 2).flatten(2)
-
-
 class SwappedGateUpInLayerOne(Planted):
     """X1 in one layer of several: those behind it are handed its error."""
 

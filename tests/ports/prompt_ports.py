@@ -50,15 +50,6 @@ class ReversedMoe(Moe):
         return total.unflatten(0, states.shape[:2])
 
 
-class LatePositions(Model):
-    """Decodes at positions that are one too large."""
-
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        if past_key_values is not None:
-            position_ids = position_ids + 1
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values)
-
-
 class RestartedPositions(Model):
     """Counts positions from 0 again when it decodes."""
 
