@@ -183,13 +183,6 @@ class TestReport:
         assert result.exit_code == 2
         assert "mm2-diagnose --prove --report-path FOLDER" in result.stderr
 
-    def test_json_says_nothing_of_the_files(
-        self, run: Any, on_small: tuple[object, ...], tmp_path: Path
-    ) -> None:
-        sides = (*on_small, "--report-path", tmp_path / "report", "--json")
-        assert json.loads(run("single-layer", "--layer", 0, *sides).stdout)["verdict"] == "pass"
-        assert (tmp_path / "report" / "junit.xml").exists()
-
 
 class TestSavedRun:
     def test_show_prints_what_the_run_printed(self, run: Any, command: Any, small_fp8: Path) -> None:
@@ -233,11 +226,6 @@ class TestSavedRun:
         )
         assert result.exit_code == 3
         assert "another run than --skip-compile asks for" in result.stderr
-
-    def test_skip_compile_without_a_saved_run_says_so(self, run: Any, small_fp8: Path) -> None:
-        result = run("single-layer", "--layer", 0, "--model", small_fp8, "--skip-compile")
-        assert result.exit_code == 3
-        assert "no capture at" in result.stderr
 
 
 class TestWhereInputsComeFrom:
