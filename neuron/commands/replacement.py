@@ -208,13 +208,14 @@ def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder
         num_decoded=num_decoded,
         bucket=bucket,
     )
-    folder, is_new = RunFolder.create(options.output_dir, plan, inputs)
-    if is_new:
+
+    def write_files(folder: RunFolder) -> None:
         if options.tool == NXDI:
             write_nxdi_files(folder, stream)
         else:
             write_token_ids(folder)
-        folder.finish()
+
+    folder = RunFolder.make(options.output_dir, plan, inputs, write=write_files)
     if options.is_anew:
         folder.drop_logits()
     return folder

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.errors import CaptureError, TargetError, UsageError, shorten
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.files import whole_capture_file
+from minimax_tools.machine.files import new_folder, whole_capture_file
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.results.probes import Point, name_point
@@ -35,7 +35,6 @@ from neuron.model_runs.passes import Pass, plan_passes
 from neuron.replacement.stream import RowLogits, ignores_stream
 
 PLAN_NAME, INPUTS_NAME, LOGITS_NAME = "replacement.json", "inputs.safetensors", "logits"
-_UNFINISHED = ".unfinished"  # an empty folder, there until the plan is written
 _SUFFIXES = (".safetensors", ".pt")
 _SCHEMA_VERSION = 1
 # More than any model has of anything: a damaged file may give any number.
@@ -85,7 +84,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, directory: Path) -> RunFolder:
-        """Open a folder that `create` wrote."""
+        """Open a folder that `make` wrote."""
         path = directory / PLAN_NAME
         try:
             plan = decode(RunPlan, read_own_json(path))
@@ -98,33 +97,27 @@ class RunFolder:
         return cls(directory=directory, plan=plan)
 
     @classmethod
-    def create(cls, directory: Path, plan: RunPlan, inputs: Inputs) -> tuple[RunFolder, bool]:
-        """Open the folder of a plan, and make it if there is none; return it, and whether it is new."""
+    def make(
+        cls, directory: Path, plan: RunPlan, inputs: Inputs, *, write: Callable[[RunFolder], None]
+    ) -> RunFolder:
+        """Open the folder of a plan; if there is none, write it whole: the rows, the tool's files by `write`, the plan.
+
+        Raises:
+            UsageError: The folder holds another plan, or something else.
+        """
         folder = cls(directory=directory, plan=plan)
-        unfinished = directory / _UNFINISHED
         if (directory / PLAN_NAME).exists():
             folder._refuse_other(cls.open(directory).plan)
-            if unfinished.exists():
-                unfinished.rmdir()
-            return folder, False
-        if directory.exists() and any(directory.iterdir()) and not unfinished.exists():
-            raise UsageError(
-                f"{directory} holds something else",
-                expected=f"a new or empty folder, or one with {PLAN_NAME}",
-                next_step="Name another --output-dir.",
+            return folder
+        with new_folder(directory, size_bytes=0, remedy="Name another --output-dir.") as new:
+            (new / LOGITS_NAME).mkdir()
+            save_file(
+                {name: tensor.contiguous() for name, tensor in inputs.tensors().items()}, new / INPUTS_NAME
             )
-        # First of all, so that the same command goes on in a folder that a killed run was writing.
-        unfinished.mkdir(parents=True, exist_ok=True)
-        (directory / LOGITS_NAME).mkdir(exist_ok=True)
-        with whole_capture_file(directory / INPUTS_NAME) as path:
-            save_file({name: tensor.contiguous() for name, tensor in inputs.tensors().items()}, path)
-        return folder, True
-
-    def finish(self) -> None:
-        """Write the plan, behind all other files: a folder without it was not written whole."""
-        with whole_capture_file(self.directory / PLAN_NAME) as path:
-            path.write_text(json.dumps(encode(self.plan), indent=2) + "\n", encoding="utf-8")
-        (self.directory / _UNFINISHED).rmdir()
+            write(cls(directory=new, plan=plan))
+            text = json.dumps(encode(plan), indent=2) + "\n"
+            (new / PLAN_NAME).write_text(text, encoding="utf-8")
+        return folder
 
     def read_inputs(self) -> Inputs:
         """Read the rows of the runs."""

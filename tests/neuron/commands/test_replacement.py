@@ -211,7 +211,7 @@ class TestRefusals:
         (tmp_path / "replaced").mkdir()
         (tmp_path / "replaced" / "notes.txt").write_text("mine")
         result, _ = ask()
-        assert (result.exit_code, "holds something else" in result.stderr) == (2, True)
+        assert (result.exit_code, "expected a new or empty folder" in result.stderr) == (2, True)
 
     @pytest.mark.parametrize(
         ("options", "tool", "message"),

@@ -22,18 +22,25 @@ PLAN = RunPlan(
 INPUTS = pad_rows([[5, 6, 7], [8, 9]], padding_side="right", buckets=(), pad_token_id=0, source="a test")
 
 
-def test_killed_run_that_was_writing_the_folder_is_gone_on_with(tmp_path: Path) -> None:
+def make(directory: Path) -> RunFolder:
+    return RunFolder.make(directory, PLAN, INPUTS, write=lambda _: None)
+
+
+def test_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     directory = tmp_path / "runs"
-    RunFolder.create(directory, PLAN, INPUTS)
-    folder, is_new = RunFolder.create(directory, PLAN, INPUTS)
-    assert is_new
-    folder.finish()
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "inputs.safetensors",
-        "logits",
-        "replacement.json",
-    ]
-    assert not RunFolder.create(directory, PLAN, INPUTS)[1]
+
+    def fail(folder: RunFolder) -> None:
+        assert folder.read_inputs().lengths == INPUTS.lengths
+        raise CaptureError("the golden cannot be read")
+
+    with pytest.raises(CaptureError, match="the golden cannot be read"):
+        RunFolder.make(directory, PLAN, INPUTS, write=fail)
+    assert not directory.exists()
+    make(directory)
+    names = ["inputs.safetensors", "logits", "replacement.json"]
+    assert sorted(path.name for path in directory.iterdir()) == names
+    # What is there is not written again.
+    RunFolder.make(directory, PLAN, INPUTS, write=fail)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +54,7 @@ def test_killed_run_that_was_writing_the_folder_is_gone_on_with(tmp_path: Path) 
     ],
 )
 def test_damaged_plan_is_refused_by_name(tmp_path: Path, changed: dict[str, object], found: str) -> None:
-    folder, _ = RunFolder.create(tmp_path / "runs", PLAN, INPUTS)
-    folder.finish()
+    folder = make(tmp_path / "runs")
     path = folder.directory / "replacement.json"
     whole = json.loads(path.read_text())
     for record in ({**whole, **changed}, [whole], 3):
@@ -61,5 +67,5 @@ def test_damaged_plan_is_refused_by_name(tmp_path: Path, changed: dict[str, obje
 
 def test_folder_of_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "logits").mkdir()
-    with pytest.raises(UsageError, match="holds something else"):
-        RunFolder.create(tmp_path, PLAN, INPUTS)
+    with pytest.raises(UsageError, match="expected a new or empty folder"):
+        make(tmp_path)
