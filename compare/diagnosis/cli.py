@@ -157,7 +157,7 @@ def main(
     if report_path:
         report = partial(report_run, judged[0], report_path, next_commands=following, diagnosis=diagnosis)
     text = "" if as_json else render_diagnosis(diagnosis, proves=proves)
-    leave_record(diagnosis_record(diagnosis), text, next_commands=following)
+    leave_record(lambda: diagnosis_record(diagnosis), text, next_commands=following)
     if as_json:
         print_json(diagnosis_record(diagnosis), next_commands=following)
         if report:

@@ -144,7 +144,7 @@ def print_golden(
 ) -> None:
     """Print a golden as JSON or as text, with the tokens that it generated and the commands to run next."""
     record |= {"generation": encode(generation)} if generation else {}
-    leave_record(record, text, next_commands=next_commands)
+    leave_record(lambda: record, text, next_commands=next_commands)
     if as_json:
         print_json(record, next_commands=next_commands)
     else:

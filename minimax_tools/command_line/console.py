@@ -295,10 +295,13 @@ def show_warnings_only() -> None:
         logging.getLogger(package).setLevel(logging.WARNING)
 
 
-def leave_record(record: Mapping[str, Any], text: str, *, next_commands: Sequence[str]) -> None:
+def leave_record(record: Callable[[], Mapping[str, Any]], text: str, *, next_commands: Sequence[str]) -> None:
     """Leave a command's JSON, and the first line of its text, to the command that started it, if one asked for them."""
     if path := os.environ.get(RECORD_VARIABLE):
-        left = {"headline": text.partition("\n")[0], "record": versioned(record, next_commands=next_commands)}
+        left = {
+            "headline": text.partition("\n")[0],
+            "record": versioned(record(), next_commands=next_commands),
+        }
         with whole_file(Path(path)) as file:
             file.write(printable_json(left))
 
@@ -348,7 +351,7 @@ def print_error(error: BaseException, *, as_json: bool, speaker: str | None = No
     record = {**_no_verdict(exit_code), "error": message, "exit_code": exit_code}
     if speaker is None:
         with suppress(OSError):
-            leave_record(record, "", next_commands=_after_error(error))
+            leave_record(lambda: record, "", next_commands=_after_error(error))
     if as_json:
         try:
             print_json(record, next_commands=_after_error(error))

@@ -358,7 +358,7 @@ def _print_text(outcome: _Outcome, options: DeviceOptions) -> None:
         )
     else:
         text = "\n\n".join(filter(None, parts))
-    leave_record(_record(outcome), text, next_commands=outcome.following)
+    leave_record(lambda: _record(outcome), text, next_commands=outcome.following)
     print_then_report(text, outcome.write_report, next_commands=outcome.following)
     if report is not None:
         print_warnings(report)

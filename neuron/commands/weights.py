@@ -163,7 +163,7 @@ def weights_command(
     following = _after_inspection(verdict, model=model, target=target, ranks=ranks, dtype=dtype)
     record = inspections_record(groups) if all_layers else inspection_record(groups[0].first)
     text = render_inspections(groups) if all_layers else render_inspection(groups[0].first)
-    leave_record(record, text, next_commands=following)
+    leave_record(lambda: record, text, next_commands=following)
     if as_json:
         print_json(record, next_commands=following)
     else:
