@@ -102,20 +102,10 @@ def read_ranks(
     degree = place.num_ranks if tp_degree is None else tp_degree
     if place.num_ranks not in (1, degree):
         raise UsageError(
-            f"{place.num_ranks} ranks were launched, and --tp-degree asks for {degree}: "
-            f"{_consequence(place.num_ranks, degree)}",
+            f"{place.num_ranks} ranks were launched, and --tp-degree asks for {degree}",
             expected=f"WORLD_SIZE={degree}",
             found=f"WORLD_SIZE={place.num_ranks}",
             next_step=f"Start torchrun --nproc-per-node {degree} -m neuron …, or mm2-test … --tp-degree {degree} "
             "without torchrun.",
         )
     return Ranks(rank=place.rank, degree=degree, expert_degree=ep_degree, reduce_dtype=reduce_dtype)
-
-
-def _consequence(num_launched: int, degree: int) -> str:
-    """Say why a run with another number of ranks than --tp-degree would go wrong."""
-    if num_launched < degree:
-        return "neuronx_distributed would take fewer without a word"
-    if num_launched % degree:
-        return "they do not divide into such groups"
-    return f"{num_launched // degree} copies of the run would write to one capture"

@@ -217,27 +217,14 @@ class TestBackend:
         result = run(*LAYER_0, "--model", toy, "--backend", "cpu")
         refused(result, "WORLD_SIZE is 2", "no RANK, MASTER_ADDR, MASTER_PORT", "torchrun", exit_code=2)
 
-    @pytest.mark.parametrize(
-        ("launched", "asked_for", "consequence"),
-        [
-            (4, 8, "neuronx_distributed would take fewer without a word"),
-            (6, 4, "they do not divide into such groups"),
-            (4, 2, "2 copies of the run would write to one capture"),
-        ],
-    )
+    @pytest.mark.parametrize(("launched", "asked_for"), [(4, 8), (6, 4), (4, 2)])
     def test_other_ranks_than_were_launched(
-        self,
-        run: Any,
-        toy: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        launched: int,
-        asked_for: int,
-        consequence: str,
+        self, run: Any, toy: Path, monkeypatch: pytest.MonkeyPatch, launched: int, asked_for: int
     ) -> None:
         monkeypatch.setenv("WORLD_SIZE", str(launched))
         result = run(*LAYER_0, "--model", toy, "--backend", "cpu", "--tp-degree", asked_for)
         found = f"expected WORLD_SIZE={asked_for}, found WORLD_SIZE={launched}"
-        refused(result, consequence, found, f"torchrun --nproc-per-node {asked_for}", exit_code=2)
+        refused(result, found, f"torchrun --nproc-per-node {asked_for}", exit_code=2)
 
     def test_groups_of_experts_that_do_not_divide(self, run: Any, toy: Path) -> None:
         ranks = ("--tp-degree", 4, "--ep-degree", 3)
