@@ -222,7 +222,7 @@ class Golden:
         # A resumed run skips all layers before the first pending one, and begins with the last one's stored output. If
         # no layer of the span is stored, nothing is skipped: layers before the span are never stored.
         is_resumed = first > run.span.start
-        stored_output = writer.read_layer_output(first - 1) if is_resumed else None
+        stored_output = writer.capture.read(first - 1, Site.OUTPUT) if is_resumed else None
         golden_writer = self.make_writer(writer, progress)
         with (
             skipping_layers(self.model, first if is_resumed else 0, stored_output),
@@ -238,8 +238,8 @@ class Golden:
             self._run_layers()
         if run.model_sites:
             golden_writer.write_model(
-                {ModelSite.EMBEDDING: writer.read_layer_input(run.span.start), **model_tensors},
-                hidden_states=writer.read_layer_output(run.span.last),
+                {ModelSite.EMBEDDING: writer.capture.read(run.span.start, Site.INPUT), **model_tensors},
+                hidden_states=writer.capture.read(run.span.last, Site.OUTPUT),
             )
 
     def _run_layers(self) -> None:

@@ -11,10 +11,10 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -51,6 +51,7 @@ from minimax_tools.model.sites import ModelSite, Site
 # Longest wait, in seconds: NFS keeps what it knows of a folder for at most 60 s by default (`acdirmax`), and a margin.
 SETTLING_S = 75.0
 POLL_S = 0.25
+Found = TypeVar("Found")
 _TENSORS = ".safetensors"
 SiteTensors = Mapping[Site, torch.Tensor] | Mapping[ModelSite, torch.Tensor]
 
@@ -61,16 +62,14 @@ def wait_for_lock(directory: Path, owner: str, *, patience_s: float = SETTLING_S
     Raises:
         CaptureError: After this time the directory holds the lock of another run, or none.
     """
-    deadline = time.monotonic() + patience_s
-    while (found := read_owner(directory)) != owner:
-        if time.monotonic() > deadline:
-            raise CaptureError(
-                f"{directory} is not the directory that rank 0 opened",
-                expected="the lock of this run in it",
-                found="none" if found is None else "that of another",
-                next_step="Give --output-dir a folder on a file system that all machines share.",
-            )
-        time.sleep(POLL_S)
+    found = _wait(lambda: read_owner(directory), lambda found: found == owner, patience_s=patience_s)
+    if found != owner:
+        raise CaptureError(
+            f"{directory} is not the directory that rank 0 opened",
+            expected="the lock of this run in it",
+            found="none" if found is None else "that of another",
+            next_step="Give --output-dir a folder on a file system that all machines share.",
+        )
 
 
 def refuse_other_owner(directory: Path, owner: str) -> None:
@@ -89,24 +88,30 @@ def refuse_other_owner(directory: Path, owner: str) -> None:
 def read_shared(
     directory: Path, manifest: Manifest, entry: Entry, *, patience_s: float = SETTLING_S
 ) -> torch.Tensor:
-    """Read the tensor of an entry that another rank wrote, once its file shows; wait at most `patience_s` seconds.
+    """Read the tensor of an entry that another rank wrote, once its file shows; wait at most `patience_s` seconds."""
 
-    Raises:
-        CaptureError: The file did not show in time, or has another digest.
-    """
-    deadline = time.monotonic() + patience_s
-    while True:
+    def read() -> torch.Tensor | CaptureError:
         try:
             return Capture(directory, manifest).read_entry(entry)
         except CaptureError as error:
-            found = str(error)
-        if time.monotonic() > deadline:
-            raise CaptureError(
-                f"{entry.site} of layer {entry.layer} does not show in {directory}, where another rank wrote it",
-                found=found,
-                next_step="Check that all machines see the same folder, and run the same command again.",
-            )
+            return error
+
+    found = _wait(read, lambda found: isinstance(found, torch.Tensor), patience_s=patience_s)
+    if isinstance(found, CaptureError):
+        raise CaptureError(
+            f"{entry.site} of layer {entry.layer} does not show in {directory}, where another rank wrote it",
+            found=str(found),
+            next_step="Check that all machines see the same folder, and run the same command again.",
+        )
+    return found
+
+
+def _wait(look: Callable[[], Found], is_there: Callable[[Found], bool], *, patience_s: float) -> Found:
+    """Return what `look` finds, as soon as it is there or the time is over."""
+    deadline = time.monotonic() + patience_s
+    while not is_there(found := look()) and time.monotonic() <= deadline:
         time.sleep(POLL_S)
+    return found
 
 
 class WrittenFiles:
@@ -131,7 +136,13 @@ class WrittenFiles:
         if not faults:
             changed = [name for name, state in own.items() if self._state(name) != state]
             faults = self._compare(changed, manifest, manifest_name)
-        faults += self._look_for([name for name in names if name not in own], patience_s)
+        # Files of other ranks, as far as their headers tell.
+        others = [name for name in names if name not in own]
+        faults += _wait(
+            lambda: [fault for name in others if (fault := self._fault(name)) is not None],
+            lambda found: not found,
+            patience_s=patience_s,
+        )
         if faults:
             raise CaptureError(
                 f"files of {self._directory} were removed or changed while the run wrote there",
@@ -161,15 +172,6 @@ class WrittenFiles:
                 faults.append(f"{name} has another content")
         if any(name.endswith(_TENSORS) for name in changed):
             faults += inspect_capture(Capture(self._directory, manifest)).faults
-        return faults
-
-    def _look_for(self, names: list[str], patience_s: float) -> list[str]:
-        """Return the faults of files that other ranks wrote, once they show or the time is over."""
-        deadline = time.monotonic() + patience_s
-        while faults := [fault for name in names if (fault := self._fault(name)) is not None]:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(POLL_S)
         return faults
 
     def _fault(self, name: str) -> str | None:
@@ -279,17 +281,14 @@ class CaptureWriter:
         """Check that the capture's files are there as they were written."""
         self._files.require(self.manifest, manifest_name=self._manifest_name)
 
-    def read_layer_output(self, layer: int) -> torch.Tensor:
-        """Read the output of a stored layer, [B,S,H]."""
-        return Capture(self.directory, self.manifest).read(layer, Site.OUTPUT)
-
-    def read_layer_input(self, layer: int) -> torch.Tensor:
-        """Read the input of a stored layer, [B,S,H]."""
-        return Capture(self.directory, self.manifest).read(layer, Site.INPUT)
+    @property
+    def capture(self) -> Capture:
+        """What is stored so far, opened for reading."""
+        return Capture(self.directory, self.manifest)
 
     def read_hidden_states(self) -> torch.Tensor:
         """Read the hidden states [B,S,H] that `write_inputs` stored."""
-        stored = Capture(self.directory, self.manifest).read_hidden_states()
+        stored = self.capture.read_hidden_states()
         if stored is None:
             raise CaptureError(f"{self.directory} holds no hidden states", next_step="Run the capture again.")
         return stored

@@ -224,31 +224,25 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and "\\" not in name
 
 
-def run_all(
-    work: Callable[[Item], object],
-    files: Sequence[Item],
-    *,
-    num_workers: int = 4,
-    stop: threading.Event | None = None,
-) -> None:
-    """Run `work` on all files, several at once. The first error sets `stop`, which ends the others, and is raised."""
-    stop = stop or threading.Event()
-    # The threads share it, so each file is taken once.
-    waiting = iter(files)
+def run_all(work: Callable[[Item], object], items: Sequence[Item], *, num_workers: int = 4) -> None:
+    """Run `work` on all items, several at once. The first error ends the others, and is raised."""
+    stop = threading.Event()
+    # The threads share it, so each item is taken once.
+    waiting = iter(items)
     errors: list[Exception] = []
 
     def run() -> None:
-        for file in waiting:
+        for item in waiting:
             if stop.is_set():
                 return
             try:
-                work(file)
+                work(item)
             except Exception as error:
                 errors.append(error)
                 stop.set()
 
     # A user's stop does not wait for a transfer of gigabytes: what still runs ends with the process.
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(num_workers, len(files)))]
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(num_workers, len(items)))]
     try:
         for thread in threads:
             thread.start()

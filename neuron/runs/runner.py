@@ -171,7 +171,7 @@ class DeviceRun:
         if layer == self._request.run.span.start:
             return self._first_input(writer)
         if self._request.run.mode is Mode.CHAINED:
-            return writer.read_layer_output(layer - 1)
+            return writer.capture.read(layer - 1, Site.OUTPUT)
         assert self._golden is not None, "a sweep has a golden"
         return self._golden.layer_input(layer)
 
@@ -225,8 +225,8 @@ class DeviceRun:
 
     def _run_head(self, writer: CaptureWriter) -> None:
         span = self._request.run.span
-        head = self._compute_head(writer.read_layer_output(span.last))
-        writer.write_model({ModelSite.EMBEDDING: writer.read_layer_input(span.start), **head})
+        head = self._compute_head(writer.capture.read(span.last, Site.OUTPUT))
+        writer.write_model({ModelSite.EMBEDDING: writer.capture.read(span.start, Site.INPUT), **head})
 
     def _compute_head(self, hidden_states: torch.Tensor) -> Mapping[ModelSite, torch.Tensor]:
         """Compute final_norm and logits from the last layer's output [B,S,H], once the layer's weights are freed."""
