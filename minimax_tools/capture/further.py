@@ -94,15 +94,9 @@ class FurtherPlace:
 
 
 class FurtherRecorder:
-    """Hooks that keep the tensors at further places for the time of a `with` block.
+    """Hooks that keep the tensors at further places of a layer for the time of a `with` block; `keep` copies a tensor.
 
-    Args:
-        module: The layer.
-        places: The places to keep.
-        keep: Copies a tensor when its hook fires, as `Recorder` does.
-
-    Attributes:
-        tensors: The copies by name, as far as the module has run since the block began, or since `start`.
+    `tensors` are the copies by name, as far as the module has run since the block began, or since `start`.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[FurtherPlace], *, keep: Keep) -> None:

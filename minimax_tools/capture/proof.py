@@ -261,21 +261,10 @@ class Proof:
         shape: tuple[int, ...] | None,
         read_golden: Callable[[], tuple[torch.Tensor | None, torch.Tensor]],
     ) -> None:
-        """Raise if a tensor cannot be the float32 twin of a site.
+        """Raise if a tensor cannot be the float32 twin of a site, named `place` in messages.
 
-        A twin has the golden's shape, and is finite where the golden is finite. It is float32; the twin of the chosen
-        experts, which are numbers of experts, is int64.
-
-        Args:
-            site: The site.
-            twin: The tensor that is stored as its twin.
-            place: The twin's name in messages.
-            file: Name of its file.
-            shape: The golden's shape of the site; None if the site was not captured.
-            read_golden: Reads the golden's tensor and the mask, int64 [B,S]; called if the twin is not finite.
-
-        Raises:
-            CaptureError: The tensor is no float32 twin.
+        It has the golden's `shape`, if the site was captured, and is finite where that is: `read_golden` reads
+        its tensor and the mask, int64 [B,S], if the twin is not. It is float32; the chosen experts' is int64.
         """
         fault = f"is damaged: {place} in {file} is no float32 twin"
         expected = tuple(twin.shape) if shape is None else shape

@@ -52,12 +52,7 @@ class ReadRecord:
         return cls(node=node, tensors=(), bytes_read=0, bytes_asked=0, plan=plan)
 
     def followed_by(self, sizes: Mapping[str, int], bytes_read: Mapping[str, int]) -> ReadRecord:
-        """Add the tensors that one more attempt read.
-
-        Args:
-            sizes: Size in bytes of each tensor that the attempt opened, by name.
-            bytes_read: Bytes that the attempt read of each of them, by name; more than its size if it was read twice.
-        """
+        """Add what one more attempt read: sizes of the tensors that it opened, and the bytes read of each, by name."""
         before = frozenset(self.tensors)
         new = sizes.keys() - before
         bytes_again = sum(num_bytes for name, num_bytes in bytes_read.items() if name in before)

@@ -85,11 +85,8 @@ def find_resumable(
 ) -> Manifest | None:
     """Return the manifest to resume from; None if there is none, or if it must be begun anew: that reason is logged.
 
-    Args:
-        directory: The capture directory.
-        description: The capture to write.
-        hidden_states: The first layer's input. A function is not called, because computing may be long: the capture's
-            stored hidden states must then equal its stored input of the first layer.
+    `hidden_states` are the first layer's input. A function is not called, because computing may be long: the capture's
+    stored hidden states must then equal its stored input of the first layer.
     """
     if not (directory / MANIFEST_NAME).exists():
         return None

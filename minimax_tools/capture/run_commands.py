@@ -94,16 +94,10 @@ def after_capture(source: CaptureSource) -> tuple[str, ...]:
 def judge_port_of(
     model: str, *arguments: str, run: Run | None = None, batch_shape: tuple[int, int] | None = None
 ) -> str:
-    """Return the command that runs a port, named by `arguments`, on the newest golden of a checkpoint.
+    """Return the command that runs a port, named by `arguments`, on the newest golden of a checkpoint; or makes one.
 
-    It is looked for in the usual folder and in the working directory. If no golden of the checkpoint is there, return
-    the command that makes one.
-
-    Args:
-        model: The checkpoint.
-        arguments: Options that name the port.
-        run: The run to make, of layers that the golden must hold; None for the golden's own layers.
-        batch_shape: The only batch [B,S] that the port takes; None if it takes any.
+    The golden is looked for in the usual folder and in the working directory. It must hold the layers of `run`, and
+    have the batch [B,S] of `batch_shape`, if these are given.
     """
 
     def is_fit(golden: Capture) -> bool:

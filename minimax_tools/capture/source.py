@@ -290,11 +290,9 @@ class CaptureInspection:
 
 
 def inspect_capture(capture: CaptureSource, *, with_inputs: bool = True) -> CaptureInspection:
-    """Read every tensor of a capture, one in memory at a time, and check its digest.
+    """Read every tensor of a capture with a manifest, one in memory at a time, and check its digest.
 
-    Args:
-        capture: A capture with a manifest, complete or not.
-        with_inputs: Whether to read the token rows, hidden states, generated tokens and passes too.
+    `with_inputs` reads the token rows, hidden states, generated tokens and passes too.
     """
     num_tensors = 0
     # A set that keeps its order: a damaged file fails in the same words for all its tensors.

@@ -52,11 +52,7 @@ class Tap:
 
     @classmethod
     def of(cls, notation: PlaceNotation, *, text: str) -> Tap:
-        """Return the tap of a place; `text` names the place in errors.
-
-        Raises:
-            TargetError: No submodule has such a path, or an element is named otherwise than by its index.
-        """
+        """Return the tap of a place, named `text` in errors; raise TargetError if no submodule has such a path."""
         element = notation.element or "0"
         if _PATH.fullmatch(notation.path) is None or not element.isdecimal():
             raise TargetError(f"the site {text!r} cannot be read", expected=SITE_FORMS)
@@ -66,9 +62,6 @@ class Tap:
         """Return the tapped tensor; None if there is no such tensor.
 
         `value` is a submodule's output as it was returned, or one tuple of its inputs, keyword arguments last.
-
-        Raises:
-            TargetError: The tensor is too narrow for the cut.
         """
         elements = value if isinstance(value, (tuple, list)) else (value,)
         element = elements[self.index] if self.index < len(elements) else None

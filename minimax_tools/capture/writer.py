@@ -283,7 +283,7 @@ class CaptureWriter:
 
     @property
     def capture(self) -> Capture:
-        """What is stored so far, opened for reading."""
+        """The capture as far as it is stored, opened for reading."""
         return Capture(self.directory, self.manifest)
 
     def read_hidden_states(self) -> torch.Tensor:

@@ -120,11 +120,7 @@ class TokenRows:
 def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None, what: str) -> torch.Tensor:
     """Take the tokens [n,F] of a stretch out of a pass's packed [T',F], [1,T',F] or [T',1,F].
 
-    Args:
-        tensor: The pass's tensor.
-        stretch: The tokens.
-        num_rows: T'; None if the pass does not tell it.
-        what: Name of the tensor in messages.
+    `num_rows` is T', None if the pass does not tell it; `what` names the tensor in messages.
     """
     if tensor.ndim == 3 and 1 in tensor.shape[:2]:
         tensor = tensor.flatten(0, 1)
@@ -141,12 +137,7 @@ def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None
 
 
 def join_passes(passes: Sequence[torch.Tensor], lengths: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """Join the tokens of passes that follow each other to [T,F], prompt by prompt.
-
-    Args:
-        passes: Real tokens of each pass, prompt by prompt.
-        lengths: For each pass, its number of tokens of each prompt.
-    """
+    """Join the tokens of passes that follow each other to [T,F], by prompt; `lengths` are the prompts' in each pass."""
     by_pass = [tokens.split(of_prompts) for tokens, of_prompts in zip(passes, lengths, strict=True)]
     by_prompt = zip(*by_pass, strict=True)
     return torch.cat([tokens for of_prompt in by_prompt for tokens in of_prompt])

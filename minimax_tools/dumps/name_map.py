@@ -122,9 +122,7 @@ def usual_places(
 ) -> Mapping[Site | ModelSite | str, tuple[SumOfPlaces, ...]]:
     """Return the places of each site, the likeliest first; also of token ids, mask and `HEAD_INPUT`.
 
-    Args:
-        format_name: The dump's format.
-        has_fused_residuals: Whether norms return the residual stream beside the normed value.
+    With `has_fused_residuals` norms return the residual stream beside the normed value.
     """
     places: dict[Site | ModelSite | str, tuple[SumOfPlaces, ...]] = {
         site: tuple((SitePlace.read(name),) for name in names) for site, names in _NAMES.items()

@@ -62,17 +62,9 @@ def _hidden_size(source: CaptureSource) -> int | None:
 
 
 def find_rows(assembly: DumpAssembly, names: NameMap, *, other: OtherSide | None) -> TokenRows | None:
-    """Find the rows of a dump that are real tokens: as the map says, else the dump, else the other side.
+    """Find the rows of a dump that are real tokens, as map, dump or the other side tells; None if nothing does.
 
     A schedule tells, for a dump that records its requests, the rows of each request in each pass.
-
-    Args:
-        assembly: The dump's tensors.
-        names: The user's map.
-        other: The other side of the comparison; None without one.
-
-    Returns:
-        None if nothing tells.
 
     Raises:
         IncomparableError: The prompts are of other lengths than the other side's.

@@ -147,11 +147,7 @@ def _settle_outputs(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
 class _Finder:
     """A dump's modules, searched for places of sites. A site is the sum of its terms, each a tensor at one place.
 
-    Args:
-        dump: The dump.
-        by_module: The dump's pieces by module.
-        wanted: Labels of the passes to read.
-        num_ranks: Ranks that the port was divided among.
+    `wanted` are labels of the passes to read, `num_ranks` those that the port was divided among.
     """
 
     def __init__(
