@@ -1,5 +1,8 @@
 """The judgement of a device run against a golden, from their captures alone. Words: docs/glossary.md.
 
+Whatever reads a side raises CaptureError if it is damaged; what reads weights, IncomparableError if they are another
+model's and CheckpointError if they cannot be read. Docstrings name further errors.
+
 - `sides/`: the two captures, the layers' inputs, and the golden's weights
 - `noise/`: ρ, squared errors, and the error of a layer's input
 - `limits/`: figures that right ports stay below

@@ -63,7 +63,6 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
 
     Raises:
         IncomparableError: The layer's input is neither the golden's nor another layer's output, or weights do not fit.
-        CheckpointError: The weights cannot be read.
     """
     sites = declared_sites(sides.target, layer)
     if layer not in sides.target.layers:

@@ -26,7 +26,6 @@ def report_run(
 
     Raises:
         CannotRunError: The directory cannot be made or written to.
-        CheckpointError: The weights that judged the run cannot be read any more.
     """
     text = ""
     if diagnosis is not None:

@@ -34,11 +34,7 @@ _MORE_RANKS = "--tp-degree 2"
 
 
 def find_untested(sides: Sides, comparison: Comparison) -> tuple[Untested, ...]:
-    """Return what a comparison left out of what mm2 can compare; where neither side tells, it is left out too.
-
-    Raises:
-        CaptureError: A side is damaged.
-    """
+    """Return what a comparison left out of what mm2 can compare; where neither side tells, it is left out too."""
     commands = RunCommands.of(sides.reference, sides.target)
     return tuple(
         found

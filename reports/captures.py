@@ -56,9 +56,6 @@ def read_contents(source: CaptureSource) -> tuple[LayerContents, ...]:
 
     Statistics come from the manifest. Those of further outputs are computed, and without a manifest all, with one
     tensor in memory at a time. Further outputs that cannot be read are left out: the capture's inspection names them.
-
-    Raises:
-        CaptureError: A tensor cannot be read.
     """
     layers = [
         LayerContents(
@@ -127,9 +124,6 @@ def capture_record(source: CaptureSource, inspection: CaptureInspection | None =
     Another tool's dump whose tensors are not sites yet has a `listing`, which is returned as `dump_record` words it.
 
     `inspection` is the result of reading all of it; None if it was not read.
-
-    Raises:
-        CaptureError: A tensor cannot be read.
     """
     listing = source.listing()
     if listing is not None:
@@ -169,9 +163,6 @@ def render_capture(
 
     Without `shows_statistics`, the tables are left out, and no tensor is read. For `width` and `is_terminal` see
     `Canvas`; for `inspection` see `capture_record`.
-
-    Raises:
-        CaptureError: A tensor cannot be read.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
     listing = source.listing()

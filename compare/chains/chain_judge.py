@@ -94,9 +94,6 @@ def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error
 
     For a golden without a floor, `layer_error` is the usual difference of two right implementations of a layer,
     relative to its output.
-
-    Raises:
-        CaptureError: A tensor cannot be read.
     """
     total = _floor(golden, span.start, batch=batch, layer_error=layer_error)
     for layer in range(span.start + 1, span.stop):
@@ -210,7 +207,6 @@ class ChainJudge:
 
         Raises:
             IncomparableError: The golden holds NaN or Inf on a real token.
-            CaptureError: The golden cannot be read.
         """
         return self._judge_single(span, output) if len(span) == 1 else self._judge_chain(span, output)
 

@@ -100,11 +100,7 @@ _MOST_FLIPS = 64
 
 
 def collect_routing(run: JudgedRun) -> tuple[LayerRouting, ...]:
-    """Collect the experts of every layer in which both sides show them.
-
-    Raises:
-        CheckpointError: The weights, which tell the scores of a flip, cannot be read.
-    """
+    """Collect the experts of every layer in which both sides show them."""
     shown = (
         layer
         for layer in sorted(run.inputs)
@@ -292,12 +288,7 @@ _MOST_UNBLAMED = 3
 
 
 def collect_evidence(run: JudgedRun) -> Evidence:
-    """Collect what the captures of a judged run show beside its figures.
-
-    Raises:
-        CheckpointError: The weights that judged the run cannot be read any more.
-        CaptureError: A file is missing or damaged.
-    """
+    """Collect what the captures of a judged run show beside its figures."""
     weights = run.sides.weights
     folder = resolve_config(weights.model) if isinstance(weights, CheckpointWeights) else None
     with keep_layer_open(weights) as source, torch.no_grad():

@@ -52,10 +52,6 @@ def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
     """Derive the choice of a layer whose port shows its router's logits or `post_norm`, and not its experts.
 
     None if the port shows neither, or the weights are not known.
-
-    Raises:
-        IncomparableError: The weights are another model's.
-        CheckpointError: They cannot be read.
     """
     if sides.weights is None or sides.is_classic:
         return None
@@ -76,10 +72,6 @@ def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torc
     """Find tokens whose experts [T,k] contradict the port's own logits and the right correction bias: bool [T].
 
     None if the port does not show its logits, or the bias is not known.
-
-    Raises:
-        IncomparableError: The weights are another model's.
-        CheckpointError: They cannot be read.
     """
     rows = sides.read_rows(layer, Site.ROUTER_LOGITS)
     if sides.weights is None or rows is None or not bool(rows[1].isfinite().all()):
@@ -123,10 +115,6 @@ def find_nearest_choice(
     The layer's input is the golden's. The site is `moe_delta` or `output`; its rows, all real tokens of both sides,
     have a floor and are finite. `noise` is the margin and noise of the golden's choice. None if the weights are not
     known, or the golden does not hold its experts' input or, for the output, the residual stream.
-
-    Raises:
-        IncomparableError: The weights are another model's.
-        CheckpointError: They cannot be read.
     """
     # All are [T,…]. The exact values are the float32 twin's, or the golden's own if it kept no
     # twin. The stream is what the experts' sum is added to.

@@ -184,12 +184,7 @@ class LayerJudge:
 
     @property
     def choice_noise(self) -> RouterNoise | None:
-        """Margin and noise of the golden's choice, with its scores if they can tell how close a flip was.
-
-        Raises:
-            IncomparableError: The weights are another model's.
-            CheckpointError: They cannot be read.
-        """
+        """Margin and noise of the golden's choice, with its scores if they can tell how close a flip was."""
         noise, replay = self.router_noise, self._replay
         if noise is None or replay is None or self._sides.is_classic or not bool(replay.flipped.any()):
             return noise
@@ -197,12 +192,7 @@ class LayerJudge:
 
     @property
     def has_contradictions(self) -> bool:
-        """True if the port's experts contradict its own logits: its own mistake, whatever its input.
-
-        Raises:
-            IncomparableError: The weights are another model's.
-            CheckpointError: They cannot be read.
-        """
+        """True if the port's experts contradict its own logits: its own mistake, whatever its input."""
         return self._contradictions is not None and bool(self._contradictions.any())
 
     @cached_property

@@ -84,11 +84,7 @@ class ModelJudge:
         return None if find_mismatch(golden, port) is not None else self._rows(site, golden, port)
 
     def judge_generated(self) -> tuple[GeneratedRow, ...]:
-        """Compare what both sides generated, prompt by prompt; empty if a side generated nothing.
-
-        Raises:
-            CaptureError: A file is damaged.
-        """
+        """Compare what both sides generated, prompt by prompt; empty if a side generated nothing."""
         golden, port = (side.read_generation() for side in (self._sides.reference, self._sides.target))
         if golden is None or port is None:
             return ()

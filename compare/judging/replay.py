@@ -47,12 +47,7 @@ class Replay:
 
     @property
     def scores(self) -> torch.Tensor | None:
-        """Biased scores of the golden, to tell how close a flip was: float32 [T,E]; None without flips or weights.
-
-        Raises:
-            IncomparableError: The weights are another model's.
-            CheckpointError: They cannot be read.
-        """
+        """Biased scores of the golden, to tell how close a flip was: float32 [T,E]; None without flips or weights."""
         if self._exact_logits is None or self._sides.weights is None or not bool(self.flipped.any()):
             return None
         # The bias alone is read here: what the experts add is computed where a site behind them is judged.
@@ -75,10 +70,6 @@ class Replay:
         """Replace in a site's `rows` the golden's values and floor of replayed tokens by what the port's experts give.
 
         The site is behind the experts, or the router's weights, which are in ascending order of their experts.
-
-        Raises:
-            IncomparableError: The weights are another model's.
-            CheckpointError: They cannot be read.
         """
         tokens = self.tokens(site)
         if not bool(tokens.any()):

@@ -76,9 +76,6 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
 
     ρ is the error over the one foreseen of a right port: the floor, widened by what no port is to blame for. With the
     twin, the error is ‖target − twin‖. Without the twin, ρ is estimated (see `_error`).
-
-    Raises:
-        ValueError: The rows have no floor.
     """
     errors = rows.measure_errors()
     if errors is None:
@@ -115,22 +112,14 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
 
 
 def token_ratios(rows: Rows) -> torch.Tensor:
-    """Compute ρ of each token, float64 [T].
-
-    Raises:
-        ValueError: The rows have no floor.
-    """
+    """Compute ρ of each token, float64 [T]."""
     floor = _floor(rows)
     foreseen = _widen(floor, square_rows(rows.reference, massive=rows.massive), rows)
     return _per_token(_error(rows, floor).whole, foreseen.whole)
 
 
 def foreseen_error(rows: Rows) -> Squares:
-    """Return the squared error expected of a right port against the float32 twin: the floor, widened as for ρ.
-
-    Raises:
-        ValueError: The rows have no floor.
-    """
+    """Return the squared error expected of a right port against the float32 twin: the floor, widened as for ρ."""
     return _widen(_floor(rows), square_rows(rows.reference, massive=rows.massive), rows)
 
 
@@ -142,9 +131,6 @@ def foreseen_error_at(rows: Rows, values: torch.Tensor) -> Squares:
     - the floor relative to the golden's values, at the median token, times the new values
     - the token's own floor, reduced in proportion if the values of the median token are smaller
     - one rounding of the new values to BF16, if the golden holds BF16
-
-    Raises:
-        ValueError: The rows have no floor.
     """
     floor = foreseen_error(rows)
     before, after = (square_rows(side, massive=rows.massive) for side in (rows.reference, values))

@@ -54,7 +54,6 @@ class WeightSource(Protocol):
 
         Raises:
             IncomparableError: They are not those of the golden `reference`.
-            CheckpointError: They cannot be read.
         """
 
 

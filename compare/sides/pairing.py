@@ -27,7 +27,6 @@ def refuse_other_runs(reference: CaptureSource, target: CaptureSource) -> tuple[
 
     Raises:
         IncomparableError: The captures must not be compared, or one was changed after it was certified.
-        CaptureError: The stored inputs are missing or damaged.
     """
     golden, port = reference.known_description, target.known_description
     for side in (reference, target):

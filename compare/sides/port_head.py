@@ -115,10 +115,6 @@ def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
 
     None if no weights are known, the criteria are `classic` (fixed limits on outputs), or the golden is not mm2's own;
     also if the port's output is missing, not finite or equal to the golden's.
-
-    Raises:
-        IncomparableError: The weights are another model's.
-        CheckpointError: They cannot be read.
     """
     golden, source = sides.reference, sides.weights
     if source is None or sides.is_classic or golden.known_description is None:
@@ -203,10 +199,6 @@ def on_port_input(sides: Sides, layer: int) -> Sides | None:
 
     None if no weights are known, the classic limits judge (such as a cosine of 0.99), the golden is not mm2's own, or
     the port's input is missing or not finite.
-
-    Raises:
-        IncomparableError: The weights are another model's.
-        CheckpointError: The weights cannot be read.
     """
     golden, source = sides.reference, sides.weights
     if source is None or sides.is_classic or golden.known_description is None:
