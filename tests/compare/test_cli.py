@@ -186,15 +186,6 @@ class TestJson:
 
 
 class TestCriteria:
-    def test_swapped_gate_and_up_is_blamed_on_the_experts(
-        self, golden: Path, swapped: Path, command: Command
-    ) -> None:
-        result = command(mm2_compare, "--golden", golden, "--run", swapped, "--json", "--quiet")
-        assert result.exit_code == 1
-        assert [(blame["layer"], blame["sites"]) for blame in read_record(result)["blame"]] == [
-            (2, ["moe_delta"])
-        ]
-
     def test_swapped_gate_and_up_passes_the_classic_cosine_of_its_output(
         self, golden: Path, swapped: Path, command: Command
     ) -> None:

@@ -41,12 +41,6 @@ class TestRows:
         assert torch.equal(batch.rows(flat, Site.OUTPUT), flat)
         assert batch.places(flat, Site.OUTPUT).tolist() == [[0, token] for token in range(6)]
 
-    def test_heads_lie_side_by_side(self) -> None:
-        heads = torch.arange(24.0).reshape(2, 2, 3, 2)
-        rows = Batch(MASK).rows(heads, Site.Q_ROPE)
-        assert rows.shape == (4, 4)
-        assert rows[3].tolist() == [*heads[1, 0, 0].tolist(), *heads[1, 1, 0].tolist()]
-
     @pytest.mark.parametrize("shape", [(2, 4, 2), (5, 2), (3, 2, 2)])
     def test_tensor_of_another_batch_is_refused(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(IncomparableError, match=r"different batches: expected \[B,S\] of \(2, 3\)"):
