@@ -5,15 +5,15 @@ B prompts, K kv heads, S columns of the batch, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
 from compare.catalogue.candidates import NO_PARAMETERS, Parameters
 from compare.catalogue.low_bits import FP8_DTYPES, round_to_fp8
-from compare.catalogue.words import Place, Words, words_of
 from compare.noise.rows import TINY_FLOAT32
 from minimax_tools.capture.passes import CachePair
 from minimax_tools.errors import number_ranges, word_ranges
@@ -103,19 +103,6 @@ def _of_head(part: torch.Tensor, head: int) -> torch.Tensor:
 def noise_of(exact: torch.Tensor, rounded: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the relative error of right content, from float32 and rounded values [B,K,S,D]: a scalar."""
     return torch.tensor(max(_relative_error(rounded, exact, tokens=tokens), _LEAST_NOISE))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheMistake:
-    """A known mistake of a cache. `find` returns its parameters if it explains the content, else None."""
-
-    name: str
-    find: Callable[[CacheContent], Parameters | None]
-
-    @property
-    def words(self) -> Words:
-        """The mistake in words."""
-        return words_of(self.name, Place.CACHE)
 
 
 def _not_written(content: CacheContent) -> Parameters | None:
@@ -259,18 +246,20 @@ def _both(pair: CachePair, edit: Callable[[torch.Tensor], torch.Tensor]) -> Cach
     return edit(pair[0]), edit(pair[1])
 
 
-# The first that explains the content is named.
-CACHE_MISTAKES = (
-    CacheMistake(name="cache_not_written", find=_not_written),
-    CacheMistake(name="cache_of_another_layer", find=_of_another_layer),
-    CacheMistake(name="cache_of_another_prompt", find=_of_another_prompt),
-    CacheMistake(name="cache_one_row_off", find=_one_row_off),
-    CacheMistake(name="cache_heads_exchanged", find=_heads_exchanged),
-    CacheMistake(name="cache_keys_and_values_exchanged", find=_keys_and_values_exchanged),
-    CacheMistake(name="cache_fp8_without_scale", find=_fp8_without_scale),
-    CacheMistake(name="cache_low_precision", find=_low_precision),
-    CacheMistake(name="cache_keys_rotated_wrongly", find=_before_rope),
-    CacheMistake(name="cache_of_other_tokens", find=_of_other_tokens),
+# What finds the parameters of each mistake, by its name; the first that explains the content is named.
+CACHE_MISTAKES: Mapping[str, Callable[[CacheContent], Parameters | None]] = MappingProxyType(
+    {
+        "cache_not_written": _not_written,
+        "cache_of_another_layer": _of_another_layer,
+        "cache_of_another_prompt": _of_another_prompt,
+        "cache_one_row_off": _one_row_off,
+        "cache_heads_exchanged": _heads_exchanged,
+        "cache_keys_and_values_exchanged": _keys_and_values_exchanged,
+        "cache_fp8_without_scale": _fp8_without_scale,
+        "cache_low_precision": _low_precision,
+        "cache_keys_rotated_wrongly": _before_rope,
+        "cache_of_other_tokens": _of_other_tokens,
+    }
 )
 
 

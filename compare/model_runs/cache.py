@@ -106,7 +106,7 @@ def judge_cache(
     in_question = content.at(torch.isin(split.numbers, torch.tensor(list(wrong))) & mask)
     in_question = in_question.at(in_question.wrong_tokens())
     named = next(
-        ((mistake, found) for mistake in CACHE_MISTAKES if (found := mistake.find(in_question)) is not None),
+        ((name, found) for name, find in CACHE_MISTAKES.items() if (found := find(in_question)) is not None),
         None,
     )
     if named is None and holds_scaled_bits(content):
@@ -129,7 +129,7 @@ def judge_cache(
         )
     else:
         mistake, parameters = named
-        finding = _of_cache(mistake.name, number, layer, reason=reason, parameters=parameters)
+        finding = _of_cache(mistake, number, layer, reason=reason, parameters=parameters)
     return CacheJudgement(findings=(finding, *changes))
 
 

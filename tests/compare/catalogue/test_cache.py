@@ -42,7 +42,7 @@ def content(cached: CachePair) -> CacheContent:
 
 
 def named(cached: CachePair) -> list[tuple[str, dict[str, object]]]:
-    found = ((mistake.name, mistake.find(content(cached))) for mistake in CACHE_MISTAKES)
+    found = ((name, find(content(cached))) for name, find in CACHE_MISTAKES.items())
     return [(name, dict(parameters)) for name, parameters in found if parameters is not None]
 
 
@@ -130,18 +130,18 @@ def test_entries_of_other_tokens_are_found_among_all(
     held = content(cached)
     narrowed = held.at(held.wrong_tokens())
     assert narrowed.tokens.nonzero().tolist() == [list(place) for place in wrong]
-    (mistake,) = (one for one in CACHE_MISTAKES if one.name == "cache_of_other_tokens")
-    assert mistake.find(narrowed) == {"of": of}
+    mistake = CACHE_MISTAKES["cache_of_other_tokens"]
+    assert mistake(narrowed) == {"of": of}
     # An entry that no token has is none of another token.
-    assert mistake.find(content(with_nines(cached, (0, slice(None), 8)))) is None
+    assert mistake(content(with_nines(cached, (0, slice(None), 8)))) is None
 
 
 def test_float16_holds_what_it_can_and_infinity() -> None:
     large = both(lambda part: part * 1e5)
     held = replace(content(both(lambda part: (part * 1e5).half().float())), right=large, noise=(NOISE, NOISE))
-    (mistake,) = (one for one in CACHE_MISTAKES if one.name == "cache_low_precision")
-    assert mistake.find(held) == {"dtype": "float16"}
-    assert mistake.find(replace(held, cached=large)) != {"dtype": "float16"}
+    mistake = CACHE_MISTAKES["cache_low_precision"]
+    assert mistake(held) == {"dtype": "float16"}
+    assert mistake(replace(held, cached=large)) != {"dtype": "float16"}
 
 
 def test_other_content_has_no_name() -> None:
@@ -153,8 +153,8 @@ def test_other_content_has_no_name() -> None:
 
 def test_right_content_that_fp8_holds_is_not_named() -> None:
     held = both(lambda part: part.to(torch.float8_e4m3fn).float())
-    (fp8,) = (mistake for mistake in CACHE_MISTAKES if mistake.name == "cache_fp8_without_scale")
-    assert fp8.find(replace(content(held), right=held)) is None
+    fp8 = CACHE_MISTAKES["cache_fp8_without_scale"]
+    assert fp8(replace(content(held), right=held)) is None
 
 
 def test_wrong_heads_are_those_with_a_third_of_the_worst_error() -> None:
@@ -207,9 +207,9 @@ def test_rows_and_entries_are_found_by_how_far_they_are_off() -> None:
 # The noise is smaller than a rounding to BF16, and larger than one to float16; then smaller than both.
 @pytest.mark.parametrize(("dtype", "noise"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
 def test_lower_dtype_is_named(dtype: torch.dtype, noise: float) -> None:
-    (low,) = (mistake for mistake in CACHE_MISTAKES if mistake.name == "cache_low_precision")
+    low = CACHE_MISTAKES["cache_low_precision"]
     held = content(both(lambda part: part.to(dtype).float()))
-    found = low.find(replace(held, noise=(torch.tensor(noise), torch.tensor(noise))))
+    found = low(replace(held, noise=(torch.tensor(noise), torch.tensor(noise))))
     assert found == {"dtype": str(dtype).removeprefix("torch.")}
 
 

@@ -19,7 +19,7 @@ from minimax_tools.errors import UsageError
         (Place.OUTSIDE, list(MODEL_CATALOGUE)),
         (Place.DECODING, [mistake.name for mistake in DECODING_MISTAKES]),
         # The last is seen by what a pass changed.
-        (Place.CACHE, [*(mistake.name for mistake in CACHE_MISTAKES), "cache_overwritten"]),
+        (Place.CACHE, [*CACHE_MISTAKES, "cache_overwritten"]),
     ],
 )
 def test_each_mistake_has_words_and_each_words_a_mistake(place: Place, names: list[str]) -> None:
