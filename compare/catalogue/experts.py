@@ -62,10 +62,6 @@ def _find_some(mix: Mix) -> Finder:
     return find
 
 
-def _gelu(approximate: str) -> Change:
-    return _mix_with(lambda gate, up, _: functional.gelu(gate, approximate=approximate) * up)
-
-
 def _clamped(limit: float) -> Change:
     return _mix_with(
         lambda gate, up, _: functional.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
@@ -324,7 +320,13 @@ EXPERT_MISTAKES = (
     Mistake(
         name="up_plus_one", build=lambda: _mix_with(lambda gate, up, _: functional.silu(gate) * (up + 1.0))
     ),
-    Mistake(name="gelu_activation", build=_gelu, candidates=values_of("approximate", "none", "tanh")),
+    Mistake(
+        name="gelu_activation",
+        build=lambda approximate: _mix_with(
+            lambda gate, up, _: functional.gelu(gate, approximate=approximate) * up
+        ),
+        candidates=values_of("approximate", "none", "tanh"),
+    ),
     Mistake(name="relu_activation", build=lambda: _mix_with(lambda gate, up, _: functional.relu(gate) * up)),
     Mistake(name="activation_missing", build=lambda: _mix_with(lambda gate, up, _: gate * up)),
     Mistake(

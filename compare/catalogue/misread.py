@@ -52,10 +52,6 @@ _SCALES_TRANSPOSED = Decoding(scales=lambda scales: scales.T.reshape(scales.shap
 _CODES_AS_INTEGERS = Decoding(numbers=torch.arange(256, dtype=torch.float32))
 
 
-def _codes_clipped(limit: float) -> Decoding:
-    return Decoding(numbers=CODE_NUMBERS.clamp(-limit, limit))
-
-
 def _activations_quantised() -> Change:
     """Quantise the input of the experts, and the input of their down projection."""
 
@@ -140,7 +136,7 @@ MISREAD_MISTAKES = (
     _of_tensor("fp8_scale_averaged", _SCALES_AVERAGED),
     Mistake(
         name="fp8_clipped",
-        build=lambda limit: _decode_with(_codes_clipped(limit), *_TENSORS),
+        build=lambda limit: _decode_with(Decoding(numbers=CODE_NUMBERS.clamp(-limit, limit)), *_TENSORS),
         candidates=each("limit", lambda inputs: (240,) if _is_all_fp8(inputs) else ()),
     ),
     Mistake(

@@ -61,10 +61,6 @@ def _unweighted(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -
     return _rms_norm(layer, states, torch.ones_like(weight))
 
 
-def _with_eps(eps: float) -> _PortNorm:
-    return lambda _, states, weight: normalise(states, weight, eps)
-
-
 def _without_mean_square(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return states * weight / math.sqrt(layer.spec.rms_norm_eps)
 
@@ -188,10 +184,6 @@ def _tell_heads(spec: ModelSpec, parameters: Parameters) -> str:
     return "Here there are as many parts as heads: each head is normed alone." if is_each_head else ""
 
 
-def _group_counts(inputs: LayerInputs) -> tuple[int, ...]:
-    return tuple(degree for degree in degrees(inputs.spec.hidden_size) if degree <= 64)
-
-
 def _other_eps(inputs: LayerInputs) -> tuple[Parameters, ...]:
     return tuple(
         {"norms": norms, "eps": eps}
@@ -218,7 +210,9 @@ NORM_MISTAKES = (
     Mistake(name="post_norm_weight_missing", build=lambda: _replace((Site.POST_NORM,), _unweighted)),
     Mistake(
         name="norm_eps",
-        build=lambda norms, eps: _replace(_NORMS_OF[norms], _with_eps(eps)),
+        build=lambda norms, eps: _replace(
+            _NORMS_OF[norms], lambda _, states, weight: normalise(states, weight, eps)
+        ),
         candidates=_other_eps,
         fitted="eps",
         is_constant=True,
@@ -232,7 +226,9 @@ NORM_MISTAKES = (
     Mistake(
         name="norm_sum_partial",
         build=lambda groups: _replace(_BLOCK_NORMS, _in_groups(groups)),
-        candidates=each("groups", _group_counts),
+        candidates=each(
+            "groups", lambda inputs: (size for size in degrees(inputs.spec.hidden_size) if size <= 64)
+        ),
     ),
     Mistake(
         name="post_norm_slice_twice",

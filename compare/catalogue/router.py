@@ -87,10 +87,6 @@ _GATE_FORMATS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingPro
 )
 
 
-def _quantised(stored: str) -> Change:
-    return _logits_by(lambda states, gate: states @ _GATE_FORMATS[stored](gate).T)
-
-
 def _grouped(groups: int, kept: int, best: int, masked: str) -> Change:
     """Choose from the `kept` best groups of experts, by the sum of their `best` scores; others score `masked`."""
 
@@ -184,7 +180,11 @@ ROUTER_MISTAKES = (
         name="router_gate_low_precision",
         build=lambda: _logits_by(lambda states, gate: states @ bfloat16(gate).T),
     ),
-    Mistake(name="router_quantised", build=_quantised, candidates=values_of("stored", *_GATE_FORMATS)),
+    Mistake(
+        name="router_quantised",
+        build=lambda stored: _logits_by(lambda states, gate: states @ _GATE_FORMATS[stored](gate).T),
+        candidates=values_of("stored", *_GATE_FORMATS),
+    ),
     Mistake(name="router_weights_on_input", build=_weights_on_input),
     Mistake(
         name="router_softmax_of_chosen",
