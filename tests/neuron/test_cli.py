@@ -254,17 +254,8 @@ class TestWhereInputsComeFrom:
         assert torch.equal(mine["output"], theirs["output"])
 
     def test_random_input_is_recorded(self, run: Any, small_fp8: Path) -> None:
-        arguments = (
-            "single-layer",
-            "--layer",
-            2,
-            "--model",
-            small_fp8,
-            "--random-input",
-            "--seq-len",
-            12,
-            "--json",
-        )
+        arguments: tuple[object, ...] = ("single-layer", "--layer", 2)
+        arguments += ("--model", small_fp8, "--random-input", "--seq-len", 12, "--json")
         records = [json.loads(run(*arguments, "--seed", seed).stdout) for seed in (7, 7, 8)]
         assert records[0]["description"]["input_source"] == "random numbers of seed 7"
         assert records[0] == records[1]
@@ -273,17 +264,8 @@ class TestWhereInputsComeFrom:
     def test_run_on_random_input_cannot_be_judged(
         self, run: Any, command: Any, small_fp8: Path, small_golden: Path
     ) -> None:
-        arguments = (
-            "single-layer",
-            "--layer",
-            2,
-            "--model",
-            small_fp8,
-            "--random-input",
-            "--seq-len",
-            "24,15",
-            "--json",
-        )
+        arguments: tuple[object, ...] = ("single-layer", "--layer", 2, "--model", small_fp8)
+        arguments += ("--random-input", "--seq-len", "24,15", "--json")
         directory = json.loads(run(*arguments).stdout)["directory"]
         judged = command(mm2_compare, "--golden", small_golden, "--run", directory)
         skipped = run(

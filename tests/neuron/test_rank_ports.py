@@ -181,16 +181,7 @@ def test_rows_are_decoded(judge: Judged) -> None:
 def test_a_component_is_fed_on_every_rank(
     forked_ranks: Any, small_fp8: Path, small_golden: Path, tmp_path: Path, component: str
 ) -> None:
-    run = (
-        "component",
-        "--layer",
-        2,
-        "--component",
-        component,
-        "--model",
-        small_fp8,
-        "--golden",
-        small_golden,
-    )
+    run: tuple[object, ...] = ("component", "--layer", 2, "--component", component)
+    run += ("--model", small_fp8, "--golden", small_golden)
     done = forked_ranks(*run, "--backend", "cpu", "--output-dir", tmp_path / "capture")
     assert done.returncode == 0, done.stderr

@@ -235,16 +235,8 @@ class TestRefusals:
         from gpu_reference.cli import main as mm2_gpu
 
         left = tmp_path / "left"
-        rows = (
-            "--input-ids",
-            "5,6,7,8",
-            "--input-ids",
-            "5,6,7",
-            "--padding-side",
-            "left",
-            "--sites",
-            "layer",
-        )
+        rows: tuple[object, ...] = ("--input-ids", "5,6,7,8", "--input-ids", "5,6,7")
+        rows += ("--padding-side", "left", "--sites", "layer")
         command(mm2_gpu, "extract-all", "--model", small_fp8, *rows, "--output-dir", left, "--quiet")
         result, _ = ask("--decode", 1, golden=left)
         # For NxD Inference the rows are laid out anew, padded on the right.

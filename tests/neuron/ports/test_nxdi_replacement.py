@@ -163,17 +163,8 @@ def test_compiled_graph_takes_the_stream_that_the_cpu_takes(
 
 class TestByHand:
     def command(self, model: Path, golden: Path, folder: Path) -> tuple[object, ...]:
-        arguments = (
-            "replacement",
-            "--model",
-            model,
-            "--golden",
-            golden,
-            "--format",
-            "nxdi",
-            "--json",
-            "--quiet",
-        )
+        arguments: tuple[object, ...] = ("replacement", "--model", model)
+        arguments += ("--golden", golden, "--format", "nxdi", "--json", "--quiet")
         return (*arguments, "--output-dir", folder)
 
     def by_hand(

@@ -137,17 +137,8 @@ class Port(ReferenceLayer):
         small_golden: Path,
         tmp_path: Path,
     ) -> None:
-        common = (
-            "multi-layer",
-            "--layers",
-            "0:3",
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--backend",
-            "xla-cpu",
-        )
+        common: tuple[object, ...] = ("multi-layer", "--layers", "0:3")
+        common += ("--model", small_fp8, "--golden", small_golden, "--backend", "xla-cpu")
         targets = ("reference", write_port(IN_PLACE))
         results = serve(
             [(*common, "--target", target, "--captures", tmp_path, "--json") for target in targets]

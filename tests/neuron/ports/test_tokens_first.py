@@ -25,16 +25,8 @@ def judge(run: Any, small_fp8: Path, small_golden: Path) -> Any:
     """Runs layer 1 of a port of `tokens_first.py` on the golden's input; the exit code and the JSON."""
 
     def run_port(name: str, *options: object) -> tuple[int, dict[str, Any]]:
-        paths = (
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--target",
-            f"{PORTS}:{name}",
-            "--backend",
-            "cpu",
-        )
+        paths: tuple[object, ...] = ("--model", small_fp8, "--golden", small_golden)
+        paths += ("--target", f"{PORTS}:{name}", "--backend", "cpu")
         result = run("single-layer", "--layer", LAYER, *paths, *options, "--json", "--quiet")
         return result.exit_code, json.loads(result.stdout)
 
@@ -99,16 +91,8 @@ def judge_whole(run: Any, small_fp8: Path, small_golden: Path) -> Any:
     """Runs a whole port of `tokens_first.py`; the exit code, and the status of queries and keys in all layers."""
 
     def run_port(name: str, *options: object) -> tuple[int, set[str]]:
-        paths = (
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--target",
-            f"{PORTS}:{name}",
-            "--backend",
-            "cpu",
-        )
+        paths: tuple[object, ...] = ("--model", small_fp8, "--golden", small_golden)
+        paths += ("--target", f"{PORTS}:{name}", "--backend", "cpu")
         result = run("model", *paths, *options, "--json", "--quiet")
         record = json.loads(result.stdout)
         return result.exit_code, {

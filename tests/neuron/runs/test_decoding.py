@@ -86,18 +86,8 @@ def decode(run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Any
         path = tmp_path / "ports.py"
         path.write_text(DECODE_MISTAKES)
         target = () if name is None else ("--target", f"{path}:{name}")
-        common = (
-            "sweep",
-            "--layers",
-            "1:3",
-            "--model",
-            small_fp8,
-            "--golden",
-            small_golden,
-            "--decode",
-            rows,
-            "--json",
-        )
+        common: tuple[object, ...] = ("sweep", "--layers", "1:3", "--model", small_fp8)
+        common += ("--golden", small_golden, "--decode", rows, "--json")
         return run(*common, *target, *options)
 
     return sweep
@@ -148,30 +138,11 @@ def test_rows_that_are_decoded_are_each_prompts_own(
     for side in ("right", "left"):
         golden = tmp_path / side
         rows = ("--seq-len", "24,9", "--pad-to", 32, "--padding-side", side)
-        arguments = (
-            "single-layer",
-            "--layer",
-            1,
-            "--model",
-            small_fp8,
-            *rows,
-            "--noise-floor",
-            "full",
-            "--quiet",
-        )
+        arguments: tuple[object, ...] = ("single-layer", "--layer", 1)
+        arguments += ("--model", small_fp8, *rows, "--noise-floor", "full", "--quiet")
         assert command(mm2_gpu, *arguments, "--output-dir", golden).exit_code == 0
-        common = (
-            "sweep",
-            "--layers",
-            "1:2",
-            "--model",
-            small_fp8,
-            "--golden",
-            golden,
-            "--decode",
-            5,
-            "--json",
-        )
+        common: tuple[object, ...] = ("sweep", "--layers", "1:2")
+        common += ("--model", small_fp8, "--golden", golden, "--decode", 5, "--json")
         assert json.loads(run(*common).stdout)["verdict"] == "pass"
         wrong = json.loads(run(*common, "--target", f"{path}:Forgets").stdout)
         assert (side, wrong["verdict"]) == (side, "fail")
@@ -219,17 +190,8 @@ def test_component_does_not_decode(run: Any, small_fp8: Path, small_golden: Path
 def test_golden_without_keys_cannot_feed_a_decode_step(
     run: Any, command: Any, small_fp8: Path, tmp_path: Path
 ) -> None:
-    arguments = (
-        "extract-all",
-        "--model",
-        small_fp8,
-        "--seq-len",
-        8,
-        "--sites",
-        "layer",
-        "--noise-floor",
-        "off",
-    )
+    arguments: tuple[object, ...] = ("extract-all", "--model", small_fp8)
+    arguments += ("--seq-len", 8, "--sites", "layer", "--noise-floor", "off")
     assert command(mm2_gpu, *arguments, "--quiet", "--output-dir", tmp_path / "golden").exit_code == 0
     result = run(
         "sweep", "--model", small_fp8, "--golden", tmp_path / "golden", "--sites", "layer", "--decode", 2

@@ -90,17 +90,8 @@ def test_failed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
 def test_chained_run_from_tokens_in_mid_model_resumes(
     run: Any, write_port: Any, fail_at: Any, small_fp8: Path, tmp_path: Path
 ) -> None:
-    common = (
-        "multi-layer",
-        "--layers",
-        "1:4",
-        "--model",
-        small_fp8,
-        "--seq-len",
-        9,
-        "--target",
-        write_port(STUMBLING),
-    )
+    common: tuple[object, ...] = ("multi-layer", "--layers", "1:4")
+    common += ("--model", small_fp8, "--seq-len", 9, "--target", write_port(STUMBLING))
     run(*common, "--output-dir", tmp_path / "whole")
     fail_at(3)
     run(*common, "--output-dir", tmp_path / "resumed")

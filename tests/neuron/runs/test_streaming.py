@@ -187,17 +187,8 @@ class TestReadingAhead:
     def test_changes_no_bit_and_compiles_no_graph_on_xla(
         self, needs_xla: None, serve: Any, small: Path, tmp_path: Path
     ) -> None:
-        common = (
-            "multi-layer",
-            "--layers",
-            "0:3",
-            "--model",
-            small,
-            "--seq-len",
-            "12,7",
-            "--backend",
-            "xla-cpu",
-        )
+        common: tuple[object, ...] = ("multi-layer", "--layers", "0:3")
+        common += ("--model", small, "--seq-len", "12,7", "--backend", "xla-cpu")
         runs = [(target, option) for target in TARGETS for option in ("--prefetch", "--no-prefetch")]
         directories = [tmp_path / f"{target}{option}" for target, option in runs]
         results = serve(
