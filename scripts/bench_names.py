@@ -37,6 +37,7 @@ from compare.diagnosis.finding import MistakeFinding
 from compare.diagnosis.proof.proof import ProofOutcome
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.model.run import single_layer_run, sweep_run
+from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.runtime import Runtime, open_runtime
@@ -174,7 +175,10 @@ def name_port(
             seconds=took_s,
         )
         wrong = [finding for finding in found.findings if finding.mistake in case.wrong]
-        outcomes = {one.mistake: _prove(baseline, plant, one, runtime, directory) for one in wrong}
+        outcomes = {}
+        for one in wrong:
+            shown = next(layer.sites for layer in found.layers if layer.layer == one.layer)
+            outcomes[one.mistake] = _prove(baseline, plant, one, shown, runtime, directory)
         proved = tuple(name for name, outcome in outcomes.items() if outcome is ProofOutcome.PROVED)
         case = replace(case, proved=proved)
         told = ", ".join(case.names) or ("told" if case.is_told else "-")
@@ -200,10 +204,18 @@ def _figures(finding: MistakeFinding) -> dict[str, Any]:
 
 
 def _prove(
-    baseline: Baseline, plant: Plant, finding: MistakeFinding, runtime: Runtime, directory: Path
+    baseline: Baseline,
+    plant: Plant,
+    finding: MistakeFinding,
+    shown: Sequence[Site],
+    runtime: Runtime,
+    directory: Path,
 ) -> ProofOutcome:
-    """Undo a name in its layer of the port, whatever the view in which it was named."""
+    """Undo a name in its layer of the port, unless the sites of the view in which it was named do not tell it."""
     assert finding.layer is not None, "no plant lies outside the layers"
+    undone = undo_finding(finding.mistake, finding.parameters)
+    if any(undo.may_lie_before(shown) for undo in undone):
+        return ProofOutcome.NOT_PROVABLE
     port = PlantedPort(plant=plant, layers=frozenset({finding.layer})).target()
     run = single_layer_run(finding.layer, sites_level="all")
     prover = PortProver(
@@ -214,7 +226,7 @@ def _prove(
         criteria=default_criteria(),
         directory=directory / "proof",
     )
-    return prover.prove(undo_finding(finding.mistake, finding.parameters)).outcome
+    return prover.prove(undone).outcome
 
 
 class _Journal:

@@ -6,7 +6,7 @@ gate_up_swapped        k_norm_scaled,factor=0.353553        q_heads_interleaved,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,13 @@ from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.catalogue.repairs import Repair, Tensors, repair_lines, takes
 from compare.catalogue.words import Place, require_known
 from minimax_tools.errors import UsageError
+from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import LayerInputs
 
 # Digits of a fitted parameter: more than a fit is sure of, and few enough to read.
 _DIGITS = 6
+# Share by which a fitted factor may miss a number of ranks.
+_NEAR = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,22 @@ class Undo:
         if candidates and not is_listed and not mistake.finds_more:
             raise _other_parameters(self, candidates[0])
         return bool(candidates) or mistake.candidates is nothing_listed
+
+    def may_lie_before(self, shown: Collection[Site]) -> bool:
+        """Decide whether it is a fitted factor on a sum of a layer that is not among the sites that a port shows.
+
+        Experts that read a little too much give nearly such a sum. A number of ranks comes of the sum itself.
+        """
+        sites = self.hypothesis.sites
+        factor = dict(self.parameters).get("factor")
+        if (
+            sites & set(shown)
+            or not sites <= {Site.ATTN_DELTA, Site.MOE_DELTA}
+            or not isinstance(factor, float)
+        ):
+            return False
+        ranks = max(abs(factor), 1 / abs(factor)) if factor else 0.0
+        return factor < 0 or round(ranks) < 2 or abs(ranks / round(ranks) - 1) > _NEAR
 
     def edit(self, tensors: Tensors, config: Any) -> None:
         """Undo it in a layer's tensors, which have the hub's relative names; they are changed in place."""

@@ -166,7 +166,13 @@ def _prove_finding(
             "only decoded tokens are wrong, and the layer is run again on all tokens at once",
             "Mend it, and run mm2-test single-layer --decode again.",
         )
-    return prover.prove(layer.layer, undo_finding(finding.mistake, parameters))
+    undone = undo_finding(finding.mistake, parameters)
+    if any(undo.may_lie_before(layer.sites) for undo in undone):
+        return not_provable(
+            "the layer's output alone is shown, and what the scaled sum is made of may be wrong instead",
+            "Show the sites before it, and run it again.",
+        )
+    return prover.prove(layer.layer, undone)
 
 
 def _prove_outside(site: SiteDiagnosis, finding: MistakeFinding, diagnosis: Diagnosis) -> MistakeProof:

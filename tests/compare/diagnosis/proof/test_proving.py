@@ -187,6 +187,14 @@ def test_decoded_tokens_alone_are_not_provable(run: Callable[..., Path], prove: 
     assert "only decoded tokens are wrong" in found["proof"]["reason"]
 
 
+def test_factor_of_a_hidden_sum_is_not_provable(run: Callable[..., Path], prove: Prove) -> None:
+    directory = run("single-layer", f"{PORTS / 'diagnosed.py'}:BlackBoxOfSmallExperts", "--layer", 1)
+    (found,) = prove(directory, "--mistake", "moe_delta_scaled")["diagnosis"]
+    assert found["parameters"]["factor"] == pytest.approx(0.97, rel=0.005)
+    assert found["proof"]["outcome"] == "not provable"
+    assert "the layer's output alone is shown" in found["proof"]["reason"]
+
+
 class TestDump:
     """Dumps name no port: they prove by what they show."""
 
