@@ -15,7 +15,7 @@ FAST_TESTS := $(FAST_PYTEST) $(CHECK_TESTS:%=--ignore %) --ignore tests/scripts
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-scripts test-lowest test-wheel slow torture mutants models check fix clean
+.PHONY: help venv demo test test-scripts test-lowest test-wheel slow torture models check fix clean
 
 help: ## List the targets
 	@echo "mm2 finds where a port of MiniMax-M2 to AWS Trainium goes wrong. Targets:"
@@ -64,12 +64,8 @@ test-wheel: ## Install a wheel of mm2 in a fresh environment, and run the demo t
 slow: $(STAMP) ## Run the slow tests: about half an hour on 2 cores
 	$(BIN)/python $(PYTEST) -n 2 -m slow
 
-torture: $(STAMP) ## Hostile files, killed processes, odd streams: count what breaks
+torture: $(STAMP) ## Killed and stopped commands, odd streams, great sizes: count what breaks
 	$(BIN)/python scripts/bench_torture.py
-
-mutants: $(STAMP) ## Plant small faults in changed lines (ALL=1: in all, MODULES=PATHS) and count those that tests notice
-	nice -n 19 $(BIN)/python scripts/run_mutants.py $(if $(ALL),--all) $(if $(MODULES),--modules $(MODULES)) \
-	  $(if $(BASE),--base $(BASE)) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(TESTS),--tests $(TESTS))
 
 models: $(STAMP) ## Train the learned models again (output: mm2-models)
 	@echo "Running scripts/train_models.py: fourteen small models, 5-20 minutes of one core each, into mm2-models."

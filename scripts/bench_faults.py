@@ -22,15 +22,13 @@ from pathlib import Path
 
 from faults.baseline import Baseline, open_baseline
 from faults.cases import Case, DumpCase
-from faults.curve import give_curve_figures, render_curve, trace_operating_curve
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.dump_tally import dump_misses, give_dump_figures
-from faults.journal import AnyCase, RunJournal
+from faults.journal import Journal
 from faults.pass_tally import JoinedCounts, give_pass_figures
 from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import PLANTS, choose_plants
 from faults.runs import carry_out
-from faults.table import render_table
 from faults.tally import give_figures, misses
 from faults.trained_model import TrainedModel
 from figures import benchmark_parser, print_figures
@@ -38,30 +36,28 @@ from figures import benchmark_parser, print_figures
 from minimax_tools.errors import Mm2Error
 from neuron.devices.runtime import open_runtime
 
+AnyCase = Case | DumpCase
+
 
 def main() -> int:
     """Run what the journal lacks, and print; return 1 if a goal is missed, 3 if a run could not start, else 0."""
     arguments = _parse_arguments()
     try:
         joined = [JoinedCounts.read(path) for path in arguments.join]
-        all_cases = run_all(list(_plan(arguments)), journal=RunJournal(arguments.journal))
+        all_cases = run_all(
+            list(_plan(arguments)), journal=Journal[AnyCase](arguments.journal, Case, DumpCase)
+        )
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)
         return 3
     cases = [case for case in all_cases if isinstance(case, Case)]
     dumps = [case for case in all_cases if isinstance(case, DumpCase)]
     _print_misses(cases, dumps)
-    if arguments.table:
-        print(render_table(cases))
-        return 0
     figures = [*give_figures(cases), *give_dump_figures(dumps), *give_pass_figures(cases, dumps, joined)]
-    if arguments.curve:
-        figures += give_curve_figures(trace_operating_curve(cases))
-        print(render_curve(cases), file=sys.stderr if arguments.json else sys.stdout)
     return print_figures("faults", figures, as_json=arguments.json)
 
 
-def run_all(plan: Sequence[AnyRun], *, journal: RunJournal) -> list[AnyCase]:
+def run_all(plan: Sequence[AnyRun], *, journal: Journal[AnyCase]) -> list[AnyCase]:
     """Return the cases of all runs; those that the journal lacks run here, baseline by baseline, backend by backend.
 
     A baseline is a model with its golden. The plan lists the runs of a baseline, and of a backend, one after the other.
@@ -82,7 +78,7 @@ def run_all(plan: Sequence[AnyRun], *, journal: RunJournal) -> list[AnyCase]:
 
 
 def _run_on_baseline(
-    pending: Sequence[AnyRun], baseline: Baseline, *, journal: RunJournal, directory: Path
+    pending: Sequence[AnyRun], baseline: Baseline, *, journal: Journal[AnyCase], directory: Path
 ) -> Iterator[AnyCase]:
     for backend, on_backend in itertools.groupby(pending, key=lambda planned: planned.backend):
         with open_runtime(backend) as runtime:
@@ -137,7 +133,6 @@ def _plan(arguments: argparse.Namespace) -> Iterator[AnyRun]:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--table", action="store_true", help="print a table in Markdown, not the figures")
     parser.add_argument("--quick", action="store_true", help="a few mistakes on a small model: seconds")
     parser.add_argument(
         "--mistakes", nargs="*", default=(), metavar="NAME", help="mistakes to plant (default: all)"
@@ -187,11 +182,6 @@ def _parse_arguments() -> argparse.Namespace:
         default=(),
         metavar="FILE.json",
         help="output of other benchmarks (--json), whose wrong things count in false_passes too",
-    )
-    parser.add_argument(
-        "--curve",
-        action="store_true",
-        help="print detection against false alarms as all limits are scaled from 0.5 to 2",
     )
     arguments = parser.parse_args()
     unknown = set(arguments.mistakes) - {plant.name for plant in PLANTS}

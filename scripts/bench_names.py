@@ -12,18 +12,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from faults import lookalikes, reported
 from faults.baseline import Baseline, BaselineRequest, open_baseline
-from faults.journal import digest_sources
+from faults.journal import Journal
 from faults.judging import as_black_box, default_criteria
 from faults.plant import Plant
 from faults.port import PlantedPort
@@ -105,7 +104,7 @@ class NamedPort:
 def main() -> int:
     """Run what the journal lacks, and print; return 1 if a goal is missed, else 0."""
     arguments = _parse_arguments()
-    journal = _Journal(arguments.journal)
+    journal = Journal(arguments.journal, NamedPort)
     cases: list[NamedPort] = []
     with tempfile.TemporaryDirectory(prefix="mm2-names-") as scratch, open_runtime("cpu") as runtime:
         for request in list_requests(arguments.drawn, arguments.model):
@@ -115,15 +114,16 @@ def main() -> int:
                 for plant in GROUPS[group]
                 if not arguments.mistakes or plant.name in arguments.mistakes
             ][arguments.part[0] :: arguments.part[1]]
-            missing = [one for one in plants if not journal.has(request.name, one[1].name)]
-            cases += [case for _, plant in plants for case in journal.of(request.name, plant.name)]
+            found = {plant.name: journal.find(f"{request.name}: {plant.name}") for _, plant in plants}
+            cases += [case for known in found.values() for case in known or ()]
+            missing = [(group, plant) for group, plant in plants if found[plant.name] is None]
             if not missing:
                 continue
             with open_baseline(request, Path(scratch)) as baseline:
                 for group, plant in missing:
-                    found = list(name_port(baseline, group, plant, runtime, Path(scratch) / "run"))
-                    journal.add(request.name, plant.name, found)
-                    cases += found
+                    named = list(name_port(baseline, group, plant, runtime, Path(scratch) / "run"))
+                    journal.add(f"{request.name}: {plant.name}", named)
+                    cases += named
     return print_figures("names", list(give_figures(cases)), as_json=arguments.json)
 
 
@@ -227,42 +227,6 @@ def _prove(
         directory=directory / "proof",
     )
     return prover.prove(undone).outcome
-
-
-class _Journal:
-    """A file of finished ports, one a line, that starts anew if the code has changed; without a path, no file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._found: dict[tuple[str, str], list[NamedPort]] = {}
-        if path is None:
-            return
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if lines[:1] != [digest_sources()]:
-            path.write_text(f"{digest_sources()}\n", encoding="utf-8")
-            return
-        for line in lines[1:]:
-            record = json.loads(line)
-            self._found[record["model"], record["mistake"]] = [_port(one) for one in record["cases"]]
-
-    def has(self, model: str, mistake: str) -> bool:
-        return (model, mistake) in self._found
-
-    def of(self, model: str, mistake: str) -> list[NamedPort]:
-        return self._found.get((model, mistake), [])
-
-    def add(self, model: str, mistake: str, cases: Sequence[NamedPort]) -> None:
-        if self._path is not None:
-            record = {"model": model, "mistake": mistake, "cases": [asdict(case) for case in cases]}
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-
-
-def _port(record: Mapping[str, Any]) -> NamedPort:
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-    }
-    return NamedPort(**values)
 
 
 def list_requests(num_drawn: int, models: Sequence[Path]) -> Iterator[BaselineRequest]:

@@ -10,32 +10,27 @@ or among several suspects, *misplaced* if other parts are, and *unseen* if the s
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click.testing
-from bench_prompts import draw_rows
+from bench_logits import Ground, draw_rows
 from faults.model_plant import LAYER_VARIABLE, MISTAKE_VARIABLE, PORTS
 from faults.model_ports import RIGHT_MODELS
 from faults.plant import Plant
 from faults.planted import MISTAKES
 from figures import Figure, benchmark_parser, print_figures
 
-from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text_enum import TextEnum
-from neuron.cli import main as mm2_test
 
 _TRAINED = Path(__file__).parents[1] / "tests" / "models" / "learned"
-_NUM_ROWS = 3
+_NUM_ROWS, _LENGTHS = 3, (12, 60)
 # Not searched: ports whose layers are not called as modules, and a cache in FP8, whose error is no rounding of BF16.
 _LEFT_OUT = {
     "traced_black_box",
@@ -57,52 +52,6 @@ class Outcome(TextEnum):
     UNSEEN = "unseen"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
-    """A model and a golden, on which whole ports are searched."""
-
-    model: Path
-    golden: Path
-    scratch: Path
-
-    @classmethod
-    def make(cls, model: Path, scratch: Path, *, seed: int) -> Ground:
-        """Make a golden of pieces of held-out text; of random ids where the checkpoint has none."""
-        golden = scratch / f"golden_{seed}"
-        rows = draw_rows(model, ModelSpec.from_folder(model), number=_NUM_ROWS, seed=seed)
-        written = scratch / f"rows_{seed}.json"
-        written.write_text(json.dumps(rows), encoding="utf-8")
-        prompts = ["--input-ids", str(written)]
-        words = ["extract-all", "--model", str(model), *prompts, "--output-dir", str(golden), "--quiet"]
-        result = click.testing.CliRunner().invoke(mm2_gpu, words)
-        if result.exit_code:
-            raise SystemExit(f"the golden of {model} could not be made: {result.stderr}")
-        return cls(model=model, golden=golden, scratch=scratch)
-
-    def search(
-        self, target: str, *words: str, name: str, variables: dict[str, str] | None = None
-    ) -> dict[str, Any]:
-        """Search a port; the result is the command's JSON.
-
-        Raises:
-            SystemExit: The port could not be searched.
-        """
-        line = ["bisect", "--whole", "--model", str(self.model), "--golden", str(self.golden)]
-        line += ["--target", target, "--backend", "cpu", "--captures", str(self.scratch / "captures")]
-        line += [
-            "--output-dir",
-            str(self.scratch / f"{self.golden.name}_{name}"),
-            "--json",
-            "--quiet",
-            *words,
-        ]
-        result = click.testing.CliRunner(env=variables).invoke(mm2_test, line)
-        if result.exit_code not in (0, 1):
-            raise SystemExit(f"{target} could not be searched: {result.stdout}{result.stderr}")
-        found: dict[str, Any] = json.loads(result.stdout)
-        return found
-
-
 def main() -> int:
     """Search all ports and print the figures; 1 if a goal is missed."""
     parser = benchmark_parser(__doc__)
@@ -113,7 +62,15 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        grounds = [Ground.make(arguments.model, Path(scratch), seed=seed) for seed in range(arguments.seeds)]
+        grounds = [
+            Ground.make(
+                arguments.model,
+                Path(scratch),
+                seed=seed,
+                rows=draw_rows(arguments.model, seed, number=_NUM_ROWS, lengths=_LENGTHS),
+            )
+            for seed in range(arguments.seeds)
+        ]
         figures = [*right_figures(grounds), *wrong_figures(grounds[0], arguments)]
     return print_figures("replacement", figures, as_json=arguments.json)
 
@@ -123,7 +80,7 @@ def right_figures(grounds: list[Ground]) -> Iterator[Figure]:
     shares, blamed = [], 0
     for ground in grounds:
         for target in _RIGHT:
-            record = ground.search(target, "--exhaustive", name=Path(target).name.replace(":", "_"))
+            record = _search(ground, target, "--exhaustive", name=Path(target).name.replace(":", "_"))
             blamed += record["verdict"] == "fail"
             shares += [run["error_of_limit"] for run in record["runs"]]
             _tell(f"{Path(target).name}: {record['verdict']}, up to {max(shares):.3f}")
@@ -162,13 +119,23 @@ def search_mistake(ground: Ground, plant: Plant, layer: int) -> Outcome:
         (("--exhaustive",), Outcome.FOUND_AT_EVERY_LAYER),
     ):
         name = f"{plant}_{layer}{''.join(words)}".replace("/", "_")
-        record = ground.search(f"{PORTS / 'layers.py'}:WrongLayer", *words, name=name, variables=variables)
+        target = f"{PORTS / 'layers.py'}:WrongLayer"
+        record = _search(ground, target, *words, name=name, variables=variables)
         if record["verdict"] == "fail":
             blamed = [blame["layer"] for blame in record["blame"]]
             if layer not in blamed:
                 return Outcome.MISPLACED
             return outcome if len(blamed) == 1 else Outcome.AMONG_OTHERS
     return Outcome.UNSEEN
+
+
+def _search(
+    ground: Ground, target: str, *words: str, name: str, variables: dict[str, str] | None = None
+) -> Any:
+    directory = ground.scratch / f"{ground.golden.name}_{name}"
+    return ground.run(
+        "bisect", target, "--whole", "--output-dir", str(directory), *words, variables=variables
+    )
 
 
 def _shows(plant: Plant) -> bool:

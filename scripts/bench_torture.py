@@ -1,4 +1,4 @@
-"""Hostile files, killed processes, odd streams and strange machines: what mm2 promises of each, tried many times.
+"""Killed and stopped commands, odd streams and great sizes: what mm2 promises of each, tried many times.
 
 Every part keeps one promise. It makes what it needs, damages it, runs the commands, and counts the checks and those
 that broke the promise. Each broken check is told on stderr. Parts: see `torture/`.
@@ -14,32 +14,17 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
+from torture.commands import run_stops, run_streams
 from torture.deaths import run_deaths
-from torture.dying_ranks import run_dying_ranks
-from torture.hostile_json import run_hostile_json
-from torture.hostile_pickles import run_hostile_pickles
-from torture.hostile_text import run_hostile_text
 from torture.memory import run_memory
-from torture.power_loss import run_power_loss
 from torture.soak import run_soak
-from torture.stops import run_stops
-from torture.streams import run_streams
 from torture.tally import Tally
-from torture.transfers import run_transfers
-from torture.unreadable_dumps import run_unreadable_dumps
 
 # A part takes an empty folder and a seed.
 PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
-    "json": run_hostile_json,
-    "pickles": run_hostile_pickles,
-    "dumps": run_unreadable_dumps,
-    "text": run_hostile_text,
-    "transfers": run_transfers,
     "streams": run_streams,
     "stops": run_stops,
     "deaths": run_deaths,
-    "ranks": run_dying_ranks,
-    "power_loss": run_power_loss,
     "memory": run_memory,
     "soak": run_soak,
 }

@@ -1,7 +1,6 @@
 """Right ports, run on synthetic and on trained models against goldens of several implementations.
 
 Their difference from the golden is noise. scripts/calibrate.py fits the limits of the verdict to it.
-scripts/bench_clean_ports.py tests the limits on other models and prompts.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ def load_module() -> Loader:
 
 @pytest.fixture(scope="session")
 def hub_module() -> ModuleType:
-    """`scripts/hub_server.py`."""
-    return _load_module(_TESTS.parent / "scripts" / "hub_server.py")
+    """`hub_server.py` beside this file."""
+    return _load_module(_TESTS / "hub_server.py")
 
 
 @pytest.fixture

@@ -93,14 +93,8 @@ def test_chinese_readme_has_the_headings_of_the_english_one() -> None:
     ("old", "new", "fault"),
     [
         ("mm2-diagnose --golden full_model", "mm2-diagnose --golden ./golden", "commands: 'mm2-diagnose"),
-        ("--max-memory 70GB\n", "--max-memory 80GB\n", "commands: 'mm2-gpu extract-all"),
-        ("(docs/json.md)", "(docs/python.md)", "links: 'docs/json.md' is 1 times in English, 0 times"),
         ("| 2 | ", "| 4 | ", "first cells: '2'"),
-        ("| `mm2-test port` |", "| `mm2-test ports` |", "first cells: '`mm2-test port`'"),
-        ("config, layer_idx): ...", "layer_idx): ...", "code: "),
-        ("limit 1.32", "limit 1.31", "outputs: "),
         ("低于 1.32", "低于 1.31", "figures: '1.32' is 1 times in English, 0 times"),
-        ("`--backend cpu`", "`--backend xla`", "code spans: '--backend cpu'"),
     ],
 )
 def test_difference_is_named(old: str, new: str, fault: str) -> None:

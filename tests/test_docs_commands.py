@@ -31,20 +31,16 @@ RUN_BY: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "README.md",
-            "docs/capture-format.md",
             "docs/command-line.md",
             "docs/diagnosis.md",
             "docs/golden.md",
-            "docs/json.md",
+            "docs/formats.md",
             "docs/machines.md",
             "docs/ports.md",
             "docs/prompts.md",
             "docs/python.md",
             "docs/ranks-and-decoding.md",
-            "docs/report.md",
-            "docs/several-boxes.md",
             "docs/splitting.md",
-            "docs/torch-neuron.md",
             "docs/troubleshooting.md",
             "docs/verdicts.md",
             "docs/whole-ports.md",
@@ -86,8 +82,8 @@ EXCUSED = (
     Excuse("docs/machines.md", "check --backend neuron-xla", TRAINIUM),
     Excuse("docs/machines.md", "check --backend neuron --seq-len", TRAINIUM),
     Excuse("docs/ports.md", "--model /data/MiniMax-M2", TRAINIUM),
-    Excuse("docs/report.md", "pip install 'vl-convert-python", INSTALLS),
-    Excuse("docs/several-boxes.md", "--nnodes 2", BOXES),
+    Excuse("docs/command-line.md", "pip install 'vl-convert-python", INSTALLS),
+    Excuse("docs/splitting.md", "--nnodes 2", BOXES),
 )
 
 # What a block that is run must not need.
@@ -116,7 +112,7 @@ STAND_INS: Mapping[str, Mapping[str, str]] = {
         # The tokens of the golden that is there already.
         "--max-memory 70GB": "--max-memory 70GB --seq-len 96,61",
     },
-    "docs/json.md": {"--run sweep_0_to_7": "--run mm2-captures/neuron/sweep_0_to_7"},
+    "docs/formats.md": {"--run sweep_0_to_7": "--run mm2-captures/neuron/sweep_0_to_7"},
     "docs/prompts.md": {
         "MiniMaxAI/MiniMax-M2": "model",
         "my_port.py": "scripts/examples/model_port.py",

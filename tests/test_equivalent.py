@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import UsageError
-from minimax_tools.model import weight_names
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -81,35 +78,9 @@ def test_permutation_keeps_logits_up_to_the_order_of_summation(
     assert float((after - before).abs().max()) < 1e-4 * float(before.abs().max())
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_every_change_changes_the_weights(name: str, bf16: Path, tmp_path: Path) -> None:
-    changed = rewritten(bf16, tmp_path, name)
-    with CheckpointReader(bf16) as before, CheckpointReader(changed) as after:
-        assert before.index.names == after.index.names
-        assert any(not torch.equal(before.read(name), after.read(name)) for name in before.index.names)
-
-
-def test_scaled_norms_have_massive_channels(bf16: Path, tmp_path: Path) -> None:
-    changed = rewritten(bf16, tmp_path, "scale_norms")
-    with CheckpointReader(changed) as reader:
-        weight = reader.read(weight_names.layer_prefix(0) + weight_names.INPUT_NORM).float().abs()
-    assert int((weight > 20 * weight.median()).sum()) == 3
-
-
 def test_half_a_change_is_none(float32: Path, tmp_path: Path) -> None:
     # A check of the check: the same scales without what undoes them.
     before = logits(float32, torch.float32)
     changed = rewritten(float32, tmp_path, "scale_stream")
     (changed / "config.json").write_text((float32 / "config.json").read_text())
     assert not torch.equal(logits(changed, torch.float32), before)
-
-
-def test_fp8_is_refused(tmp_path: Path) -> None:
-    fp8 = written(tmp_path / "fp8", torch.float8_e4m3fn)
-    with pytest.raises(UsageError, match="are FP8.*expected BF16 or float32.*BF16 copy"):
-        rewritten(fp8, tmp_path, "scale_norms")
-
-
-def test_unknown_change_is_refused(bf16: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no change scale_all.*expected one of scale_norms"):
-        rewritten(bf16, tmp_path, "scale_all")

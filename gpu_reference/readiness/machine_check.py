@@ -72,7 +72,7 @@ def check_ways(ways: Sequence[GoldenWay]) -> MachineFinding:
             Level.FAIL,
             "memory",
             f"no way fits: {least.name} takes {format_size(least.needed_bytes)} of {format_size(least.room_bytes)}",
-            "Free memory, give fewer tokens (--seq-len), or share the work among boxes: docs/several-boxes.md.",
+            "Free memory, give fewer tokens (--seq-len), or share the work among boxes: docs/splitting.md.",
         )
     names = "; ".join(way.name for way in working)
     return MachineFinding(

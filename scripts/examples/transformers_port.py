@@ -1,7 +1,7 @@
 """transformers' own decoder layer as a target, in each of its implementations.
 
 These ports are right by definition. They round in other places than the golden, so their difference is noise.
-scripts/calibrate.py fits the limits of the verdict to it, and scripts/bench_clean_ports.py tests these.
+scripts/calibrate.py fits the limits of the verdict to it.
 """
 
 from __future__ import annotations

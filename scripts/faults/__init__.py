@@ -41,6 +41,4 @@ Results:
 - `tally`: figures of the cases
 - `dump_tally`: figures of the dumps
 - `pass_tally`: wrong things that ended in exit code 0, those of other benchmarks included
-- `curve`: detection against false alarms, as limits are scaled
-- `table`: a table of all mistakes in Markdown
 """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from minimax_tools.text_enum import TextEnum
@@ -24,12 +25,12 @@ class FirstPass(TextEnum):
     NONE = "none"  # no number of the run is wrong
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelPlant:
     """A whole port that `mm2-test model` judges."""
 
-    name: str  # the mistake, or the style of a right port
     port: str  # its file in the folder of the ports, and its name there, as `ends.py:HeadTied`
+    _: KW_ONLY
     first: FirstPass = FirstPass.NONE  # pass at which it first shows
     layers: tuple[int, ...] = ()  # layers that may be blamed; empty outside the layers
     sites: tuple[str, ...] = ()  # sites of which at least one must be blamed
@@ -38,6 +39,13 @@ class ModelPlant:
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variables of its run
     # Backends on which it can run: what torch traced for the CPU runs there alone.
     backends: tuple[str, ...] = ("cpu", "xla-cpu")
+
+    @property
+    def name(self) -> str:
+        """The mistake, or the style of a right port, as `head_tied`."""
+        return re.sub(
+            "(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", self.port.partition(":")[2]
+        ).lower()
 
     @property
     def is_right(self) -> bool:

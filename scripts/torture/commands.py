@@ -1,17 +1,22 @@
-"""Commands of mm2 as processes, each with what it needs to end well."""
+"""Commands of mm2 as processes: some are stopped by signals, some have closed or full streams."""
 
 from __future__ import annotations
 
 import os
+import random
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from port_runs import EXAMPLES
 
 from minimax_tools.machine.stops import STOPS
+from torture.tally import Tally
 
 # Longest run of one command in seconds: more is a hang.
 DEADLINE_S = 300.0
@@ -101,3 +106,97 @@ def _command(program: str, module: str, *words: str, output: Path | None = None)
 
 def _split(*words: str, output: Path | None = None) -> CommandLine:
     return _command("mm2-split", "minimax_tools", *words, output=output)
+
+
+# Redirections after which a command must tell that its result is lost, and those that it survives.
+_LOST = (">&-", ">/dev/full", ">&- 2>/dev/null", ">/dev/full <&-")
+_SURVIVED = ("2>&-", "2>/dev/full", "<&-", "<&- 2>&-", ">/dev/null")
+
+
+def run_streams(scratch: Path, _: int) -> Tally:
+    """Run every command with every redirection, as text and as JSON where it has both."""
+    tally = Tally(promise="closed and full streams end in one line of words, or change nothing")
+    for command in make_commands(scratch):
+        name = f"{command.program} {command.words[0]}"
+        usual_code = command.run(scratch).returncode
+        for redirection in _SURVIVED:
+            done = command.run(scratch, redirection)
+            tally.check(
+                done.returncode == usual_code, f"{name} {redirection}: {done.returncode}, {done.stderr}"
+            )
+        for redirection in _LOST:
+            done = command.run(scratch, redirection)
+            errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+            tells = errors and all("standard output" in line for line in errors)
+            is_mute = "2>" in redirection
+            tally.check(
+                done.returncode == 3 and (is_mute or bool(tells)) and "Traceback" not in done.stderr,
+                f"{name} {redirection}: {done.returncode}, {done.stderr[-300:]}",
+            )
+    return tally
+
+
+_NUM_MOMENTS = 4
+# Python itself starts before this; until then a stop has Python's words.
+_FIRST_MOMENT_S = 0.4
+
+
+def run_stops(scratch: Path, seed: int) -> Tally:
+    """Stop each command at drawn moments, and then let it go on to its end."""
+    drawn = random.Random(seed)
+    tally = Tally(promise="a stopped command says so, names the command that goes on, and exits with 3")
+    num_stopped = 0
+    for command in make_commands(scratch):
+        _remove(command)
+        began_s = time.monotonic()
+        undisturbed = command.run(scratch)
+        whole_s = time.monotonic() - began_s
+        for stop in STOPS:
+            for _ in range(_NUM_MOMENTS):
+                _remove(command)
+                moment_s = drawn.uniform(_FIRST_MOMENT_S, max(whole_s, 2 * _FIRST_MOMENT_S))
+                num_stopped += _stop(tally, command, scratch, stop, moment_s, undisturbed.returncode)
+        end = command.run(scratch)
+        tally.check(
+            end.returncode == undisturbed.returncode,
+            f"{_name(command)} after its stops: exit code {end.returncode}: {end.stderr[-300:]}",
+        )
+    tally.figures["stopped_before_the_end"] = num_stopped
+    return tally
+
+
+def _stop(
+    tally: Tally, command: CommandLine, folder: Path, stop: signal.Signals, moment_s: float, usual_code: int
+) -> bool:
+    """Stop the command once; return False if it ended before."""
+    process = command.start(folder)
+    time.sleep(moment_s)
+    process.send_signal(stop)
+    try:
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _, stderr = process.communicate()
+        tally.check(False, f"{_name(command)}, {stop.name} at {moment_s:.2f} s: it did not end")
+        return True
+    if process.returncode == usual_code and "interrupted" not in stderr:
+        return False
+    line = shlex.join((command.program, *command.words))
+    ends_well = process.returncode == 3 and f": {line}\n" in stderr and "Traceback" not in stderr
+    what = f"{_name(command)}, {stop.name} at {moment_s:.2f} s"
+    tally.check(ends_well, f"{what}: exit code {process.returncode}, {stderr[-300:]!r}")
+    left = [str(path) for path in folder.rglob("*") if ".tmp" in path.name]
+    tally.check(not left, f"{what}: left {left}")
+    return True
+
+
+def _remove(command: CommandLine) -> None:
+    """Remove what the command writes, so that it writes it again."""
+    if command.output is not None and command.output.is_dir():
+        shutil.rmtree(command.output)
+    elif command.output is not None:
+        command.output.unlink(missing_ok=True)
+
+
+def _name(command: CommandLine) -> str:
+    return f"{command.program} {command.words[0]}"

@@ -16,7 +16,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.dumps.opening import open_source
 from neuron.cli import main as mm2_test
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from three_way import LIMIT, MODULES, measure_ratios, write_engine_captures
 
