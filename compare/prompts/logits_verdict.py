@@ -20,9 +20,7 @@ class LogitsVerdict:
     """The judgement of all rows."""
 
     excess: float  # the largest error in units of its limit; infinite where logits are not finite
-    first_pass: (
-        int | None
-    )  # first pass that differs: 0 for the prefill, t for the t-th step; None if none does
+    first_pass: int | None  # first pass that differs (0: the prefill, t: the t-th step); None if none does
     reason: str  # what differs; empty if nothing does
     num_flipped: int = 0  # tokens that are near another right model than the exact one
     num_choices: int = 0  # tokens whose likeliest next token is another, beyond noise

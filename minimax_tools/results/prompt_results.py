@@ -37,9 +37,8 @@ class DifferingChoice:
     token: int  # index in the row: prompt, then answer
     golden: int  # the golden's likeliest next token
     port: int  # the port's; -1 if its logits hold NaN
-    margin: (
-        float | None
-    )  # the golden's logit of its own token minus that of the port's; None if the port's has none
+    # The golden's logit of its own token minus that of the port's; None if the port's has none
+    margin: float | None
     reach: float  # the largest margin that noise may reverse
 
     @property
@@ -64,9 +63,7 @@ class PhaseResult:
     # Share of the tokens that are farther from the golden than every variant, and the limit on it; above 1: no limit
     share_outside: float
     share_limit: float
-    share_outside_rounding: (
-        float  # the same, of the variants that only round; judged over all prompts together
-    )
+    share_outside_rounding: float  # the same, of variants that only round; over all prompts together
     first_choice: DifferingChoice | None  # first token whose likeliest next token differs beyond noise
     worst_choice: DifferingChoice | None  # the one of them that is farthest beyond noise
     num_choices: int  # number of such tokens

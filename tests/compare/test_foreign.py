@@ -39,22 +39,16 @@ def nxdi_file(directory: Path, module: str, point: str = "output") -> Path:
 
 class TestWholeDump:
     @pytest.mark.parametrize("name", FORMATS)
-    def test_right_port_on_two_ranks_passes(
-        self, write: Any, name: str, compare: Any, tmp_path: Path
-    ) -> None:
-        write(name, "right", num_ranks=2)
-        exit_code, record = compare(tmp_path / "dump")
+    def test_right_port_on_two_ranks_passes(self, write: Any, name: str, compare: Any) -> None:
+        exit_code, record = compare(write(name, num_ranks=2))
         assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
         assert (record["compared"], record["of"]) == (COMPARED[name], 4 * 17 + NUM_OUTSIDE)
         # Where the experts' choice does not show, tokens whose choice is in doubt are not judged.
         assert {site["status"] for site in record["sites"]} <= {"pass", "not exposed", "not judged"}
 
     @pytest.mark.parametrize("name", FORMATS)
-    def test_swapped_gate_and_up_are_blamed_on_their_layer(
-        self, write: Any, name: str, compare: Any, tmp_path: Path
-    ) -> None:
-        write(name, "swapped")
-        exit_code, record = compare(tmp_path / "dump")
+    def test_swapped_gate_and_up_are_blamed_on_their_layer(self, write: Any, name: str, compare: Any) -> None:
+        exit_code, record = compare(write(name, "swapped"))
         assert (exit_code, record["verdict"]) == (1, "fail")
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
 
@@ -70,7 +64,7 @@ class TestWholeDump:
         assert any("nothing proves layer" in note for note in record["notes"])
 
     def test_unknown_names_are_told(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("vllm-neuron", "right")
+        write("vllm-neuron")
         for norm in (tmp_path / "dump").rglob("*.input_layernorm"):
             norm.rename(norm.with_name(norm.name.replace("input_layernorm", "first_norm")))
         _, record = compare(tmp_path / "dump")
@@ -78,31 +72,26 @@ class TestWholeDump:
 
 
 class TestWrongMap:
-    def test_place_that_is_not_there_is_named_with_those_that_are(
-        self, write: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        write("nxdi", "right")
+    def test_place_that_is_not_there_is_named_with_those_that_are(self, write: Any, compare: Any) -> None:
         text = 'sites: {moe_delta: "layers.{layer}.block_sparse_mlp"}'
-        exit_code, record = compare(tmp_path / "dump", text)
+        exit_code, record = compare(write("nxdi"), text)
         assert exit_code == 3
         assert "sites.moe_delta is layers.{layer}.block_sparse_mlp:output" in record["error"]
         assert "layers.{layer}.mlp" in record["error"]
 
-    def test_wrong_place_fails_where_it_points(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("nxdi", "right")
+    def test_wrong_place_fails_where_it_points(self, write: Any, compare: Any) -> None:
         text = 'sites: {moe_delta: "layers.{layer}.self_attn.o_proj"}'
-        exit_code, record = compare(tmp_path / "dump", text)
+        exit_code, record = compare(write("nxdi"), text)
         assert exit_code == 1
         assert "moe_delta" in record["blame"][0]["sites"]
 
-    def test_other_prompts_are_incomparable(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("nxdi", "right")
-        exit_code, record = compare(tmp_path / "dump", "lengths: [48, 32]")
+    def test_other_prompts_are_incomparable(self, write: Any, compare: Any) -> None:
+        exit_code, record = compare(write("nxdi"), "lengths: [48, 32]")
         assert exit_code == 3
         assert "expected prompts of 48, 33 tokens, found 48, 32" in record["error"]
 
     def test_other_tokens_are_incomparable(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("sglang", "right")
+        write("sglang")
         (path,) = (tmp_path / "dump").glob("*name=input_ids*")
         held = torch.load(path, weights_only=False)
         held["value"][50] += 1
@@ -162,7 +151,7 @@ class TestUnknownNames:
 
 class TestPieces:
     def test_missing_piece_is_refused(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("msprobe", "right", num_ranks=2)
+        write("msprobe", num_ranks=2)
         name = "Module.model.layers.1.self_attn.q_proj.SomeClass.forward.0.output.0.pt"
         (tmp_path / "dump" / "step0" / "rank1" / "dump_tensor_data" / name).unlink()
         exit_code, record = compare(tmp_path / "dump")
@@ -171,7 +160,7 @@ class TestPieces:
         assert "found none of rank 1" in record["error"]
 
     def test_pieces_that_disagree_are_refused(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("vllm-neuron", "right", num_ranks=2)
+        write("vllm-neuron", num_ranks=2)
         path = tmp_path / "dump" / "dp0" / "prefill_s128_0" / "model.layers.2.block_sparse_moe" / "rank1.pt"
         torch.save(2 * torch.load(path), path)
         exit_code, record = compare(tmp_path / "dump")
@@ -183,7 +172,7 @@ class TestPieces:
     def test_sum_that_is_still_to_be_reduced_is_added_up(
         self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
-        write("vllm-neuron", "right", num_ranks=2)
+        write("vllm-neuron", num_ranks=2)
         for folder in (tmp_path / "dump" / "dp0" / "prefill_s128_0").glob("*.block_sparse_moe"):
             whole = torch.load(folder / "rank0.pt")
             torch.save(whole * 0.75, folder / "rank0.pt")
@@ -255,7 +244,7 @@ class TestPieces:
         assert (exit_code, record["compared"]) == (0, COMPARED["nxdi"])
 
     def test_fused_projection_is_cut_on_each_rank(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("vllm-neuron", "right", num_ranks=2)
+        write("vllm-neuron", num_ranks=2)
         folder = tmp_path / "dump" / "dp0" / "prefill_s128_0"
         for layer in range(4):
             attention = f"model.layers.{layer}.self_attn"
@@ -422,7 +411,7 @@ class TestRows:
     def test_mask_beside_the_map_tells_real_rows(
         self, write: Any, dumps: Any, runs: Any, compare: Any, tmp_path: Path
     ) -> None:
-        write("nxdi", "right")
+        write("nxdi")
         mask = runs["right"].read_attention_mask()
         torch.save(torch.nn.functional.pad(mask, (0, dumps.BUCKET - mask.shape[1])), tmp_path / "mask.pt")
         exit_code, record = compare(tmp_path / "dump", "attention_mask: mask.pt")
@@ -453,7 +442,7 @@ class TestRows:
     def test_single_zero_stands_for_nothing(
         self, write: Any, dumps: Any, compare: Any, tmp_path: Path
     ) -> None:
-        write("nxdi", "right")
+        write("nxdi")
         dumps.save_nxdi(tmp_path / "dump", "layers.2.mlp", "output", torch.zeros(1, dtype=torch.bfloat16))
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 0
@@ -468,11 +457,8 @@ PASSES = [[(0, 0, 20)], [(0, 20, 46), (1, 0, 20)], [(1, 20, 33)], [(0, 46, 47)],
 
 class TestPasses:
     @pytest.mark.parametrize("name", ["vllm-neuron", "sglang"])
-    def test_chunks_and_decoded_rows_are_joined(
-        self, write: Any, name: str, compare: Any, tmp_path: Path
-    ) -> None:
-        write(name, "swapped", passes=PASSES)
-        exit_code, record = compare(tmp_path / "dump")
+    def test_chunks_and_decoded_rows_are_joined(self, write: Any, name: str, compare: Any) -> None:
+        exit_code, record = compare(write(name, "swapped", passes=PASSES))
         assert (exit_code, record["compared"]) == (1, COMPARED[name])
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
         # Neither what attention is called with, nor a pass behind the first, counts as one that is left.
@@ -492,7 +478,7 @@ class TestPasses:
     def test_steps_of_a_map_join_passes_that_record_no_requests(
         self, write: Any, passes: Any, steps: str | None, compare: Any, tmp_path: Path
     ) -> None:
-        write("sglang", "right", passes=passes, has_request_ids=False)
+        write("sglang", passes=passes, has_request_ids=False)
         for name in ("positions", "seq_lens", "req_pool_indices"):
             for file in (tmp_path / "dump").glob(f"*name={name}___*"):
                 file.unlink()
@@ -502,19 +488,15 @@ class TestPasses:
         exit_code, record = compare(tmp_path / "dump", line)
         assert (exit_code, record["compared"]) == (0, COMPARED["sglang"])
 
-    def test_prompt_of_which_a_token_is_missing_is_refused(
-        self, write: Any, compare: Any, tmp_path: Path
-    ) -> None:
+    def test_prompt_of_which_a_token_is_missing_is_refused(self, write: Any, compare: Any) -> None:
         more = [*PASSES[:2], [(0, 46, 48)], [(1, 20, 32)]]
-        write("sglang", "right", passes=more, has_request_ids=False)
-        exit_code, record = compare(tmp_path / "dump")
+        exit_code, record = compare(write("sglang", passes=more, has_request_ids=False))
         assert exit_code == 3
         assert "holds fewer tokens of request 4 than its prompt has" in record["error"]
         assert "expected 33 tokens, found 32, in passes 1, 3" in record["error"]
 
-    def test_what_was_taken_from_a_cache_is_missed(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("vllm-neuron", "right", passes=PASSES[1:])
-        exit_code, record = compare(tmp_path / "dump")
+    def test_what_was_taken_from_a_cache_is_missed(self, write: Any, compare: Any) -> None:
+        exit_code, record = compare(write("vllm-neuron", passes=PASSES[1:]))
         assert exit_code == 3
         assert "tokens 0 to 19 of request 0 were computed in no pass" in record["error"]
         assert "prefix caching off" in record["error"]
@@ -523,7 +505,7 @@ class TestPasses:
         self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
         passes = [[(0, 0, 48)], [(1, 0, 33)]]
-        write("vllm-neuron", "right", passes=passes)
+        write("vllm-neuron", passes=passes)
         write("vllm-neuron", "swapped", "warm", passes=passes, names=("8", "9"))
         for number, folder in enumerate(sorted((tmp_path / "warm" / "dp0").iterdir())):
             name = f"prefill_s64_{number + 2}"
@@ -542,7 +524,7 @@ class TestShow:
     def test_dump_is_listed_with_the_sites_that_it_maps_to(
         self, write: Any, command: Command, tmp_path: Path
     ) -> None:
-        write("msprobe", "right", num_ranks=2)
+        write("msprobe", num_ranks=2)
         record = json.loads(command(mm2_test, "show", tmp_path / "dump", "--json").stdout)
         assert (record["format"], record["ranks"]) == ("msprobe", 2)
         (line,) = (
@@ -576,8 +558,7 @@ class TestLastTokens:
     def test_right_ones_pass_and_wrong_ones_are_blamed(
         self, write: Any, name: str, pattern: str, compare: Any, tmp_path: Path
     ) -> None:
-        write(name, "right")
-        exit_code, record = compare(tmp_path / "dump")
+        exit_code, record = compare(write(name))
         (logits,) = [site for site in record["sites"] if site["site"] == "logits"]
         assert (exit_code, logits["status"], logits["num_judged"]) == (0, "pass", 2)
         assert "run: logits: held of 2 tokens to sample from alone, which are judged" in record["notes"]
@@ -587,8 +568,7 @@ class TestLastTokens:
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(None, ["logits"])]
 
     def test_each_chunk_and_decoded_row_has_its_own(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("sglang", "right", passes=PASSES)
-        exit_code, record = compare(tmp_path / "dump")
+        exit_code, record = compare(write("sglang", passes=PASSES))
         (logits,) = [site for site in record["sites"] if site["site"] == "logits"]
         assert (exit_code, logits["status"], logits["num_judged"]) == (0, "pass", 6)
         self.rewrite(tmp_path / "dump", "step=4__*next_token_logits*", torch.neg)
@@ -599,7 +579,7 @@ class TestLastTokens:
     def test_rows_of_nobody_knows_which_tokens_are_not_judged(
         self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
-        write("nxdi", "right")
+        write("nxdi")
         self.rewrite(tmp_path / "dump", "*lm_head*", lambda logits: torch.cat((logits, logits, logits)))
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 0
