@@ -130,23 +130,19 @@ class _KeepingSource:
     """The source that `keep_layer_open` yields; `stack` holds the open layer."""
 
     def __init__(self, source: WeightSource, stack: ExitStack) -> None:
+        self.open_head = source.open_head
         self._source = source
         self._stack = stack
-        self._key: tuple[int, Path] | None = None
-        self._weights: GoldenWeights | None = None
-
-    def open_head(self, reference: CaptureSource) -> AbstractContextManager[HeadWeights]:
-        return self._source.open_head(reference)
+        self._open: tuple[int, Path, GoldenWeights] | None = None
 
     @contextmanager
     def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[GoldenWeights]:
-        key = (layer, reference.directory)
-        if self._weights is None or key != self._key:
-            self._weights = None
+        if self._open is None or self._open[:2] != (layer, reference.directory):
+            self._open = None
             self._stack.close()
-            self._weights = self._stack.enter_context(self._source.open_layer(layer, reference))
-            self._key = key
-        yield self._weights
+            weights = self._stack.enter_context(self._source.open_layer(layer, reference))
+            self._open = (layer, reference.directory, weights)
+        yield self._open[2]
 
 
 def _computed_dtype(reference: CaptureSource) -> torch.dtype:
