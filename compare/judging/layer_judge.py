@@ -40,9 +40,9 @@ from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, ROUTER_NOISE, error
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import NOT_EXPOSED, SiteResult, SiteStatus
 
-# Sites behind the choice of experts.
 # A port may round the affinities of all experts to BF16, and then the weights that it makes of them, as NxD does.
 _NUM_ROUNDINGS = {Site.ROUTER_WEIGHTS: 2}
+# Sites behind the choice of experts.
 _PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
 
 
@@ -255,7 +255,9 @@ class LayerJudge:
             floor = Squares.of_errors(errors.golden)
             self._floor.prove(site, floor)
         if site is Site.ROUTER_WEIGHTS:
-            golden, port, exact = self._align(golden, port, exact)
+            # The twin's weights are of the golden's experts.
+            exact = None if exact is None else _align((exact, exact), self._experts)[0]
+            golden, port = _align((golden, port), self._experts)
             # Sorted by expert, golden and twin may be another distance apart: ρ measures the errors again from them.
             floor, errors = floor if exact is None else None, None
         return Rows(
@@ -271,17 +273,6 @@ class LayerJudge:
             num_roundings=_NUM_ROUNDINGS.get(site, 1),
             errors=errors,
         )
-
-    def _align(
-        self, reference: torch.Tensor, target: torch.Tensor, twin: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Sort router weights [T,k] alike on all sides: by expert, or by size if a side hides its experts."""
-        if self._experts is None:
-            exact = None if twin is None else align_by_size(twin)
-            return align_by_size(reference), align_by_size(target), exact
-        golden, port = self._experts
-        exact = None if twin is None else align_by_expert(twin, golden)
-        return align_by_expert(reference, golden), align_by_expert(target, port), exact
 
     def _replay_of(self, site: Site) -> Replay | None:
         """Return the replay for a site; none for router weights without experts, which have no order."""
@@ -331,8 +322,15 @@ def measure_golden_site(result: SiteResult, sides: Sides) -> SiteResult:
         return replace(result, metrics=None, own_input_metrics=result.metrics, classic_failures=())
     golden, port = pair
     if site is Site.ROUTER_WEIGHTS:
-        experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
-        aligned = map(align_by_size, pair) if experts is None else map(align_by_expert, pair, experts)
-        golden, port = aligned
+        golden, port = _align(pair, sides.read_rows(layer, Site.ROUTER_EXPERTS))
     places = sides.batch.places(sides.reference.read(layer, site), site)
     return measure_golden(result, golden, port, places, criteria=sides.criteria)
+
+
+def _align(
+    weights: tuple[torch.Tensor, torch.Tensor], experts: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort router weights [T,k] alike on both sides: by expert, or by size if a side hides its experts."""
+    if experts is None:
+        return align_by_size(weights[0]), align_by_size(weights[1])
+    return align_by_expert(weights[0], experts[0]), align_by_expert(weights[1], experts[1])
