@@ -74,15 +74,8 @@ def swapped(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -
     """A real run of a port in which gate and up are swapped in layer 2."""
     folder = tmp_path_factory.mktemp("swapped")
     (folder / "port.py").write_text(SWAPPED_PORT, encoding="utf-8")
-    arguments = [
-        "sweep",
-        "--model",
-        toy,
-        "--golden",
-        golden,
-        "--target",
-        f"{folder / 'port.py'}:DecoderLayer",
-    ]
+    arguments = ["sweep", "--model", toy, "--golden", golden]
+    arguments += ["--target", f"{folder / 'port.py'}:DecoderLayer"]
     options = ["--backend", "cpu", "--output-dir", folder / "run", "--quiet"]
     result = click.testing.CliRunner().invoke(mm2_test, [str(part) for part in (*arguments, *options)])
     assert result.exit_code == 1, result.output
@@ -102,10 +95,10 @@ class TestVerdict:
         assert result.exit_code == 1
         assert result.stdout.startswith("FAIL: layer 2, moe_delta")
 
-    def test_warning_exits_with_0(self, golden: Path, copyist: Any, command: Command) -> None:
+    def test_warning_exits_with_0(self, copyist: Any, compare: Any) -> None:
         target = copyist.device_run(observed_dtypes={"router_gate": "bfloat16"})
-        result = command(mm2_compare, "--golden", golden, "--run", target, "--json", "--quiet")
-        assert (result.exit_code, read_record(result)["verdict"]) == (0, "warn")
+        exit_code, record = compare(target)
+        assert (exit_code, record["verdict"]) == (0, "warn")
 
     def test_wrong_usage_exits_with_2(self, golden: Path, passing: Path, command: Command) -> None:
         sides = ("--golden", golden, "--run", passing, "--quiet")
@@ -131,11 +124,10 @@ class TestVerdict:
         assert f" --golden {golden} " in again
         assert "Traceback" not in result.stderr
 
-    def test_unfinished_run_exits_with_3(self, golden: Path, copyist: Any, command: Command) -> None:
+    def test_unfinished_run_exits_with_3(self, copyist: Any, compare: Any) -> None:
         target = copyist.device_run(stop_before=2)
-        result = command(mm2_compare, "--golden", golden, "--run", target, "--json", "--quiet")
-        record = read_record(result)
-        assert (result.exit_code, record["verdict"]) == (3, "incomparable")
+        exit_code, record = compare(target)
+        assert (exit_code, record["verdict"]) == (3, "incomparable")
         assert (record["compared"], record["of"]) == (34, 68)
 
     def test_missing_capture_exits_with_3(self, golden: Path, command: Command, tmp_path: Path) -> None:
@@ -146,10 +138,9 @@ class TestVerdict:
 
 class TestJson:
     def test_one_object_holds_verdict_extent_and_blame(
-        self, golden: Path, failing: Path, command: Command
+        self, golden: Path, failing: Path, compare: Any
     ) -> None:
-        result = command(mm2_compare, "--golden", golden, "--run", failing, "--json", "--quiet")
-        record = read_record(result)
+        _, record = compare(failing)
         assert (record["verdict"], record["compared"], record["of"]) == ("fail", 68, 68)
         (blame,) = record["blame"]
         keys = {"layer", "sites", "reason", "right", "operation", "is_of_weights", "in_chunks"}
@@ -157,25 +148,16 @@ class TestJson:
         assert (blame["layer"], blame["sites"]) == (2, ["moe_delta"])
         assert (record["reference"], record["target"]) == (str(golden), str(failing))
 
-    def test_blame_outside_the_layers_has_no_layer(
-        self, golden: Path, copyist: Any, command: Command
-    ) -> None:
+    def test_blame_outside_the_layers_has_no_layer(self, copyist: Any, compare: Any) -> None:
         run = full_run(NUM_LAYERS, sites_level="layer")
-        target = copyist.device_run({(None, ModelSite.LOGITS): halved}, run=run)
-        result = command(mm2_compare, "--golden", golden, "--run", target, "--json", "--quiet")
-        assert [(blame["layer"], blame["sites"]) for blame in read_record(result)["blame"]] == [
-            (None, ["logits"])
-        ]
+        _, record = compare(copyist.device_run({(None, ModelSite.LOGITS): halved}, run=run))
+        assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(None, ["logits"])]
 
     def test_errors_are_json_too(self, golden: Path, passing: Path, command: Command, tmp_path: Path) -> None:
         gone = command(mm2_compare, "--golden", golden, "--run", tmp_path / "gone", "--json")
         record = read_record(gone)
-        assert (record["verdict"], record["compared"], record["of"], record["blame"]) == (
-            "incomparable",
-            0,
-            0,
-            [],
-        )
+        figures = record["compared"], record["of"], record["blame"]
+        assert (record["verdict"], *figures) == ("incomparable", 0, 0, [])
         assert "there is no capture directory" in record["error"]
         assert record["exit_code"] == gone.exit_code == 3
         sides = ("--golden", golden, "--run", passing)
@@ -187,44 +169,33 @@ class TestJson:
 
 class TestCriteria:
     def test_swapped_gate_and_up_passes_the_classic_cosine_of_its_output(
-        self, golden: Path, swapped: Path, command: Command
+        self, swapped: Path, compare: Any
     ) -> None:
-        options = ("--criteria", "classic", "--layer", "2", "--json", "--quiet")
-        record = read_record(command(mm2_compare, "--golden", golden, "--run", swapped, *options))
+        _, record = compare(swapped, None, "--criteria", "classic", "--layer", "2")
         sites = {site["site"]: site for site in record["sites"]}
         assert sites["output"]["metrics"]["cosine_similarity"] > 0.99
         assert not any("cosine" in failure for failure in sites["output"]["classic_failures"])
         assert sites["moe_delta"]["metrics"]["cosine_similarity"] < 0.9
         assert any("cosine" in failure for failure in sites["moe_delta"]["classic_failures"])
 
-    def test_tolerances_decide_what_is_close(self, golden: Path, failing: Path, command: Command) -> None:
+    def test_tolerances_decide_what_is_close(self, failing: Path, compare: Any) -> None:
         def close_fraction(*options: str) -> float:
-            result = command(mm2_compare, "--golden", golden, "--run", failing, "--json", "--quiet", *options)
-            (site,) = [
-                site
-                for site in read_record(result)["sites"]
-                if (site["layer"], site["site"]) == (2, "moe_delta")
-            ]
-            fraction: float = site["metrics"]["close_fraction"]
-            return fraction
+            _, record = compare(failing, None, *options)
+            sites = {(site["layer"], site["site"]): site for site in record["sites"]}
+            return float(sites[2, "moe_delta"]["metrics"]["close_fraction"])
 
         assert close_fraction("--rtol", "0", "--atol", "0") < close_fraction() < 0.5
         assert close_fraction("--rtol", "0.6") == 1.0
 
 
 class TestClassic:
-    def test_site_beyond_the_limits_does_not_fail(
-        self, golden: Path, failing: Path, command: Command
-    ) -> None:
-        sides = ("--golden", golden, "--run", failing, "--quiet")
-        assert command(mm2_compare, *sides, "--criteria", "classic").exit_code == 0
-        assert command(mm2_compare, *sides).exit_code == 1
+    def test_site_beyond_the_limits_does_not_fail(self, failing: Path, compare: Any) -> None:
+        assert compare(failing, None, "--criteria", "classic")[0] == 0
+        assert compare(failing)[0] == 1
 
-    def test_output_beyond_the_limits_fails(self, golden: Path, wrong_output: Path, command: Command) -> None:
-        options = ("--criteria", "classic", "--json", "--quiet")
-        result = command(mm2_compare, "--golden", golden, "--run", wrong_output, *options)
-        record = read_record(result)
-        assert (result.exit_code, record["criteria"], record["blame"][0]["layer"]) == (1, "classic", 2)
+    def test_output_beyond_the_limits_fails(self, wrong_output: Path, compare: Any) -> None:
+        exit_code, record = compare(wrong_output, None, "--criteria", "classic")
+        assert (exit_code, record["criteria"], record["blame"][0]["layer"]) == (1, "classic", 2)
         assert "mean_abs_diff" in record["blame"][0]["reason"]
         assert record["blame"][0]["sites"][-1] == "output"
         assert all(site["noise"] is None for site in record["sites"])
@@ -234,50 +205,29 @@ class TestClassic:
         sides = ("--golden", golden, "--run", passing, "--quiet")
         result = command(mm2_compare, *sides, "--max-abs-diff", "1")
         assert result.exit_code == 2
-        assert (
-            "--max-abs-diff belongs to the classic limits, and --criteria noise judges by others"
-            in result.stderr
-        )
-        assert (
-            command(mm2_compare, *sides, "--criteria", "classic", "--similarity-percentage", "101").exit_code
-            == 2
-        )
+        assert "--max-abs-diff belongs to the classic limits, and --criteria noise" in result.stderr
+        beyond = command(mm2_compare, *sides, "--criteria", "classic", "--similarity-percentage", "101")
+        assert beyond.exit_code == 2
 
-    def test_chained_run_fails_and_blames_nobody(self, golden: Path, copyist: Any, command: Command) -> None:
+    def test_chained_run_fails_and_blames_nobody(self, copyist: Any, compare: Any) -> None:
         run = full_run(NUM_LAYERS, sites_level="layer")
         target = copyist.device_run({(0, Site.OUTPUT): doubled}, run=run)
-        options = ("--criteria", "classic", "--json", "--quiet")
-        result = command(mm2_compare, "--golden", golden, "--run", target, *options)
-        record = read_record(result)
-        assert (result.exit_code, record["verdict"], record["blame"]) == (1, "fail", [])
+        exit_code, record = compare(target, None, "--criteria", "classic")
+        assert (exit_code, record["verdict"], record["blame"]) == (1, "fail", [])
         failing = [site["layer"] for site in record["sites"] if site["status"] == "fail"]
         assert failing == [0]
 
-    def test_run_without_outputs_is_no_pass(self, golden: Path, copyist: Any, command: Command) -> None:
+    def test_run_without_outputs_is_no_pass(self, copyist: Any, compare: Any) -> None:
         target = copyist.device_run(not_exposed=(Site.OUTPUT,))
-        result = command(
-            mm2_compare,
-            "--golden",
-            golden,
-            "--run",
-            target,
-            "--criteria",
-            "classic",
-            "--json",
-            "--quiet",
-        )
-        record = read_record(result)
-        assert (result.exit_code, record["verdict"]) == (3, "incomparable")
+        exit_code, record = compare(target, None, "--criteria", "classic")
+        assert (exit_code, record["verdict"]) == (3, "incomparable")
         assert any("no output of layers 0-3 was compared" in note for note in record["notes"])
 
 
 class TestLayers:
     @pytest.mark.parametrize("layer", ["layer_1", "1"])
-    def test_one_layer_can_be_named_both_ways(
-        self, layer: str, golden: Path, failing: Path, command: Command
-    ) -> None:
-        sides = ("--golden", golden, "--run", failing, "--json", "--quiet")
-        record = read_record(command(mm2_compare, *sides, "--layer", layer))
+    def test_one_layer_can_be_named_both_ways(self, layer: str, failing: Path, compare: Any) -> None:
+        _, record = compare(failing, None, "--layer", layer)
         assert (record["verdict"], record["of"]) == ("pass", 17)
         assert {site["layer"] for site in record["sites"]} == {1}
 
@@ -386,14 +336,14 @@ class TestSummary:
             read_record(whole)
         ) - {"sites"}
 
-    def test_place_is_told_as_numbers_too(self, command: Command, golden: Path, copyist: Any) -> None:
+    def test_place_is_told_as_numbers_too(self, copyist: Any, compare: Any) -> None:
         def spoilt(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.clone()
             tensor[..., 64:128] *= 2  # head 1 of the toy's, whose heads have 64 dims
             return tensor
 
         run = copyist.device_run({(1, Site.Q_PROJ): spoilt}, name="head")
-        record = read_record(command(mm2_compare, "--golden", golden, "--run", run, "--json=summary"))
+        _, record = compare(run, None, "--json=summary")
         (cause,) = record["cause"]
         assert cause["sites"] == ["q_proj"]
         assert any("of head 1" in sentence for sentence in cause["where"])
