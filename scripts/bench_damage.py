@@ -17,7 +17,7 @@ from pathlib import Path
 
 from damage.captures import STATES, CommandOutcome, make_captures
 from damage.damages import DAMAGES, Damage
-from faults.pass_tally import PASSED, TRIED
+from faults.tally import PASSED, TRIED
 from figures import Figure, benchmark_parser, print_figures
 
 

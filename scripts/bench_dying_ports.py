@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from cpu_golden import write_model
 from faults.deaths import DEATHS, LAYER, Death
-from faults.pass_tally import PASSED, TRIED
+from faults.tally import PASSED, TRIED
 from figures import Figure, benchmark_parser, print_figures
 
 from minimax_tools.synthetic.toy_model import SyntheticModel

@@ -20,17 +20,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from faults.baseline import Baseline, open_baseline
+from faults.baseline import Baseline, TrainedModel, open_baseline
 from faults.cases import Case, DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump
-from faults.dump_tally import dump_misses, give_dump_figures
 from faults.journal import Journal
-from faults.pass_tally import JoinedCounts, give_pass_figures
 from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import PLANTS, choose_plants
 from faults.runs import carry_out
-from faults.tally import give_figures, misses
-from faults.trained_model import TrainedModel
+from faults.tally import JoinedCounts, dump_misses, give_dump_figures, give_figures, give_pass_figures, misses
 from figures import benchmark_parser, print_figures
 
 from minimax_tools.errors import Mm2Error

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from faults import lookalikes, reported
-from faults.baseline import Baseline, BaselineRequest, open_baseline
+from faults.baseline import Baseline, BaselineRequest, TrainedModel, open_baseline
 from faults.journal import Journal
 from faults.judging import as_black_box, default_criteria
 from faults.plant import Plant
 from faults.port import PlantedPort
-from faults.trained_model import TrainedModel
 from figures import Figure, benchmark_parser, print_figures
 from port_runs import request_run, run_port
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_logits import Ground, draw_rows
-from faults.model_plant import LAYER_VARIABLE, MISTAKE_VARIABLE, PORTS
-from faults.model_ports import RIGHT_MODELS
+from faults.model_ports import LAYER_VARIABLE, MISTAKE_VARIABLE, PORTS, RIGHT_MODELS
 from faults.plant import Plant
 from faults.planted import MISTAKES
 from figures import Figure, benchmark_parser, print_figures

@@ -9,8 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from faults.model_judging import ModelCase, ModelGround, judge_model_port
-from faults.model_plant import ModelPlant
-from faults.model_ports import MODEL_MISTAKES, RIGHT_MODELS, choose_model_ports
+from faults.model_ports import MODEL_MISTAKES, RIGHT_MODELS, ModelPlant, choose_model_ports
 
 # A mistake in front of the layers, and in a cache that mm2 does not read. Slow tests plant the others.
 FEW = ("embedding_scaled", "cache_hidden_one_row_off")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,11 +11,12 @@ from pathlib import Path
 
 from cpu_golden import IMPLEMENTATIONS, capture_cpu_golden, request_text_rows, write_model
 
-from faults.trained_model import TrainedModel
 from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import Q_PROJ, layer_prefix, scale_name
 from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest
@@ -127,3 +129,45 @@ def _request_prompts(request: BaselineRequest, folder: Path) -> InputRequest:
         )
     rows = request_text_rows(folder, request.lengths, seed=request.seed, padding_side=request.padding_side)
     return replace(rows, start_positions=request.start_positions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A folder that `train_models.py` wrote.
+
+    Its `repr` is a part of a run's key in the journal: a model that was trained anew, or other text, is another key.
+    """
+
+    folder: str  # path
+    digest: str  # first 16 digits of the sha256 over the files of the folder, the held-out text too
+    num_layers: int  # layers of the model
+    is_fp8: bool  # whether the matrices are stored as FP8 codes with scales
+
+    @classmethod
+    def open(cls, folder: Path) -> TrainedModel:
+        """Describe the model in a folder.
+
+        Raises:
+            CheckpointError: The folder holds no checkpoint.
+        """
+        spec = ModelSpec.from_folder(folder)
+        return cls(
+            folder=str(folder),
+            digest=_digest_folder(folder),
+            num_layers=spec.num_hidden_layers,
+            is_fp8=scale_name(layer_prefix(0) + Q_PROJ) in TensorIndex.from_folder(folder).entries,
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return Path(self.folder).name
+
+
+def _digest_folder(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

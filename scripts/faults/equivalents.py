@@ -9,9 +9,8 @@ from functools import partial
 
 import torch
 
-from faults.arithmetic import Arithmetic, KeyValues
+from faults.arithmetic import Arithmetic, KeyValues, Tap
 from faults.plant import Kind, Plant
-from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import K_NORM, K_PROJ, O_PROJ, Q_NORM, Q_PROJ, V_PROJ

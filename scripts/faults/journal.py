@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 # A journal is valid for one state of the code in these folders, except the files of scripts/faults that plan runs, or
 # count cases: a change in them changes no case.
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
-_WITHOUT_EFFECT = ("plan.py", "tally.py", "dump_tally.py", "pass_tally.py")
+_WITHOUT_EFFECT = ("plan.py", "tally.py")
 
 
 class Journal(Generic[CaseT]):

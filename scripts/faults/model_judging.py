@@ -12,7 +12,7 @@ from typing import Any
 
 import click.testing
 
-from faults.model_plant import FirstPass, ModelPlant
+from faults.model_ports import FirstPass, ModelPlant
 from neuron.cli import main as mm2_test
 
 _REPOSITORY = Path(__file__).parents[2]

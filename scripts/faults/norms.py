@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from faults.arithmetic import Arithmetic
+from faults.arithmetic import Arithmetic, Tap
 from faults.plant import Plant
-from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import K_NORM, Q_NORM

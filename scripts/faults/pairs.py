@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from faults.arithmetic import Arithmetic
-from faults.attention_stages import AttentionStages
-from faults.moe_stages import MoeStages
+from faults.arithmetic import Arithmetic, AttentionStages, FusedWeights, MoeStages
 from faults.plant import Kind, Plant
-from faults.stages import FusedWeights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 

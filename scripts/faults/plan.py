@@ -9,13 +9,12 @@ from clean_ports import clean_ports
 from cpu_golden import IMPLEMENTATIONS
 from port_runs import EXAMPLES
 
-from faults.baseline import BaselineRequest
+from faults.baseline import BaselineRequest, TrainedModel
 from faults.dump_runs import PlannedDump, plan_dumps
 from faults.pairs import pair_plants
 from faults.plant import Plant
 from faults.planted import choose_plants
 from faults.runs import RANKS_PREFIX, PlannedRun, may_show, plan_decoding, plan_plants
-from faults.trained_model import TrainedModel
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import default_rows
 

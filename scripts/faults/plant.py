@@ -7,8 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from faults.arithmetic import Arithmetic
-from faults.stages import FusedWeights
+from faults.arithmetic import Arithmetic, FusedWeights
 from minimax_tools.model.sites import Site
 from minimax_tools.text_enum import TextEnum
 

@@ -12,8 +12,7 @@ from faults import (
     norms,
     rotary,
     router,
-    uncatalogued_attention,
-    uncatalogued_moe,
+    uncatalogued,
 )
 from faults.plant import Kind, Plant
 from minimax_tools.errors import UsageError
@@ -25,8 +24,7 @@ PLANTS: tuple[Plant, ...] = (
     *router.PLANTS,
     *experts.PLANTS,
     *fp8.PLANTS,
-    *uncatalogued_attention.PLANTS,
-    *uncatalogued_moe.PLANTS,
+    *uncatalogued.PLANTS,
     *equivalents.PLANTS,
 )
 MISTAKES = tuple(plant for plant in PLANTS if plant.kind is not Kind.EQUIVALENT)

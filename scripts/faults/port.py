@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from faults.arithmetic import Arithmetic, KeyValues
+from faults.arithmetic import Arithmetic, FusedWeights, KeyValues
 from faults.plant import Plant
-from faults.stages import FusedWeights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 from neuron.ports.targets import PortTarget

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from faults.arithmetic import Arithmetic, KeyValues
+from faults.arithmetic import Arithmetic, FusedWeights, KeyValues, Tap
 from faults.plant import Kind, Plant
-from faults.stages import FusedWeights, Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 

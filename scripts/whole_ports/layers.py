@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from faults.model_plant import LAYER_VARIABLE, MISTAKE_VARIABLE
+from faults.model_ports import LAYER_VARIABLE, MISTAKE_VARIABLE
 from faults.planted import MISTAKES
 from faults.port import PlantedLayer
 from model_port import Model

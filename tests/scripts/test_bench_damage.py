@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.captures import STATES, WholeCaptures, make_captures
 from damage.damages import DAMAGES, Damage
 from damage.tampering import exchange_files, sign
-from faults.pass_tally import TRIED, JoinedCounts
+from faults.tally import TRIED, JoinedCounts
 
 from minimax_tools.capture.manifest import Manifest
 
