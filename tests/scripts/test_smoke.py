@@ -35,7 +35,6 @@ TOYS = {
             *("regroup_peak_over_output", "regroup_over_memcpy"),
         },
     ),
-    "bench_dying_ports.py": (("--commands", "weights", "--deaths", "abort"), {"wrong_things", "layer_named"}),
     "bench_faults.py": (("--quick",), {"detected_%", "site_named_%", "false_alarms", "false_passes"}),
     "bench_growth.py": (("--axes", "layers"), {"golden_layers_calls_exponent"}),
     "bench_loading.py": (
@@ -68,7 +67,7 @@ TOYS = {
         ("--parts", "single", "--mistakes", "gate_up_swapped"),
         {"proved by weights", "wrong names proved"},
     ),
-    "bench_report.py": ((), {"MB of report.html"}),
+    "bench_report.py": (("--layers", "2"), {"MB of report.html"}),
     "bench_slices.py": (
         ("--scale", "toy"),
         {

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-from faults.deaths import DEATHS, Death, write_port
+sys.path.insert(0, str(Path(__file__).parent))
+from deaths import DEATHS, Death, write_port
 
 REPOSITORY = Path(__file__).parents[3]
 # Processes import torch, on a machine that may have much else to do.
