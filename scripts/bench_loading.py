@@ -54,7 +54,7 @@ class FigureGroup:
 
 
 def _stream_names(suffix: str) -> tuple[str, ...]:
-    """Return the names for FP8 (no suffix), for BF16, and for FP8 with the noise floor as `_stats` alone."""
+    """Return the names for FP8 (no suffix), or for BF16."""
     names = (
         "stream_over_bound", "stream_cold_s", "stream_without_reads_s", "raw_cold_read_s",
         "bytes_read_over_stored", "extra_disk_bytes", "rchar_over_stored",
@@ -102,9 +102,6 @@ GROUPS: tuple[FigureGroup, ...] = (
     FigureGroup("bf16", measure_offload, _OFFLOAD),
     FigureGroup("fp8", measure_packed, _PACKED),
     FigureGroup("fp8", measure_stream, _stream_names("")),
-    FigureGroup(
-        "fp8", partial(measure_stream, noise_floor="stats", suffix="_stats"), _stream_names("_stats")
-    ),
     FigureGroup(None, measure_packed_large, ("peak_anonymous_packed_over_fp8_layer",)),
     FigureGroup(None, measure_split, (*_split_names("qwen2"), *_split_names("minimax_m2"))),
 )

@@ -3,7 +3,6 @@
     python scripts/train_models.py                                all models, into mm2-models
     python scripts/train_models.py b tiny --output-dir models     some models
     python scripts/train_models.py tiny --steps 20 --text FILE    one with other options: text, length, sizes
-    python scripts/train_models.py --table                        a table of what the models there have learnt
 
 A model takes one core for 5 to 20 minutes. The same torch version gives the same weights on the same kind of machine:
 training has one thread, a fixed number of steps, and a seed per model. `tiny` is the model in tests/models/learned.
@@ -12,7 +11,6 @@ training has one thread, a fixed number of steps, and a seed per model. `tiny` i
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import shlex
 import sys
@@ -96,19 +94,11 @@ def main() -> int:
         default=Path("mm2-models"),
         help="folder of learned_MODEL and learned_MODEL_fp8 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="print a table of what the models there have learnt, and train none",
-    )
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.models) - set(RECIPES))
     if unknown:
         parser.error(f"there is no model {', '.join(unknown)}; there are {', '.join(RECIPES)}")
     models = arguments.models or list(RECIPES)
-    if arguments.table:
-        print_table(arguments.output_dir, models)
-        return 0
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # Another number of threads changes the last bits of the weights.
     torch.set_num_threads(1)
@@ -178,51 +168,6 @@ def _describe(learned: LearnedModel) -> list[str]:
             f"{trained.next_token_information:.2f}"
         )
     return lines
-
-
-def print_table(folder: Path, models: list[str]) -> None:
-    """Print the records of trained models as a table in Markdown; missing models are left out.
-
-    `others' experts` are bits per byte if each token goes to a random other token's experts, `lzma` and `unigram` those
-    of these codes without a model.
-    """
-    print(
-        "| model | shape | text, MB | tokens | loss | bits per byte | others' experts | lzma | unigram | information |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for name in models:
-        path = folder / f"learned_{name}" / "training.json"
-        if path.exists():
-            print(_row(name, json.loads(path.read_text(encoding="utf-8"))))
-
-
-def _row(name: str, record: dict[str, Any]) -> str:
-    model, text, after = record["model"], record["text"], record["after"]
-    shape = (
-        f"{model['num_hidden_layers']} layers of {model['hidden_size']}, "
-        f"{model['num_attention_heads']}/{model['num_key_value_heads']} heads of {model['head_dim']}, "
-        f"{model['num_experts_per_tok']} of {model['num_local_experts']} experts of {model['intermediate_size']}"
-    )
-    # What the chosen experts tell of the token, in the first and the last layer: before and after training.
-    information = [
-        "{:.2f} → {:.2f}".format(
-            *(record[when]["layers"][layer]["token_information"] for when in ("before", "after"))
-        )
-        for layer in (0, -1)
-    ]
-    cells = (
-        name,
-        shape,
-        f"{text['name']}, {text['training_bytes'] / 1e6:.1f}",
-        f"{record['course']['num_tokens'] / 1e6:.2f} M",
-        f"{record['course']['loss']:.2f}",
-        f"{after['bits_per_byte']:.2f}",
-        f"{after['bits_per_byte_random_experts']:.2f}",
-        f"{record['rivals']['lzma']:.2f}",
-        f"{record['rivals']['unigram']:.2f}",
-        ", ".join(information),
-    )
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

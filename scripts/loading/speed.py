@@ -71,16 +71,14 @@ def measure_dequantising(bench: LoadingBench) -> Iterator[Figure]:
     yield Figure.plain("memory_bandwidth_gb_per_s", rates["bandwidth"] / 1e9)
 
 
-def measure_stream(
-    bench: LoadingBench, checkpoint: Checkpoint, *, noise_floor: str = "full", suffix: str = ""
-) -> Iterator[Figure]:
+def measure_stream(bench: LoadingBench, checkpoint: Checkpoint, *, suffix: str = "") -> Iterator[Figure]:
     """Yield the time of a whole streamed, cold golden over its bound, the longer of two times; `suffix` ends the names.
 
     - The cold read: a plain read of all tensors by all threads, through the page cache or past it, whichever is faster.
     - The golden without its reads: the same command on a warm cache, whose reader leaves out the matrices from the
       third layer on.
     """
-    options = ("--stream", "on", "--prefetch", "--noise-floor", noise_floor)
+    options = ("--stream", "on", "--prefetch", "--noise-floor", "full")
     runs: list[ProbeResult] = []
     ratios, idle_s, read_s = [], [], []
     for _ in range(bench.scale.rounds):
