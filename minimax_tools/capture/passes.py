@@ -85,19 +85,16 @@ class Generation:
 
         `likeliest` has the candidates of each prompt's generated tokens; it is empty if they were not kept.
         """
-        generated_rows = [list(ids) for ids in generated]
         # No candidates for each row, if none were kept.
-        likeliest = likeliest or [()] * len(generated_rows)
+        of_rows = zip(inputs.real_rows(), generated, texts, likeliest or [()] * len(texts), strict=True)
         rows = tuple(
             Continuation(
                 prompt_ids=tuple(prompt_ids),
                 generated_ids=tuple(generated_ids),
                 text=text,
-                likeliest=tuple(tuple(candidates) for candidates in likeliest_of_row),
+                likeliest=tuple(map(tuple, candidates)),
             )
-            for prompt_ids, generated_ids, text, likeliest_of_row in zip(
-                inputs.real_rows(), generated_rows, texts, likeliest, strict=True
-            )
+            for prompt_ids, generated_ids, text, candidates in of_rows
         )
         return cls(rows=rows, sampling=dict(sampling))
 

@@ -12,7 +12,7 @@ vocabulary, H hidden.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,8 @@ from minimax_tools.reference.rounding import RoundingKind
 
 # Choice of a token whose logits hold NaN.
 NO_CHOICE = -1
+# Fields of `TokenLogits`, each with a value for every token.
+LOGITS_FIELDS = ("candidates", "others", "following", "choices")
 Row = tuple[int, ...]
 # Computed copies: the exact model, then the variants, the last ones with plausible flips.
 KINDS = (RoundingKind.EXACT, RoundingKind.NEAREST, *(RoundingKind.RANDOM,) * (1 + len(FLIP_SHARES)))
@@ -76,37 +78,25 @@ class TokenLogits:
 
     def select(self, tokens: torch.Tensor) -> TokenLogits:
         """Return the logits of some tokens, by their indices, int64."""
-        return TokenLogits(
-            candidates=self.candidates[tokens],
-            others=self.others[tokens],
-            following=self.following[tokens],
-            choices=self.choices[tokens],
-        )
+        return _combine([self], lambda parts: parts[0][tokens])
 
 
-def join_tokens(parts: list[TokenLogits]) -> TokenLogits:
+def join_tokens(parts: Sequence[TokenLogits]) -> TokenLogits:
     """Join the logits of consecutive tokens."""
-    return TokenLogits(
-        candidates=torch.cat([part.candidates for part in parts]),
-        others=torch.cat([part.others for part in parts]),
-        following=torch.cat([part.following for part in parts]),
-        choices=torch.cat([part.choices for part in parts]),
-    )
+    return _combine(parts, torch.cat)
 
 
 def pick_tokens(models: Sequence[TokenLogits], choice: torch.Tensor) -> TokenLogits:
     """Take the logits of each token from one of several models, by its index, int64 [T]."""
     tokens = torch.arange(len(choice))
+    return _combine(models, lambda parts: torch.stack(parts)[choice, tokens])
 
-    def pick(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(parts)[choice, tokens]
 
-    return TokenLogits(
-        candidates=pick([model.candidates for model in models]),
-        others=pick([model.others for model in models]),
-        following=pick([model.following for model in models]),
-        choices=pick([model.choices for model in models]),
-    )
+def _combine(
+    logits: Sequence[TokenLogits], combine: Callable[[list[torch.Tensor]], torch.Tensor]
+) -> TokenLogits:
+    """Combine each field of several logits."""
+    return TokenLogits(**{name: combine([getattr(one, name) for one in logits]) for name in LOGITS_FIELDS})
 
 
 def divergence(reference: TokenLogits, target: TokenLogits) -> torch.Tensor:

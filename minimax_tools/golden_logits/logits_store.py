@@ -27,6 +27,7 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.golden_logits.golden_logits import (
     ALTERNATIVE_SHARES,
     KINDS,
+    LOGITS_FIELDS,
     MOST_CANDIDATES,
     GoldenLogits,
     StreamStart,
@@ -44,7 +45,6 @@ MODEL_FILE = "model.json"
 # Usual name of the folder, beneath that of all captures.
 LOGITS_FOLDER = "golden_logits"
 _ALTERNATIVES = f".alternatives_{len(ALTERNATIVE_SHARES)}"
-_FIELDS = ("candidates", "others", "following", "choices")
 _DIGEST_KEY = "sha256"
 
 
@@ -123,7 +123,7 @@ class LogitsStore:
 
     def _write_file(self, golden: GoldenLogits, copies: tuple[TokenLogits, ...], suffix: str = "") -> None:
         tensors = {"input_ids": golden.input_ids, "candidate_ids": golden.candidates}
-        for name in _FIELDS:
+        for name in LOGITS_FIELDS:
             tensors[name] = torch.stack([getattr(copy, name) for copy in copies])  # [C,T,…]
         with whole_capture_file(self._path(golden.row, suffix)) as path:
             save_file(tensors, path, metadata={_DIGEST_KEY: _digest(tensors)})
@@ -161,8 +161,8 @@ class LogitsStore:
 def _copies(tensors: dict[str, torch.Tensor]) -> list[TokenLogits]:
     """Return the logits of each copy that a row's file holds."""
     return [
-        TokenLogits(**dict(zip(_FIELDS, parts, strict=True)))
-        for parts in zip(*(tensors[name] for name in _FIELDS), strict=True)
+        TokenLogits(**dict(zip(LOGITS_FIELDS, parts, strict=True)))
+        for parts in zip(*(tensors[name] for name in LOGITS_FIELDS), strict=True)
     ]
 
 
