@@ -81,17 +81,11 @@ class CacheCapture(CaptureSource):
             )
         first_path, first = next(iter(caches.items()))
         for path, cache in caches.items():
-            if cache.keys() != first.keys():
-                raise CaptureError(
-                    f"{path} is of other layers than {first_path}",
-                    expected=f"{len(first)} layers",
-                    found=str(len(cache)),
-                    next_step=_AGAIN,
-                )
             if _head_shapes(cache) != _head_shapes(first):
                 raise CaptureError(
-                    f"{path} has other heads than {first_path}",
-                    expected="heads and head_dim of each layer as there",
+                    f"{path} is of other layers or heads than {first_path}",
+                    expected=f"{len(first)} layers with the heads and head_dim there",
+                    found=f"{len(cache)} layers",
                     next_step=_AGAIN,
                 )
         return cls(directory, caches)

@@ -34,6 +34,14 @@ class DumpReading:
         """True if no option was given."""
         return self.format is None and self.names.path is None
 
+    def refuse_for(self, directory: Path, what: str) -> None:
+        """Raise UsageError if an option was given for a directory whose layout tells all; `what` says which it is."""
+        if not self.is_default:
+            raise UsageError(
+                f"{directory} {what}: it takes no format and no map",
+                next_step="Give them to the side that another tool wrote. If it is another tool's, name its --format.",
+            )
+
 
 def open_source(directory: Path | str, reading: DumpReading | None = None) -> CaptureSource:
     """Open a capture directory of mm2, of the legacy `.pt` layout, or of another tool.
@@ -51,11 +59,7 @@ def open_source(directory: Path | str, reading: DumpReading | None = None) -> Ca
             "mm2-test sweep (run).",
         )
     if (directory / MANIFEST_NAME).exists():
-        if not reading.is_default:
-            raise UsageError(
-                f"{directory} is mm2's own capture: it takes no format and no map",
-                next_step="Give them to the side that another tool wrote.",
-            )
+        reading.refuse_for(directory, "is mm2's own capture")
         return Capture.open(directory)
     refuse_unreadable(directory)
     if _holds_both(directory):
@@ -66,18 +70,10 @@ def open_source(directory: Path | str, reading: DumpReading | None = None) -> Ca
     if name is not None or find_format(directory) is not None:
         return DumpCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
     if is_legacy(directory):
-        if not reading.is_default:
-            raise UsageError(
-                f"{directory} is a capture in mm2's old layout: it takes no map",
-                next_step="Give the map to the side that another tool wrote, or name its --format too.",
-            )
+        reading.refuse_for(directory, "is a capture in mm2's old layout")
         return LegacyCapture.open(directory)
     if holds_caches(directory):
-        if not reading.is_default:
-            raise UsageError(
-                f"{directory} holds vLLM Neuron's caches: they take no format and no map",
-                next_step="Give them to the side that another tool wrote.",
-            )
+        reading.refuse_for(directory, "holds vLLM Neuron's caches")
         return CacheCapture.open(directory)
     raise CaptureError(
         f"no capture at {directory}",

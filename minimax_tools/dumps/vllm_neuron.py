@@ -133,8 +133,7 @@ def _notes(directory: Path, root: Path, *, num_empty: int) -> Iterator[str]:
         others = f"; {_DRAFT}/ is another model's" if (directory / _DRAFT).is_dir() else ""
         yield f"{_TARGET}/ is read{others}"
         if beside := len(_passes(directory)):
-            words = "pass" if beside == 1 else "passes"
-            yield f"not read: {beside} {words} beside {_TARGET}/"
+            yield f"not read: passes beside {_TARGET}/, {beside}"
 
 
 def _name_by_layer(pieces: Iterable[DumpPiece]) -> tuple[tuple[DumpPiece, ...], tuple[str, ...]]:

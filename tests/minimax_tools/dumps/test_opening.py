@@ -64,7 +64,7 @@ def test_manifest_counts_more_than_pt_files(tmp_path: Path) -> None:
 def test_map_is_refused_for_the_old_layout(tmp_path: Path) -> None:
     (tmp_path / "map.yaml").write_text('sites: {output: "nowhere.{layer}"}')
     reading = DumpReading(names=NameMap.read(tmp_path / "map.yaml"))
-    with pytest.raises(UsageError, match="old layout: it takes no map"):
+    with pytest.raises(UsageError, match="old layout: it takes no format and no map"):
         open_source(write_legacy(tmp_path / "full_model"), reading)
 
 

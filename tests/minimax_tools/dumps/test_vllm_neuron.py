@@ -50,4 +50,4 @@ def test_passes_beside_the_target_models_folder_are_named(tmp_path: Path) -> Non
     assert recognises(tmp_path)
     dump = read_dump(tmp_path)
     assert [piece.file.split("/")[0] for piece in dump.pieces] == ["target"]
-    assert dump.notes == ("target/ is read", "not read: 1 pass beside target/")
+    assert dump.notes == ("target/ is read", "not read: passes beside target/, 1")
