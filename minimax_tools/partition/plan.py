@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,7 @@ from minimax_tools.errors import (
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.model.architecture import PART_EMBEDDING, Architecture, ParamMapper, part_of
-from minimax_tools.model.weight_names import SCALE_SUFFIX
+from minimax_tools.model.architecture import PART_EMBEDDING, PART_HEAD, Architecture, ParamMapper, part_of
 from minimax_tools.partition.cost import ModelCost, Workload
 from minimax_tools.partition.node import Node, Stage, stage_cost
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice
@@ -72,80 +72,56 @@ def _end_faults(slices: Sequence[Slice], used: Sequence[Slice]) -> list[str]:
     return faults
 
 
-def find_holding_faults(
-    slices: Sequence[Slice], shared: Collection[str], architecture: Architecture
+def find_tensor_faults(
+    slices: Sequence[Slice], shared: Collection[str], architecture: Architecture, names: Set[str]
 ) -> list[str]:
-    """Return faults of tensors on the wrong node or on several, and of scales apart from their weights.
+    """Return faults of tensors that a slice lacks, or holds though they belong elsewhere.
 
-    `shared` names the tensors that may lie on several nodes.
+    `names` are those of all tensors of the checkpoint; `shared` the tensors that may lie on several nodes.
     """
+    by_part: dict[int | str, set[str]] = {}
+    for name in names:
+        by_part.setdefault(part_of(name, architecture), set()).add(name)
+    embeddings = by_part.get(PART_EMBEDDING, set())
+    # Without an lm_head of its own, the head is the token embedding once more.
+    tied = {name for name in embeddings if ParamMapper.is_token_embedding(name, architecture)}
+    tied -= tied if PART_HEAD in by_part else set()
     faults = []
-    holders: dict[str, list[str]] = {}
     for slice_ in slices:
-        node, held = slice_.node.name, set(slice_.names)
-        for name in slice_.names:
-            holders.setdefault(name, []).append(node)
-            if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) + ".weight" not in held:
-                faults.append(f"node {node} holds {name} without its weight")
-            is_tied = name in shared and slice_.stage.has_head
-            if not is_tied and not slice_.stage.holds(part_of(name, architecture)):
-                faults.append(f"node {node} holds {name}, which belongs to another node")
-    for name, nodes in holders.items():
-        if len(nodes) > 1 and (name not in shared or len(set(nodes)) < len(nodes)):
-            faults.append(f"{name} is held by {' and '.join(nodes)}")
-    for name in shared:
-        nodes = holders.get(name, [])
-        if len(set(nodes)) < 2:
-            faults.append(f"{name} is shared, but {f'only {nodes[0]}' if nodes else 'no node'} holds it")
-        if not ParamMapper.is_token_embedding(name, architecture):
-            faults.append(f"{name} is shared, but only an embedding tied to the lm_head may be")
+        node, stage, held = slice_.node.name, slice_.stage, Counter(slice_.names)
+        own = set(tied) if stage.has_head else set()
+        own.update(*(part_names for part, part_names in by_part.items() if stage.holds(part)))
+        faults += [f"node {node} lacks {name}" for name in sorted(own - held.keys())]
+        for name in sorted(held.keys() - own):
+            why = "belongs to another node" if name in names else "the checkpoint lacks"
+            faults.append(f"node {node} holds {name}, which {why}")
+        faults += [f"node {node} holds {name} {count} times" for name, count in held.items() if count > 1]
+    is_on_one_node = any(slice_.stage.has_embedding and slice_.stage.has_head for slice_ in slices)
+    expected = set() if is_on_one_node else tied
+    if set(shared) != expected:
+        found = ", ".join(sorted(shared)) or "nothing"
+        faults.append(f"the plan shares {found}, expected {', '.join(sorted(expected)) or 'nothing'}")
     return faults
 
 
-def find_entry_faults(
-    slices: Sequence[Slice],
-    entries: Mapping[str, TensorEntry],
-    architecture: Architecture,
-    folder: Path | None,
-    *,
-    names: Set[str],
+def find_place_faults(
+    slices: Sequence[Slice], entries: Mapping[str, TensorEntry], folder: Path | None
 ) -> list[str]:
-    """Return faults of tensors that no node holds, that the checkpoint lacks, or that lie elsewhere.
-
-    Places are checked of the tensors in `entries`; `names` are those of all tensors of the checkpoint.
-    """
-    held = {tensor.name for slice_ in slices for tensor in slice_.tensors}
-    faults = [f"no node holds {name}" for name in sorted(names - held)]
+    """Return faults of tensors that lie elsewhere than the plan says, as far as it says so."""
+    faults = []
     for slice_ in slices:
         for tensor in slice_.tensors:
-            if tensor.name not in names:
-                faults.append(f"node {slice_.node.name} holds {tensor.name}, which the checkpoint lacks")
-            elif tensor.name in entries and not _lies_at(
-                tensor, PlannedTensor.located(entries[tensor.name], folder)
+            if tensor.file is None or tensor.name not in entries:
+                continue
+            place = PlannedTensor.located(entries[tensor.name], folder)
+            if (
+                tensor.file != place.file
+                or tensor.start not in (None, place.start)
+                or tensor.stop not in (None, place.stop)
             ):
                 byte_range = "" if tensor.start is None else f"bytes {tensor.start} to {tensor.stop} of "
                 faults.append(f"{tensor.name} does not lie at {byte_range}{tensor.file}")
-    return faults + _tied_head_faults(slices, architecture, names)
-
-
-def _lies_at(tensor: PlannedTensor, place: PlannedTensor) -> bool:
-    """Decide whether as much of a tensor's place as the plan knows is right."""
-    if tensor.file is None:
-        return True
-    return tensor.file == place.file and (tensor.start is None or tensor == place)
-
-
-def _tied_head_faults(slices: Sequence[Slice], architecture: Architecture, names: Set[str]) -> list[str]:
-    """Return slices with a head that lack the token embedding, if the checkpoint has no lm_head of its own."""
-    if any(ParamMapper.is_lm_head(name, architecture) for name in names):
-        return []
-    tied = [name for name in sorted(names) if ParamMapper.is_token_embedding(name, architecture)]
-    return [
-        f"node {slice_.node.name} has the head, but lacks {name}, which the lm_head is tied to"
-        for slice_ in slices
-        for name in tied
-        if slice_.stage.has_head and name not in slice_.names
-    ]
+    return faults
 
 
 # Users of a plan import its slices from here too.
@@ -238,12 +214,12 @@ class PartitionPlan:
             folder: The checkpoint's folder, if `entries` is given; None if all shards lie at its top.
             names: Names of all tensors of the checkpoint, if `entries` holds only some; None if it holds all.
         """
+        if names is None:
+            planned = {name for slice_ in self.slices for name in slice_.names}
+            names = planned if entries is None else entries.keys()
         faults = find_stage_faults(self.slices, self.num_hidden_layers)
-        faults += find_holding_faults(self.slices, self.shared, architecture)
-        if entries is not None:
-            names = entries.keys() if names is None else names
-            faults += find_entry_faults(self.slices, entries, architecture, folder, names=names)
-        return faults
+        faults += find_tensor_faults(self.slices, self.shared, architecture, names)
+        return faults + find_place_faults(self.slices, entries or {}, folder)
 
     def validate(
         self,

@@ -5,13 +5,11 @@
 - `layout`: the usual folder of slices, and the formats of their files
 - `cut`: a slice before it is written, with the tensors of each of its files
 - `folder`: a slice's folder on the disk, written and opened
-- `description`: slice.json, the content of a slice
-- `digest`: sha256 of stored tensors
+- `description`: slice.json, the content of a slice, with the sha256 of its tensors
 - `torch_values`: tensors of `.bin` files, and `.pth` files, which need torch
 - `slice_plans`: plans that slices are cut by: of stages, or of tensor names (`ModelSplitter`)
 - `download`: the files of a checkpoint that a slice needs, and fetching them
-- `holding`: the tensors of a node, as planned or as found in its slice's folder
 - `verify`: the check of a plan, and of the files, slices and runs made by it
-- `verdicts`: the claims of a verification, each with its contradictions
+- `verdicts`: the claims of a verification, each with its contradictions; the tensors of a node, planned or found
 - `verification_text`: a verification in words
 """

@@ -1,12 +1,15 @@
-"""SliceDescription: the content of slice.json, with the digests that tie a slice to its source."""
+"""SliceDescription: the content of slice.json, with the digests that tie a slice to its source: sha256 of tensors."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.files import whole_file
@@ -14,6 +17,7 @@ from minimax_tools.machine.json_file import read_own_json
 
 SLICE_FILE = "slice.json"
 SCHEMA_VERSION = 1
+_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +69,50 @@ class SliceDescription:
                 next_step="Make the slice again: mm2-split extract.",
             )
         return description
+
+
+def digest_tensors(entries: Sequence[TensorEntry], index: TensorIndex) -> Iterator[tuple[str, str]]:
+    """Yield name and sha256 of tensors of an index, in turn; it is equal for a safetensors and a `.bin` copy.
+
+    A `.bin` tensor is loaded whole, a safetensors one in small pieces.
+
+    Raises:
+        CheckpointError: A tensor cannot be read.
+    """
+    if any(entry.is_pickled for entry in entries):
+        # This import needs torch, which safetensors files do not.
+        from minimax_tools.slices.torch_values import read_values
+
+        for name, content in read_values(index, [entry.name for entry in entries]):
+            yield name, hashlib.sha256(content).hexdigest()
+    else:
+        for entry in entries:
+            yield entry.name, _digest_range(entry)
+
+
+def _digest_range(entry: TensorEntry) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    remaining = entry.size_bytes
+    try:
+        with entry.file.open("rb", buffering=0) as file:
+            file.seek(entry.offset)
+            while remaining and (count := file.readinto(buffer[: min(remaining, _BUFFER_BYTES)])):
+                digest.update(buffer[:count])
+                remaining -= count
+    except OSError as error:
+        raise _unreadable(entry, str(error)) from error
+    if remaining:
+        raise _unreadable(entry, f"an end of the file {remaining} bytes too early")
+    return digest.hexdigest()
+
+
+def describe_shape(entry: TensorEntry) -> str:
+    """Return dtype and shape, which a digest of the bytes does not cover, such as `torch.bfloat16 [64, 32]`."""
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
+def _unreadable(entry: TensorEntry, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.name} cannot be read from {entry.file}", found=found, next_step="Fetch the file again."
+    )

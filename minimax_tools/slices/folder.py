@@ -25,8 +25,7 @@ from minimax_tools.machine.files import new_folder, remove_abandoned, sync_path
 from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.spec import CONFIG_FILE
 from minimax_tools.slices.cut import SliceCut
-from minimax_tools.slices.description import SLICE_FILE, SliceDescription
-from minimax_tools.slices.digest import describe_shape, digest_tensors
+from minimax_tools.slices.description import SLICE_FILE, SliceDescription, describe_shape, digest_tensors
 from minimax_tools.slices.layout import PTH_FILE, FileFormat
 
 # Bytes copied by one call: small enough to react to an interrupt, large enough to cost no time.

@@ -16,8 +16,7 @@ from minimax_tools.machine.size import format_size
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.download import Download, DownloadedFile, Repository, SharedFile
-from minimax_tools.slices.holding import Holding
-from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict, read_over_slice
+from minimax_tools.slices.verdicts import Holding, NodeVerification, SliceVerdict, read_over_slice
 from minimax_tools.slices.verify import Verification, layers_read
 
 # Pictures with the spaces after them. U+FE0F turns the sign before it into a picture.

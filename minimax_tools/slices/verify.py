@@ -23,11 +23,10 @@ from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.cost import measure_costs
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices import verdicts
-from minimax_tools.slices.digest import describe_shape, digest_tensors
+from minimax_tools.slices.description import describe_shape, digest_tensors
 from minimax_tools.slices.download import Download, Repository, SharedFile, find_shared_files
-from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import SliceSource, open_source
-from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict
+from minimax_tools.slices.verdicts import Holding, NodeVerification, SliceVerdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

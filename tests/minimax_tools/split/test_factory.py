@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
+import io
 import json
-import os
-import re
+import logging
 import shutil
-import struct
-import subprocess
-import termios
+import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +20,7 @@ from minimax_tools.errors import BackendError, CheckpointError, UsageError
 from minimax_tools.machine.memory import MemoryBudgetError
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.split.components import SplitModel
-from minimax_tools.split.factory import ModelFactory
+from minimax_tools.split.factory import ModelFactory, logging_to_stderr
 
 ARCHITECTURES = ("minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2")
 Parts = tuple[SplitModel, SplitModel, SplitModel]
@@ -351,57 +345,20 @@ class TestTelling:
         assert "Shards: " in err
 
     @pytest.mark.parametrize("verbose", [True, False])
-    def test_bar_shows_in_a_terminal_while_components_load(
+    def test_bars_show_in_a_terminal_while_components_load(
         self,
         make: Any,
-        forked_python: Any,
-        golden_modules: tuple[str, ...],
+        capfd: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
         verbose: bool,
     ) -> None:
-        for name in ("COLUMNS", "NO_COLOR"):
-            monkeypatch.delenv(name, raising=False)
-        run = partial(forked_python, _SPLIT, make("minimax_m2").folder, verbose, modules=golden_modules)
-        shown = run_in_terminal(run)
-        bars = re.findall(r"Loading weights: 100%", shown)
-        assert len(bars) == (3 if verbose else 0)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        split(make("minimax_m2"), verbose=verbose)
+        assert capfd.readouterr().err.count("Loading weights: 100%") == (3 if verbose else 0)
 
     def test_nothing_is_told_unless_asked(self, make: Any, capfd: pytest.CaptureFixture[str]) -> None:
         split(make("llama"))
         assert capfd.readouterr() == ("", "")
-
-
-_SPLIT = """
-import sys
-from minimax_tools.split.factory import ModelFactory
-folder, verbose = sys.argv[1:]
-ModelFactory.create_split_models("minimax_m2", folder, 1, 3, verbose=verbose == "True")
-"""
-
-
-def run_in_terminal(run: Callable[..., subprocess.CompletedProcess[str]]) -> str:
-    """Run a program by `forked_python`, and return what it writes to a real pseudo-terminal as its stderr."""
-    own, its = os.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read_terminal, own)
-        try:
-            done = run(streams={2: os.ttyname(its)}, TERM="xterm-256color")
-        finally:
-            os.close(its)
-        written = reading.result()
-    os.close(own)
-    assert done.returncode == 0, written
-    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", written)
-
-
-def read_terminal(terminal: int) -> str:
-    """Read what is written to a terminal until nothing has it open any more."""
-    written = b""
-    with suppress(OSError):
-        while chunk := os.read(terminal, 65536):
-            written += chunk
-    return written.decode()
 
 
 def copy(folder: Path, tmp_path: Path) -> Path:
@@ -432,3 +389,21 @@ def equal_states(first: SplitModel, second: SplitModel) -> bool:
     return ours.keys() == theirs.keys() and all(
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
     )
+
+
+def test_messages_show_on_stderr_while_the_block_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("minimax_tools.split.tests")
+    with logging_to_stderr(True):
+        logger.info("loading")
+    logger.info("over")
+    assert capsys.readouterr() == ("", "loading\n")
+
+
+def test_what_is_shown_already_is_not_shown_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    package, stream = logging.getLogger("minimax_tools"), io.StringIO()
+    package.handlers[:] = [logging.StreamHandler(stream)]
+    package.setLevel(logging.INFO)
+    with logging_to_stderr(True):
+        package.info("loading")
+    assert stream.getvalue() == "loading\n"
+    assert capsys.readouterr() == ("", "")
