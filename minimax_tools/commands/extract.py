@@ -80,32 +80,37 @@ def extract_command(
     """
     with loading():
         from minimax_tools.slices.folder import write_slice
-        from minimax_tools.slices.slice_plans import NamesPlan, StagePlan
+        from minimax_tools.slices.slice_plans import named_cuts, stage_cuts
 
     if bool(nodes) == all_nodes:
         raise UsageError("name the slices to cut in one way", expected="--node NAME or --all-nodes")
     if (plan_file is None) == (names_file is None):
         raise UsageError("name the plan in one way", expected="--plan FILE or --plan-of-names FILE")
-    if plan_file is not None:
-        plan: StagePlan | NamesPlan = StagePlan(plan_file, model, FileFormat(file_format or "safetensors"))
-    else:
-        assert names_file is not None, "one of two plans is named"
-        plan = NamesPlan(names_file, model, FileFormat(file_format or "pth"))
     # A node that was named twice is cut once.
-    names = dict.fromkeys(plan.read_all_nodes() if all_nodes else nodes)
+    names = tuple(dict.fromkeys(nodes))
+    make_cuts, path, usual_format = (
+        (stage_cuts, plan_file, "safetensors") if names_file is None else (named_cuts, names_file, "pth")
+    )
+    assert path is not None, "one of two plans is named"
+    cuts = make_cuts(
+        path,
+        names,
+        model=model,
+        file_format=FileFormat(file_format or usual_format),
+        shard_size_bytes=shard_size_bytes,
+    )
     slices = []
-    for name in names:
-        cut = plan.cut(name, shard_size_bytes=shard_size_bytes)
+    for cut in cuts:
+        name = cut.description.node
         # --output is the folder of a single --node, and the parent of the folders of several.
-        is_single = not all_nodes and len(names) == 1
-        folder = output if output is not None and is_single else (output or DEFAULT_FOLDER) / name
+        folder = output if output is not None and len(names) == 1 else (output or DEFAULT_FOLDER) / name
         with LayerProgress(len(cut.shards), label=name, unit="file") as progress:
             slices.append(write_slice(cut, folder, with_digests=with_digests, progress=progress))
     # `mm2-split verify` takes a plan of stages, and looks for a slice in a folder of its node's name.
     following = [
-        _verify(plan_file, name, slice_.folder.parent)
-        for name, slice_ in zip(names, slices, strict=True)
-        if plan_file is not None and slice_.folder.name == name
+        _verify(plan_file, slice_.folder)
+        for slice_ in slices
+        if plan_file is not None and slice_.folder.name == slice_.description.node
     ]
     if as_json:
         record = {"plan": str(plan_file or names_file), "slices": [_as_values(slice_) for slice_ in slices]}
@@ -114,11 +119,10 @@ def extract_command(
         print_text("\n".join(map(_as_line, slices)), next_commands=following)
 
 
-def _verify(plan_file: Path | None, node: str, slices: Path) -> str:
-    """Return the command that verifies a slice."""
-    return shlex.join(
-        ("mm2-split", "verify", "--plan", str(plan_file), "--node", node, "--slices", str(slices))
-    )
+def _verify(plan_file: Path, folder: Path) -> str:
+    """Return the command that verifies the slice in a folder of its node's name."""
+    words = ("--plan", str(plan_file), "--node", folder.name, "--slices", str(folder.parent))
+    return shlex.join(("mm2-split", "verify", *words))
 
 
 def _as_values(slice_: SliceFolder) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -250,48 +250,45 @@ def _faulty(faults: list[str]) -> UsageError:
     )
 
 
-class StagePlan:
-    """A plan that `mm2-split plan` wrote."""
+def stage_cuts(
+    path: Path,
+    nodes: Sequence[str],
+    *,
+    model: str | None,
+    file_format: FileFormat,
+    shard_size_bytes: int | None,
+) -> Iterator[SliceCut]:
+    """Yield the slices of nodes along a plan that `mm2-split plan` wrote; without nodes, of all that hold something.
 
-    def __init__(self, path: Path, model: str | None, file_format: FileFormat) -> None:
-        self._path = path
-        self._model = model
-        self._file_format = file_format
-        # The tensor lists of all slices take a hundred megabytes, so without --all-nodes only one node's is read.
-        self._whole_plan: PartitionPlan | None = None
-
-    def read_all_nodes(self) -> tuple[str, ...]:
-        """Return the nodes that hold something, after checking that their slices make up the checkpoint."""
-        plan = PartitionPlan.read(self._path)
-        source = open_source(self._model or plan.model)
-        plan.validate(source.entries, source.architecture, folder=source.folder)
-        self._whole_plan = plan
-        return tuple(slice_.node.name for slice_ in plan.used)
-
-    def cut(self, node: str, *, shard_size_bytes: int | None) -> SliceCut:
-        """Cut a node's slice."""
-        plan = self._whole_plan or PartitionPlan.read(self._path, tensors_of=node)
-        source = StoredWeights.of_slice(self._model or plan.model, plan.slice_of(node))
-        return cut_slice(plan, node, source, file_format=self._file_format, shard_size_bytes=shard_size_bytes)
+    All slices are cut only if together they make up the checkpoint.
+    """
+    whole = None if nodes else PartitionPlan.read(path)
+    if whole is not None:
+        source = open_source(model or whole.model)
+        whole.validate(source.entries, source.architecture, folder=source.folder)
+        nodes = [slice_.node.name for slice_ in whole.used]
+    for node in nodes:
+        # The tensor lists of all slices take a hundred megabytes, so of a single node only its own is read.
+        plan = whole or PartitionPlan.read(path, tensors_of=node)
+        weights = StoredWeights.of_slice(model or plan.model, plan.slice_of(node))
+        yield cut_slice(plan, node, weights, file_format=file_format, shard_size_bytes=shard_size_bytes)
 
 
-class NamesPlan:
-    """A plan that lists each node's tensors by name, as `ModelSplitter` takes it."""
-
-    def __init__(self, path: Path, model: str | None, file_format: FileFormat) -> None:
-        if model is None:
-            raise UsageError(
-                "a plan of names does not say of which checkpoint it is", expected="--model FOLDER"
-            )
-        self._config = SplitConfig(model_name=model, model_path=model, split_plan=read_split_plans(path))
-        self._splitter = ModelSplitter(file_format=file_format)
-
-    def read_all_nodes(self) -> tuple[str, ...]:
-        """Return the nodes that hold something, after checking that their slices make up the checkpoint."""
-        headers = StoredWeights.of(str(self._config.model_path)).headers
-        ModelSplitter.validate_split_plan({*headers.names, *headers.absent}, self._config.split_plan)
-        return tuple(self._config.split_plan)
-
-    def cut(self, node: str, *, shard_size_bytes: int | None) -> SliceCut:
-        """Cut a node's slice."""
-        return self._splitter.cut_shard(self._config, node, shard_size_bytes=shard_size_bytes)
+def named_cuts(
+    path: Path,
+    nodes: Sequence[str],
+    *,
+    model: str | None,
+    file_format: FileFormat,
+    shard_size_bytes: int | None,
+) -> Iterator[SliceCut]:
+    """Yield the slices of nodes along a plan of tensor names, as `stage_cuts` does; it does not name its checkpoint."""
+    if model is None:
+        raise UsageError("a plan of names does not say of which checkpoint it is", expected="--model FOLDER")
+    config = SplitConfig(model_name=model, model_path=model, split_plan=read_split_plans(path))
+    if not nodes:
+        headers = StoredWeights.of(model).headers
+        ModelSplitter.validate_split_plan({*headers.names, *headers.absent}, config.split_plan)
+    for node in nodes or config.split_plan:
+        splitter = ModelSplitter(file_format=file_format)
+        yield splitter.cut_shard(config, node, shard_size_bytes=shard_size_bytes)
