@@ -21,7 +21,6 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.checkpoint_folder import resolve_config
-from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.architecture import (
     ARCHITECTURES,
@@ -69,15 +68,12 @@ class StoredModel:
         with self._open({min(self.weight_map.values())}) as reader:
             return first_dtype(reader)
 
-    def load(
-        self, division: Division, part: Part, *, device: torch.device, budget: MemoryBudget
-    ) -> ModelPart:
+    def load(self, division: Division, part: Part, *, device: torch.device) -> ModelPart:
         """Load a component from the shards that it needs, into its own memory.
 
         Raises:
             CheckpointError: A shard cannot be fetched or read. Or tensors are missing, have another shape or are left
                 over: the message lists them all.
-            MemoryBudgetError: The component does not fit the budget; nothing was allocated.
         """
         logger.info("Loading component: %s", part)
         by_part = names_by_part(self.weight_map, self.architecture)
@@ -96,7 +92,6 @@ class StoredModel:
             if part.has_head and division.tied_head is not None:
                 for name in set(by_part[PART_HEAD]) & set(by_part.get(PART_EMBEDDING, ())):
                     tensors[division.tied_head] = tensors.pop(name)
-            budget.require(num_bytes, f"loading {part}")
             logger.info("Loading parameters: %s from %d tensors", format_size(num_bytes), len(tensors))
             started_s = time.monotonic()
             # A log gets no bar.
