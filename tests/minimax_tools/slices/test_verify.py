@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,16 +19,14 @@ from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
-from minimax_tools.partition.cost import ModelCost, PartCost, Workload
-from minimax_tools.partition.node import Node, stage_cost
+from minimax_tools.partition.cost import PartCost, Workload
+from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.partition.planners import plan_stages
 from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.download import fetch_slice
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.source import open_source
-from minimax_tools.slices.verdicts import judge_memory_in_proportion
 from minimax_tools.slices.verify import Verification, verify
 
 MIB = 1 << 20
@@ -362,7 +359,7 @@ def test_all_on_one_of_two_nodes_that_could_share_fails(toy: Path) -> None:
 
 @pytest.mark.parametrize("planner", ["memory", "balanced"])
 @pytest.mark.parametrize("model", ["toy", "llama"])
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_nodes", [2, 7])
 def test_honest_plans_pass(planner: str, model: str, num_nodes: int, request: pytest.FixtureRequest) -> None:
     nodes = [
         Node(name=f"n{place}", memory_bytes=(2 + place % 3) * 100 * MIB, tflops=1.0 + place)
@@ -371,66 +368,6 @@ def test_honest_plans_pass(planner: str, model: str, num_nodes: int, request: py
     verification = verify(make(request.getfixturevalue(model), nodes, planner=planner))
     assert failing(verification) == {}
     assert verification.holds
-
-
-def judge_plan_by_memory(cost: ModelCost, nodes: list[Node]) -> tuple[list[int], bool | None]:
-    stages = plan_stages("memory", cost, nodes)
-    plan = PartitionPlan(
-        model="a model",
-        model_type="llama",
-        planner="memory",
-        workload=cost.workload,
-        num_hidden_layers=len(cost.layers),
-        slices=tuple(Slice(stage=stage, cost=stage_cost(cost, stage), tensors=()) for stage in stages),
-        shared={},
-    )
-    return [len(stage.layers) for stage in stages], judge_memory_in_proportion(plan, cost).holds
-
-
-def test_a_large_embedding_on_both_ends_is_in_proportion() -> None:
-    """Llama-3.2-1B on four nodes of 8 GB: the ends hold the embedding, tied to the lm_head, and fewer layers."""
-    embedding = PartCost(loaded_bytes=525_336_576, activation_bytes=16_777_216)
-    layer = PartCost(loaded_bytes=121_643_008, kv_bytes=8_388_608, activation_bytes=400_000_000)
-    cost = ModelCost(
-        embedding=embedding,
-        layers=(layer,) * 16,
-        final_norm=PartCost(loaded_bytes=4_096),
-        lm_head=replace(embedding, activation_bytes=1_050_673_152),
-        shared=PartCost(loaded_bytes=embedding.loaded_bytes),
-        is_tied=True,
-        workload=Workload(context_length=4096),
-    )
-    nodes = [Node(name=name, memory_bytes=8 * 10**9) for name in "abcd"]
-    assert judge_plan_by_memory(cost, nodes) == ([2, 6, 6, 2], True)
-
-
-@pytest.mark.parametrize("wanted", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_no_honest_plan_by_memory_is_out_of_proportion(wanted: int) -> None:
-    rng = random.Random(0)
-    num_planned = 0
-    while num_planned < wanted:
-        ends = PartCost(loaded_bytes=rng.choice([5, 100, 600, 2500]), activation_bytes=rng.randint(0, 20))
-        layer = PartCost(loaded_bytes=rng.randint(50, 500), activation_bytes=rng.randint(0, 200))
-        first = replace(layer, loaded_bytes=layer.loaded_bytes // rng.choice([1, 1, 5]))
-        cost = ModelCost(
-            embedding=ends,
-            layers=(first, *(layer,) * rng.choice([1, 3, 15, 61])),
-            final_norm=PartCost(),
-            lm_head=replace(ends, activation_bytes=rng.choice([0, 500, 3000])),
-            workload=Workload(context_length=8),
-        )
-        weights = [rng.random() + 0.05 for _ in range(rng.choice([1, 2, 3, 6, 12, 50]))]
-        total = cost.whole.memory_bytes * rng.choice([1.2, 1.5, 2, 4, 20])
-        nodes = [
-            Node(name=f"n{place}", memory_bytes=int(total * weight / sum(weights)) + 1)
-            for place, weight in enumerate(weights)
-        ]
-        try:
-            layers, holds = judge_plan_by_memory(cost, nodes)
-        except CannotRunError:
-            continue
-        num_planned += 1
-        assert holds, (layers, cost, nodes)
 
 
 @pytest.mark.parametrize("factor", [1.01, 2.0, 0.5])
@@ -538,28 +475,6 @@ def test_a_nodes_machine_verifies_with_the_nodes_files_alone(
     assert failing(verify(plan, nodes=["b"], model=str(folder))).keys() == {"downloads_complete"}
 
 
-def test_a_nodes_machine_verifies_bin_files_too(llama: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    shutil.copyfile(llama / "config.json", whole / "config.json")
-    weight_map = {}
-    for number, path in enumerate(sorted(llama.glob("*.safetensors")), start=1):
-        tensors, name = load_file(path), f"pytorch_model-{number:05}-of-00007.bin"
-        torch.save(tensors, whole / name)
-        weight_map |= dict.fromkeys(tensors, name)
-    (whole / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    plan = make(whole, TWO_NODES)
-    assert verify(plan, nodes=["a", "b"]).holds
-    part = shutil.copytree(whole, tmp_path / "part")
-    for path in part.glob("*.bin"):
-        if path.name not in plan.slice_of("a").files:
-            path.unlink()
-    verification = verify(plan, nodes=["a"], model=str(part))
-    assert failing(verification) == {}
-    assert not verification.nodes[0].download.repository.is_known
-    assert failing(verify(plan, nodes=["b"], model=str(part))).keys() == {"downloads_complete"}
-
-
 def test_a_nodes_machine_finds_what_is_wrong_as_far_as_it_can_know(
     node_side: tuple[PartitionPlan, Path],
 ) -> None:
@@ -614,25 +529,6 @@ def test_digests_that_are_no_text_are_a_fault_and_no_crash(plan: PartitionPlan, 
     path.write_text(json.dumps({**values, "tensors": [NORM]}))
     with pytest.raises(CheckpointError, match="holds no slice"):
         SliceDescription.read(slices / "b")
-
-
-def test_a_folder_of_config_and_index_says_what_it_does_not_know(
-    plan: PartitionPlan, toy: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(toy, tmp_path / "toy", ignore=shutil.ignore_patterns("*.safetensors"))
-    download = verify(plan, nodes=["b"], model=str(folder)).nodes[0].download
-    assert download.repository.sizes.keys() == {path.name for path in toy.iterdir()}
-    assert download.repository.size_bytes == sum(path.stat().st_size for path in toy.iterdir())
-    assert not download.repository.is_listed
-    assert download.reduction is not None
-    assert 0 < download.reduction < 1
-    without_places = encode(plan)
-    for slice_ in without_places["slices"]:
-        names = [tensor[0] for file in slice_["files"] for tensor in file["tensors"]]
-        slice_["files"] = [{"file": None, "tensors": [[name, None, None] for name in names]}]
-    verification = verify(decode(PartitionPlan, without_places), nodes=["b"], model=str(folder))
-    assert verification.nodes[0].download.reduction is None
-    assert {file.name for file in verification.nodes[0].download.weights} == set(plan.slice_of("b").files)
 
 
 def test_offline_the_repository_is_what_cache_index_and_plan_tell_of(
