@@ -76,9 +76,9 @@ Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Sums = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ErrorSums:
-    """Sums of one side's errors and values, float64."""
+    """Sums of one side's errors and values, float64, in the order in which they are computed."""
 
     squares: torch.Tensor  # [T], squared errors over ordinary channels
     massive_squares: torch.Tensor  # [T], the same over massive channels
@@ -111,18 +111,7 @@ def sum_errors(*sides: torch.Tensor, exact: torch.Tensor, massive: torch.Tensor)
 
     by_channel = np.sum(sum_on_cores(sum_part, exact), axis=0)
     return tuple(
-        ErrorSums(
-            squares=tokens[0],
-            massive_squares=tokens[1],
-            value_squares=tokens[2],
-            massive_value_squares=tokens[3],
-            products=tokens[4],
-            exact_squares=tokens[5],
-            channel_offsets=channels[0],
-            channel_squares=channels[1],
-            channel_products=channels[2],
-            channel_exact_squares=channels[3],
-        )
+        ErrorSums(*tokens, *channels)
         for tokens, channels in zip(torch.from_numpy(by_token), torch.from_numpy(by_channel), strict=True)
     )
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -44,14 +45,10 @@ class Structure:
 
     def divided(self, divisors: Sequence[float]) -> Structure:
         """Return the structure with each of its `figures` divided by its own divisor, such as a variant's figure."""
-        token_gain, channel_gain, channel_offset, channel_worst = divisors
-        return replace(
-            self,
-            token_gain=self.token_gain / token_gain,
-            channel_gain=self.channel_gain / channel_gain,
-            channel_offset=self.channel_offset / channel_offset,
-            channel_worst=self.channel_worst / channel_worst,
-        )
+        names = ("token_gain", "channel_gain", "channel_offset", "channel_worst")
+        figures = zip(names, self.figures, divisors, strict=True)
+        changes: dict[str, Any] = {name: value / divisor for name, value, divisor in figures}
+        return replace(self, **changes)
 
     @property
     def figures(self) -> tuple[float, float, float, float]:
@@ -201,28 +198,15 @@ def floor_statistics(
 
 
 def variant_statistics(
-    computed: Mapping[str, Mapping[Site, torch.Tensor]],
-    twin: Mapping[Site, torch.Tensor],
-    *,
-    attention_mask: torch.Tensor,
-    correction_bias: torch.Tensor,
-    num_experts_per_tok: int,
-    golden: Mapping[Site, torch.Tensor],
+    computed: Mapping[str, Mapping[Site, torch.Tensor]], twin: Mapping[Site, torch.Tensor], **settings: Any
 ) -> dict[str, torch.Tensor]:
-    """Measure the `floor_statistics` of a layer's variants, under `<variant>/<name>`.
+    """Measure the `floor_statistics` of a layer's variants, under `<variant>/<name>`, with their settings.
 
-    `computed` has the BF16 tensors by variant and site; the other arguments are those of `floor_statistics`.
+    `computed` has the BF16 tensors by variant and site.
     """
     statistics: dict[str, torch.Tensor] = {}
     for variant, tensors in computed.items():
-        measured = floor_statistics(
-            tensors,
-            twin,
-            attention_mask=attention_mask,
-            correction_bias=correction_bias,
-            num_experts_per_tok=num_experts_per_tok,
-            golden=golden,
-        )
+        measured = floor_statistics(tensors, twin, **settings)
         # The margin is the twin's, so it is the same for all variants and stored once.
         measured.pop(ROUTER_MARGIN, None)
         statistics |= {variant_name(variant, name): value for name, value in measured.items()}
