@@ -9,6 +9,7 @@ import torch
 from compare.noise.rho import foreseen_error, foreseen_error_at, noise_ratio
 from compare.noise.rows import InputError, Rows, Squares, measure_input_error, square_difference, square_rows
 from minimax_tools.metrics.noise_floor import massive_channels
+from minimax_tools.results.results import NoiseRatio
 
 TOKENS, CHANNELS, MASSIVE = 40, 512, 7
 
@@ -45,30 +46,25 @@ def rows_with(
     )
 
 
-@pytest.fixture
-def twin() -> torch.Tensor:
-    exact = random(TOKENS, CHANNELS, seed=0)
-    exact[:, MASSIVE] = 90.0 + random(TOKENS, seed=1)
-    return exact
+def rho(target: torch.Tensor, *, error: float = 0.0) -> NoiseRatio:
+    return noise_ratio(rows_with(target, reference=REFERENCE, twin=TWIN, error=error))
 
 
-@pytest.fixture
-def reference(twin: torch.Tensor) -> torch.Tensor:
-    return twin.bfloat16()
+TWIN = random(TOKENS, CHANNELS, seed=0)
+TWIN[:, MASSIVE] = 90.0 + random(TOKENS, seed=1)
+REFERENCE = TWIN.bfloat16()
 
 
 class TestWhole:
-    def test_port_as_noisy_as_the_golden_has_one(self, reference: torch.Tensor, twin: torch.Tensor) -> None:
-        noise = noise_ratio(rows_with(reference.clone(), reference=reference, twin=twin))
+    def test_port_as_noisy_as_the_golden_has_one(self) -> None:
+        noise = rho(REFERENCE.clone())
         assert (noise.whole, noise.ordinary, noise.massive) == (1.0, 1.0, 1.0)
         assert (noise.token_median, noise.is_estimated, noise.incoming) == (1.0, False, 0.0)
 
     @pytest.mark.parametrize("factor", [0.5, 3.0, 20.0])
-    def test_ratio_is_that_of_the_norms(
-        self, factor: float, reference: torch.Tensor, twin: torch.Tensor
-    ) -> None:
-        target = twin.double() + factor * (reference.double() - twin.double())
-        noise = noise_ratio(rows_with(target, reference=reference, twin=twin))
+    def test_ratio_is_that_of_the_norms(self, factor: float) -> None:
+        target = TWIN.double() + factor * (REFERENCE.double() - TWIN.double())
+        noise = rho(target)
         assert noise.whole == pytest.approx(factor)
         assert noise.token_worst <= factor * (1 + 1e-9)
 
@@ -82,21 +78,17 @@ class TestWhole:
 
 
 class TestChannels:
-    def test_error_on_ordinary_channels_is_not_hidden_by_massive_ones(
-        self, reference: torch.Tensor, twin: torch.Tensor
-    ) -> None:
-        target = reference.float()
+    def test_error_on_ordinary_channels_is_not_hidden_by_massive_ones(self) -> None:
+        target = REFERENCE.float()
         target[:, :MASSIVE] *= 1.02
-        noise = noise_ratio(rows_with(target, reference=reference, twin=twin))
+        noise = rho(target)
         assert noise.massive == 1.0
         assert noise.ordinary > 1.1 * noise.whole
 
-    def test_error_on_a_massive_channel_is_counted_apart(
-        self, reference: torch.Tensor, twin: torch.Tensor
-    ) -> None:
-        target = reference.float()
+    def test_error_on_a_massive_channel_is_counted_apart(self) -> None:
+        target = REFERENCE.float()
         target[:, MASSIVE] *= 1.01
-        noise = noise_ratio(rows_with(target, reference=reference, twin=twin))
+        noise = rho(target)
         assert noise.ordinary == 1.0
         assert noise.massive is not None
         assert noise.massive > noise.whole > 2.0
@@ -112,23 +104,19 @@ class TestChannels:
 
 
 class TestTokens:
-    def test_worst_token_is_named_by_row_and_position(
-        self, reference: torch.Tensor, twin: torch.Tensor
-    ) -> None:
-        target = reference.float()
+    def test_worst_token_is_named_by_row_and_position(self) -> None:
+        target = REFERENCE.float()
         target[33] += 0.1 * random(CHANNELS, seed=2)
-        noise = noise_ratio(rows_with(target, reference=reference, twin=twin))
+        noise = rho(target)
         assert noise.worst_token == (1, 13)
         assert noise.token_worst > 5.0
         assert noise.token_median == 1.0
         assert noise.token_median < noise.whole < noise.token_p99 < noise.token_worst
 
-    def test_token_with_a_tiny_floor_is_held_against_the_median_token(
-        self, reference: torch.Tensor, twin: torch.Tensor
-    ) -> None:
-        reference, target = reference.float(), reference.float()
-        reference[5] = twin[5] + 1e-9  # by luck
-        noise = noise_ratio(rows_with(target, reference=reference, twin=twin))
+    def test_token_with_a_tiny_floor_is_held_against_the_median_token(self) -> None:
+        reference, target = REFERENCE.float(), REFERENCE.float()
+        reference[5] = TWIN[5] + 1e-9  # by luck
+        noise = noise_ratio(rows_with(target, reference=reference, twin=TWIN))
         assert noise.token_worst < 2.0
 
 
@@ -146,10 +134,10 @@ class TestEstimate:
 
 
 class TestChained:
-    def test_error_handed_on_widens_the_floor(self, reference: torch.Tensor, twin: torch.Tensor) -> None:
-        target = reference.double() + 0.02 * twin.norm(dim=-1, keepdim=True) * CHANNELS**-0.5
-        alone = noise_ratio(rows_with(target, reference=reference, twin=twin))
-        chained = noise_ratio(rows_with(target, reference=reference, twin=twin, error=0.02))
+    def test_error_handed_on_widens_the_floor(self) -> None:
+        target = REFERENCE.double() + 0.02 * TWIN.norm(dim=-1, keepdim=True) * CHANNELS**-0.5
+        alone = rho(target)
+        chained = rho(target, error=0.02)
         assert alone.whole > 5.0
         assert chained.whole < 1.5
         assert chained.incoming == 0.02
@@ -164,16 +152,7 @@ class TestChained:
             upset = target.clone()
             upset[token] += 0.5 * random(CHANNELS, seed=3)
             rows = rows_with(upset, reference=reference, twin=exact)
-            noise = noise_ratio(
-                Rows(
-                    reference=reference,
-                    target=upset,
-                    massive=rows.massive,
-                    places=rows.places,
-                    twin=exact,
-                    input_error=input_error,
-                )
-            )
+            noise = noise_ratio(replace(rows, input_error=input_error))
             assert (noise.token_worst < 2.0) == is_forgiven
 
 
@@ -185,11 +164,11 @@ class TestIncoming:
         assert input_error.tokens.tolist() == pytest.approx([0.01] * TOKENS, rel=1e-4)
         assert input_error.is_finite
 
-    def test_massive_channels_do_not_hide_the_error_of_the_rest(self, twin: torch.Tensor) -> None:
-        handed = twin.clone()
+    def test_massive_channels_do_not_hide_the_error_of_the_rest(self) -> None:
+        handed = TWIN.clone()
         handed[:, :MASSIVE] *= 1.1
-        whole = float((handed - twin).norm() / twin.norm())
-        assert measure_input_error(twin, handed).overall > 2 * whole
+        whole = float((handed - TWIN).norm() / TWIN.norm())
+        assert measure_input_error(TWIN, handed).overall > 2 * whole
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_nan_and_infinity_are_told(self, bad: float) -> None:
