@@ -6,7 +6,6 @@ import fnmatch
 
 import torch
 
-from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.run_commands import RUN_ON_THIS_GOLDEN, run_on_this_golden
 from minimax_tools.capture.source import CaptureSource, DumpListing
 from minimax_tools.errors import IncomparableError, UsageError
@@ -37,9 +36,32 @@ def refuse_other_runs(reference: CaptureSource, target: CaptureSource) -> tuple[
         are_tokens_checked = reference.has_checked_tokens or target.has_checked_tokens
         unchecked = "model" if are_tokens_checked else "model and tokens"
         return (f"one side does not record its {unchecked}: that they agree was not checked",)
-    _refuse_other_model(golden, port)
-    _refuse_other_inputs(reference, target, golden, port)
-    _refuse_other_dtype(golden, port)
+    differences = golden.provenance.model.differences(port.provenance.model)
+    if differences:
+        raise IncomparableError(
+            "the captures are of different models",
+            found="; ".join(differences),
+            next_step="Run both sides from copies of one checkpoint (FP8 and BF16 copies agree).",
+        )
+    # The digests cover padding too, which may differ.
+    is_same = golden.inputs_digest == port.inputs_digest
+    difference = None if is_same else _find_difference(reference.read_inputs(), target.read_inputs())
+    if difference is not None:
+        raise IncomparableError(
+            f"the captures have different inputs: {difference}",
+            expected=f"{golden.input_source} (golden)",
+            found=port.input_source,
+            next_step=RUN_ON_THIS_GOLDEN,
+            commands=run_on_this_golden(reference, target),
+        )
+    dtypes = [side.provenance.dtypes.get("weights") for side in (golden, port)]
+    if dtypes[0] != dtypes[1]:
+        raise IncomparableError(
+            "the captures computed in different dtypes",
+            expected=f"{dtypes[0]} (golden)",
+            found=str(dtypes[1]),
+            next_step="Run one side again with the other's --dtype.",
+        )
     return ()
 
 
@@ -76,44 +98,6 @@ def declared_layers(source: CaptureSource) -> tuple[int, ...]:
     """Return the layers that a run declares, ascending; a run that stopped early may lack some."""
     description = source.known_description
     return tuple(description.run.span) if description is not None else source.layers
-
-
-def _refuse_other_model(reference: Description, target: Description) -> None:
-    differences = reference.provenance.model.differences(target.provenance.model)
-    if differences:
-        raise IncomparableError(
-            "the captures are of different models",
-            found="; ".join(differences),
-            next_step="Run both sides from copies of one checkpoint (FP8 and BF16 copies agree).",
-        )
-
-
-def _refuse_other_inputs(
-    reference: CaptureSource, target: CaptureSource, golden: Description, port: Description
-) -> None:
-    if golden.inputs_digest == port.inputs_digest:
-        return
-    # The digests cover padding too, which may differ.
-    difference = _find_difference(reference.read_inputs(), target.read_inputs())
-    if difference is not None:
-        raise IncomparableError(
-            f"the captures have different inputs: {difference}",
-            expected=f"{golden.input_source} (golden)",
-            found=port.input_source,
-            next_step=RUN_ON_THIS_GOLDEN,
-            commands=run_on_this_golden(reference, target),
-        )
-
-
-def _refuse_other_dtype(reference: Description, target: Description) -> None:
-    golden, port = (side.provenance.dtypes.get("weights") for side in (reference, target))
-    if golden != port:
-        raise IncomparableError(
-            "the captures computed in different dtypes",
-            expected=f"{golden} (golden)",
-            found=str(port),
-            next_step="Run one side again with the other's --dtype.",
-        )
 
 
 def _find_difference(reference: Inputs, target: Inputs) -> str | None:
