@@ -30,7 +30,7 @@ mm2_split.add_section(
     CommandPlace(
         "fetch",
         "minimax_tools.commands.fetch:fetch_command",
-        "Fetch the files that hold a node's tensors into the hub's cache, or only the tensors' bytes.",
+        "Fetch the files that hold a node's tensors into the hub's cache.",
     ),
     CommandPlace(
         "extract",

@@ -211,7 +211,7 @@ def _reuse_slice(cut: SliceCut, output: Path, *, with_digests: bool) -> SliceFol
             found=difference,
             next_step="Name another --output, or remove it.",
         )
-    if with_digests:
+    if with_digests and None in description.tensors.values():
         description = replace(description, tensors=_digest_source(cut))
         description.write(output)
     return SliceFolder(
