@@ -7,8 +7,7 @@ Shapes: T judged tokens, F channels of a site; N items of blocks, the first dime
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -76,8 +75,7 @@ Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Sums = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ErrorSums:
+class ErrorSums(NamedTuple):
     """Sums of one side's errors and values, float64, in the order in which they are computed."""
 
     squares: torch.Tensor  # [T], squared errors over ordinary channels
