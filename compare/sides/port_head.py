@@ -23,7 +23,7 @@ from minimax_tools.metrics.noise_floor import error_norms, floor_statistics, var
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.reference.rounded_layer import RoundedLayer
-from minimax_tools.reference.rounding import Float32Head, RoundingKind
+from minimax_tools.reference.rounding import Float32Head, Rounding, RoundingKind
 
 # A golden keeps these in float32.
 _FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
@@ -70,7 +70,9 @@ class PortHeadGolden(_ComputedGolden):
         self._rounded: Mapping[ModelSite, torch.Tensor] = self._twin
         if not self._is_float32:
             self._rounded = self._round(head)
-            variant, real = head.run_randomly(self._given, seed=layer), self._mask.bool()
+            every_row = ((RoundingKind.RANDOM, slice(None)),)
+            variant = head.run_rounded(self._given, Rounding(seed=layer), every_row)
+            real = self._mask.bool()
             floor: dict[str, torch.Tensor] = {}
             for site, exact in self._twin.items():
                 floor |= error_norms(site, self._rounded[site], exact, real=real)
@@ -80,8 +82,9 @@ class PortHeadGolden(_ComputedGolden):
 
     def _round(self, head: Float32Head) -> Mapping[ModelSite, torch.Tensor]:
         """Compute both sites as a golden rounds: the norm before and after its weight, the logits at their end."""
-        normed = head.normalise(self._given, rounds=True)
-        return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: head.score(normed).bfloat16()}
+        every_row = ((RoundingKind.NEAREST, slice(None)),)
+        rounded = head.run_rounded(self._given, Rounding(seed=0), every_row)
+        return {site: values.bfloat16() for site, values in rounded.items()}
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
         """Read a site's tensor; the last layer's output is the port's."""

@@ -1,12 +1,8 @@
-"""Digests that tell models apart without reading all of their weights.
+"""Digests of a checkpoint: one that tells models apart, and one of some bytes of every tensor.
 
 M2, M2.1 and M2.5 share config and tensor names, so values decide. Norms, router gate and bias are digested: an FP8
-copy stores them unquantised too.
-
-Digest of a checkpoint's bytes: a few from every tensor, so that no changed tensor goes unnoticed, nor all are read.
-
-`ModelFingerprint` tells models apart, by values that their FP8 and BF16 copies share. What is kept of a model's own
-results needs more: a tensor that was trained on, converted or exchanged makes other results.
+copy stores them unquantised too. What is kept of a model's own results needs more: a tensor that was trained on,
+converted or exchanged makes other results.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """LayerLoader: reads a golden's layers, one after the other, into storage that is used again for every layer.
 
-LayerStorage: memory for one decoder layer's weights, allocated once and filled again for every layer.
-
 Weights lie as transformers' decoder layer holds them, all experts in one tensor. Each tensor of the checkpoint has a
-place there: a view that it is read into. Fresh memory for every layer would cost more than the reading. Packed storage
-keeps experts as FP8 codes and scales, in half the memory of BF16.
-
+place there: a view that it is read into. Packed storage keeps experts as FP8 codes and scales, in half the memory.
 E experts, H hidden, I intermediate, R rows and C columns of a matrix.
 """
 

@@ -1,9 +1,7 @@
-"""Tensors of a checkpoint folder, read exactly, one at a time, without mapping files.
-
-Fast transposed copies: a matrix written as columns.
+"""Tensors of a checkpoint folder, read exactly, one at a time, without mapping files; and fast transposed copies.
 
 Kernels that take expert weights as [in, out] hold them transposed to the checkpoint. A plain copy to a transposed
-view jumps by whole rows. These lie a multiple of a page apart and fall into the same few cache lines.
+view jumps by whole rows, which lie a multiple of a page apart and fall into the same few cache lines.
 R rows, C columns.
 """
 

@@ -1,15 +1,9 @@
-"""Bytes of a checkpoint's files, read through the system's page cache or past it.
+"""Bytes of a checkpoint's files, read through the system's page cache or past it; and layers read ahead into it.
 
-The page cache pays for bytes that are read again soon. A layer of a streamed model is read once. To put it into the
-cache takes more processor time than to read it, on a virtual machine several times as much. Such reads go from the
-disk straight to this process (O_DIRECT), except for small ones, and for bytes that the cache holds already. O_DIRECT
-reads whole pages to whole pages: memory that lies in its page as the bytes lie in the file's is filled without a copy,
-but for the pages at its ends.
-
-Layers fetched from the disk into the system's page cache before they are needed.
-
-Any reader then finds them in memory, in whatever order a port asks for tensors. The process itself holds nothing: the
-system drops pages when it needs room.
+A layer of a streamed model is read once. To put it into the page cache takes more processor time than to read it. Such
+reads go from the disk straight to this process (O_DIRECT), except for small ones, and for bytes that the cache holds
+already. O_DIRECT reads whole pages to whole pages: memory that lies in its page as the bytes lie in the file's is
+filled without a copy, but for the pages at its ends.
 """
 
 from __future__ import annotations

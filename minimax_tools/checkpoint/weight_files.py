@@ -1,7 +1,4 @@
-"""The weight files of a checkpoint, in a folder or on the hub, and its index file, which names each tensor's file.
-
-`checkpoint/index.py` and `hub/checkpoint_folder.py` read safetensors alone, by the index or by the files' headers.
-"""
+"""The weight files of a checkpoint, in a folder or on the hub, and its index file, which names each tensor's file."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ writes down the sha256 of each file, and removes files of another sha256 before 
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import threading
@@ -20,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from minimax_tools.machine.files import digest_file, whole_file
+from minimax_tools.machine.files import digest_file, hold_file, whole_file
 from minimax_tools.machine.json_file import JsonError, read_json
 
 _NAMES_OF_NUMBA = (".nbi", ".nbc")  # its index of a loop, and the machine code
@@ -53,8 +52,7 @@ class CompiledCache:
             OSError: The folder cannot be written to, or has no locks.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{self.loop}lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with hold_file(self.folder / f"{self.loop}lock", waits=True):
             yield
 
     def prove(self) -> None:

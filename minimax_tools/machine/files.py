@@ -88,17 +88,17 @@ def make_folder(folder: Path) -> None:
             sync_path(path.parent)
 
 
-def hold_file(path: Path) -> TextIO:
+def hold_file(path: Path, *, waits: bool = False) -> TextIO:
     """Make a file if it is missing, and lock it until the returned file is closed, or its process ends.
 
     Raises:
-        BlockingIOError: Another process, or another call in this one, holds it.
+        BlockingIOError: Another process, or another call in this one, holds it, and this one does not wait.
         OSError: It cannot be made, or its file system knows no locks.
     """
     while True:
         file = path.open("a", encoding="utf-8")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last holder may have removed the file between `open` and `flock`: its lock protects nothing.
             if _is_same_file(file.fileno(), path):
                 return file

@@ -1,9 +1,7 @@
-"""Module paths of a model: embeddings, decoder layers, final norm and head.
+"""Module paths of a model: embeddings, decoder layers, final norm and head; and the part that a tensor belongs to.
 
 Paths are compared segment by segment: `model.layers.1` does not contain `model.layers.10`. Modules that merely resemble
 decoder layers (`visual.blocks.0`, `encoder.layers.0`, `mtp.layers.0`) are not counted as layers.
-
-The part of a model that a tensor belongs to, by the tensor's name.
 """
 
 from __future__ import annotations

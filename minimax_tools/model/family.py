@@ -1,10 +1,8 @@
 """The family of MiniMax-M2: M2, M2.1, M2.5, M2.7 and copies of them, which all compute one graph.
 
-Keys of config.json that describe another graph are refused by name. They are keys of MiniMax's other models, and of
-models like them. Neutral values, which change nothing, pass. So do keys of heads that predict further tokens
-(`use_mtp`, `num_mtp_modules`): the originals set them and ship no such tensors.
-
-Faults of a config.json: keys whose values describe another computation, or another format, than mm2 knows.
+Keys of config.json that describe another graph are refused by name. Neutral values, which change nothing, pass. So do
+keys of heads that predict further tokens (`use_mtp`, `num_mtp_modules`): the originals set them and ship no such
+tensors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Run: the layers that are computed, their inputs and the sites that are kept; and the parts of a layer that run alone.
 
-Each command that runs layers (`full`, `model`, `single-layer`, `multi-layer`, `sweep`, `bisect`, `component`) has a
-function below that builds its `Run`.
-
-Component: a part of a layer that can run alone, and its border.
+Each command that runs layers has a function below that builds its `Run`.
 """
 
 from __future__ import annotations

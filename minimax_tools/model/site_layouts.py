@@ -1,4 +1,4 @@
-"""Site layouts: how the ranks' pieces make up a site's tensor.
+"""Site layouts: how the ranks' pieces make up a site's tensor; and the place of a site, as a text names it.
 
 A layout is written after `@` in a port's `sites`, and in the map of a capture that another tool wrote.
 
@@ -6,13 +6,11 @@ A layout is written after `@` in a port's `sites`, and in the map of a capture t
 |---|---|
 | `@replicate` | the whole tensor, bit-equal on all ranks |
 | `@shard(dim)` | a part along `dim`; parts have one size and lie in rank order |
-| `@shard(dim; 0,1,2,-,3,4,5,-)` | as many blocks along `dim` as any other rank |
+| `@shard(dim; 0,1,2,-,3,4,5,-)` | as many blocks along `dim` as any other rank, `-` for padding |
 | `@partial` | an addend: the ranks' pieces are still to be summed |
 
-Blocks are listed rank after rank by their place in the whole tensor. `-` is a block of padding: of two ranks in the
-example, the first holds blocks 0, 1, 2 and padding. A block that is listed twice is held twice, bit-equal.
-
-PlaceNotation: the place of a site as a text names it, in a port's `sites` and in the map of a dump.
+Blocks are listed rank after rank by their place in the whole tensor. A block that is listed twice is held twice,
+bit-equal. A place is written so:
 
     model.layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)
 
@@ -22,7 +20,7 @@ PlaceNotation: the place of a site as a text names it, in a port's `sites` and i
 | `:input`, `:output` | the module's input, or its output (the default) |
 | `[0]`, `[name]` | which of several inputs or outputs |
 | `[start:stop]` | cut of each rank's tensor along its last dim, before ranks are put together |
-| `@shard(-1)` | layout of the ranks' pieces (`site_layouts`) |
+| `@shard(-1)` | layout of the ranks' pieces |
 """
 
 from __future__ import annotations

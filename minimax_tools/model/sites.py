@@ -1,10 +1,6 @@
 """Sites: the named points at which tensors of a layer, or of the model around the layers, are compared.
 
-Shapes use B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token.
-
-Formulas: the computation of each site from its inputs in the original model, in a line.
-
-N heads, K kv heads, D head_dim, H hidden, k experts per token; eps is rms_norm_eps.
+B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token; eps is rms_norm_eps.
 """
 
 from __future__ import annotations

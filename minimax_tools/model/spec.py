@@ -1,7 +1,4 @@
-"""The quantities of a MiniMax-M2 in config.json, checked when they are read.
-
-The JSON files that describe a checkpoint: config.json, and those of tokenizer and generation.
-"""
+"""The quantities of a MiniMax-M2 in config.json, checked when they are read; and the JSON files of a checkpoint."""
 
 from __future__ import annotations
 

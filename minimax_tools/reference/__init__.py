@@ -1,13 +1,12 @@
 """MiniMax-M2's decoder layer and head, computed in ways that goldens and ports are held against.
 
 - `layer`: the decoder layer as a plain torch module, every site exposed
-- `float32_stages`: the decoder layer as a graph, one function for each site; that graph in float32, one expert in
-  memory
+- `float32_stages`: the decoder layer in float32 as a graph, one function for each site
 - `modules`: transformers' own modules, and which module shows each site
-- `twin`: transformers' layer in float32, for the noise floor; transformers' layer by itself
-- `upcast`: experts in float32 from weights of fewer bits; products of states with such a weight
+- `twin`: transformers' layer by itself, and in float32, for the noise floor
+- `upcast`: experts in float32 from weights of fewer bits
 - `rounding`: rounding of a batch's copies; final norm and lm_head in float32
-- `rounded_layer`: copies of a layer that round in their own ways; those samples, computed
+- `rounded_layer`: copies of a layer that round in their own ways
 - `plausible_flips`: the experts that copies of a model choose, some with the flips that noise may cause
 - `rounded_model`: such copies of the whole model, chained from the embedding to the logits
 - `evaluation`: the float32 layer as a graph of which a change replaces stages

@@ -1,14 +1,8 @@
 """Stages: MiniMax-M2's decoder layer in float32 as a graph, with one function for each site.
 
 `Float32Layer` evaluates the graph for a whole layer; the diagnosis evaluates it with some stages replaced by mistakes.
-The given `input` has no stage, nor has `moe_delta`: the two run the experts differently, to save memory or to get many
-results at once. No code is shared with transformers' layer or with a port.
+No code is shared with transformers' layer or with a port.
 B batch, S sequence, N heads, K kv heads, D head_dim, E experts, k experts per token, T tokens, Q queries of a block.
-
-Float32Layer: mm2's own decoder layer in float32, which computes one site or all of them.
-
-Goldens and ports are held against it. Experts run one at a time, and only those that tokens are routed to.
-B batch, S sequence, T tokens (B·S), H hidden, k experts per token.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """RoundedLayer: copies of a decoder layer computed side by side in float32, each with its own kind of rounding.
 
-An exact copy, not rounded, is the layer's true value. The others are samples of the noise that BF16 adds to a correct
-layer: one kind is rounded to the nearest BF16 number, the other moved at random by up to half a BF16 step, so that it
-does not hold BF16 numbers. They round wherever any correct implementation does, including attention's scores and the
-experts' partial sums; the router is float32 in every correct implementation, and never rounded.
-Weights are read and upcast once for all copies.
+An exact copy is the layer's true value. The others are samples of the noise that BF16 adds to a correct layer: one kind
+is rounded to the nearest BF16 number, the other moved at random by up to half a BF16 step. They round wherever any
+correct implementation does; the router is float32 in every correct implementation, and never rounded. A golden computes
+them as the variants `nearest`, `random_1`, `random_2` … of its own prompts: a port may be as far from the float32 twin
+as the farthest variant, at each site and token.
 B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, E experts,
 k experts per token. The end of a name such as `hidden_rsh` gives its dims: [R,S,H].
-
-Variants: samples of the error that a correct BF16 implementation of a decoder layer may have.
-
-Correct implementations round in different places. The variant `nearest` rounds to BF16 wherever any correct
-implementation rounds; `random_1`, `random_2` … move the values there by up to half a BF16 step. A golden computes the
-variants on its own prompts. A port may be as far from the float32 twin as the farthest variant, at each site and token.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """RoundedModel: copies of the whole model computed side by side, each with its own kind of rounding.
 
-The copies are those of `RoundedLayer`, chained from the embedding to the logits: each has its own hidden states and
-chooses its own experts, the last copies with plausible flips. So the others' distance from the exact copy is the noise
-that a right port gathers on its way through all layers. One layer's weights are in memory at a time; all batches pass
-it before the next is read.
+The copies are those of `RoundedLayer`, chained from the embedding to the logits; each chooses its own experts, the last
+ones with plausible flips. The others' distance from the exact copy is the noise that a right port gathers on its way
+through all layers. One layer's weights are in memory at a time.
 B batch, S sequence, R rows of all copies (copies · B), C copies, H hidden, T tokens.
 """
 
@@ -18,6 +17,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors, ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
 from minimax_tools.reference.plausible_flips import FLIP_SHARES, PlausibleFlips
@@ -99,7 +99,4 @@ class RoundedHead:
         """Compute logits [C,T,vocab], float32, of the last layer's output; another `draw`, other random steps."""
         rounding, rounded = Rounding(seed=_HEAD_SEED), rounded_rows(torch.tensor(self.kinds))
         with torch.no_grad():
-            normed = self.exact.scale(states_cth)
-            normed = rounding.apply(normed, rounded, draw=3 * draw).mul_(self.exact.norm.float())
-            normed = rounding.apply(normed, rounded, draw=3 * draw + 1)
-            return rounding.apply(self.exact.score(normed), rounded, draw=3 * draw + 2)
+            return self.exact.run_rounded(states_cth, rounding, rounded, draw=3 * draw)[ModelSite.LOGITS]

@@ -1,8 +1,6 @@
-"""Rounding: float32 values rounded as BF16 hardware would, row by row in one of three ways.
+"""Rounding: float32 values rounded as BF16 hardware would, row by row in one of three ways; and the head in float32.
 
 A batch may hold several copies of the same rows, each copy rounded in its own way (see `RoundedLayer`).
-
-Float32Head: final norm and lm_head in float32, multiplied a slab of the vocabulary at a time.
 """
 
 from __future__ import annotations
@@ -97,25 +95,18 @@ class Float32Head:
         normed = self.normalise(hidden_states)
         return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: self.score(normed)}
 
-    def run_randomly(self, hidden_states: torch.Tensor, *, seed: int) -> dict[ModelSite, torch.Tensor]:
-        """Compute both sites with random roundings where BF16 rounds: a sample of other right implementations."""
-        rounding = Rounding(seed=seed)
+    def run_rounded(
+        self, hidden_states: torch.Tensor, rounding: Rounding, rounded: RoundedRows, *, draw: int = 0
+    ) -> dict[ModelSite, torch.Tensor]:
+        """Compute both sites of hidden states [R,…,H], rounded where BF16 rounds, in three roundings from `draw` on."""
+        normed = rounding.apply(self.scale(hidden_states), rounded, draw=draw)
+        normed = rounding.apply(normed.mul_(self.norm.float()), rounded, draw=draw + 1)
+        logits = rounding.apply(self.score(normed), rounded, draw=draw + 2)
+        return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: logits}
 
-        def round_randomly(values: torch.Tensor, draw: int) -> torch.Tensor:
-            every_row = ((RoundingKind.RANDOM, slice(len(values))),)
-            return rounding.apply(values.contiguous(), every_row, draw=draw)
-
-        states = hidden_states.to(torch.float32)
-        normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)
-        normed = round_randomly(round_randomly(normed, 0) * self.norm.to(torch.float32), 1)
-        return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: round_randomly(self.score(normed), 2)}
-
-    def normalise(self, hidden_states: torch.Tensor, *, rounds: bool = False) -> torch.Tensor:
-        """Compute final_norm [B,S,H] in float32; if `rounds`, in BF16, rounded before and after the weighting."""
-        normed = self.scale(hidden_states)
-        if rounds:
-            return (normed.bfloat16().float() * self.norm.to(torch.float32)).bfloat16()
-        return normed * self.norm.to(torch.float32)
+    def normalise(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Compute final_norm [B,S,H] in float32."""
+        return self.scale(hidden_states) * self.norm.to(torch.float32)
 
     def scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Divide [...,H] by its root mean square, float32: the final norm before its weight."""

@@ -1,10 +1,7 @@
-"""Float32Twin: transformers' decoder layer in float32, run on the BF16 layer's own input.
+"""TransformersLayer, one decoder layer of transformers by itself, and Float32Twin, the same in float32.
 
-The difference between the BF16 layer and its twin is what BF16 alone costs: the noise floor. `run` can be given the
-golden's experts, since another choice is no rounding error. Weights are upcast when they are needed and dropped again,
-so no float32 copy of a whole layer ever exists.
-
-TransformersLayer: one decoder layer of transformers, run by itself on a golden's input.
+The difference between the BF16 layer and its twin is what BF16 alone costs: the noise floor. Weights are upcast when
+they are needed and dropped again, so no float32 copy of a whole layer ever exists.
 """
 
 from __future__ import annotations

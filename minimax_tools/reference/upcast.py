@@ -1,13 +1,9 @@
 """Experts computed in float32 from weights of fewer bits, without a float32 copy of a whole expert.
 
-T tokens, t those of one expert, k experts per token, H hidden.
-
-Products of float32 states with a weight of fewer bits, without a float32 copy of the whole weight.
-
 Few tokens multiply a BF16 weight in one compiled loop, which upcasts a row at a time. All else is upcast a block of
 rows at a time, and multiplied by torch. The loop runs without Python's lock: dozens of small calls for each matrix
 would keep the lock from the threads that read the next layer.
-t tokens, R rows and C columns of a weight.
+T tokens, t those of one expert, k experts per token, H hidden, R rows and C columns of a weight.
 """
 
 from __future__ import annotations

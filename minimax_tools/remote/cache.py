@@ -9,7 +9,6 @@ renamed into place when it is whole.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -22,6 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from minimax_tools.errors import RemoteError
+from minimax_tools.machine.files import hold_file
 from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
 
@@ -110,7 +110,7 @@ def locked_file(path: Path) -> Iterator[None]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.with_name(f".{path.name}.lock").open("a")
+        file = hold_file(path.with_name(f".{path.name}.lock"), waits=True)
     except OSError as error:
         raise RemoteError(
             f"the cache at {path.parent} cannot be written to",
@@ -118,7 +118,6 @@ def locked_file(path: Path) -> Iterator[None]:
             next_step=f"Mend its permissions, or set {CACHE_VARIABLE} to another folder.",
         ) from error
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -12,8 +12,6 @@
 The stream is the residual stream: hidden states between layers. All its channels grow by the same rate from layer to
 layer. A gain is a factor on a row, a head or a channel.
 
-Random numbers that are the same on every host, and FP8 matrices made of them.
-
 A seed and a name choose a stream of integers (PCG64). A matrix is `code × scale_inv`. A code is a random byte looked up
 in a table of 256 FP8 values. Each block of 128 × 128 codes has a scale, which sets the block's standard deviation.
 """

@@ -1,12 +1,7 @@
-"""Agreement: weights that belong together lie alike, in one order and on one rank.
+"""Agreement: weights that belong together lie alike, in one order and on one rank; and the finding of a fault.
 
-- All experts lie alike in the tensors that hold them.
-- Rows and columns that meet in the forward are partners: a row of q_proj and a column of o_proj are of one head. Each
-  rank holds partners together, in one order.
-
-What disagrees may be on purpose, if the forward knows of it: then the output is right.
-
-Weight finding: a fault in a port's weights, or something that may be one.
+All experts lie alike. Rows and columns that meet in the forward are partners: a row of q_proj and a column of o_proj
+are of one head. What disagrees may be on purpose, if the forward knows of it: then the output is right.
 """
 
 from __future__ import annotations

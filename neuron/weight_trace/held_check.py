@@ -1,19 +1,14 @@
 """Held check: what a port holds of a layer, once it is loaded, compared with the checkpoint's numbers.
 
 A line is a row or a column of a matrix, or a block of a vector (see `source_lines`). A kind of weight is the same for
-all experts: `q_proj`, `w1`.
+all experts: `q_proj`, `w1`. E experts, n lines of each.
 
 - A kind of which every line is held, wherever it lies, is compared: its numbers are right.
 - If most of a kind is held, what is not is a *fault*: a part was not loaded, or not converted as the rest was.
-- If less is held, the port has the kind in other numbers, as if it quantises, or folds a scale into it. Then it is not
-  compared. Zeros are a fault even so.
-- An expert that lies otherwise than most experts is a fault too, although all its numbers are held.
-
-Expert lines: where the lines of each expert lie in a family of a port's tensors, compared with the other experts.
-
-All experts should lie alike, one after the other: each line of an expert lies some places behind the same line of the
-expert before, and that step is one for all lines and experts. The router's rows, and the numbers of its correction
-bias, count as lines of their experts. E experts, n lines of each.
+- If less is held, the port has the kind in other numbers, as if it quantises. Then it is not compared. Zeros are a
+  fault even so.
+- An expert that lies otherwise than most is a fault too: each line of an expert lies some places behind the same line
+  of the expert before, and that step is one for all lines and experts.
 """
 
 from __future__ import annotations

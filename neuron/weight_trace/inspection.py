@@ -3,10 +3,7 @@
 1. The trace shows where every element of generated tensors lands in the port. What looks wrong is a *suspect*.
 2. The trial runs the port on generated weights beside the reference layer. It clears the suspects, proves them
    wrong, or leaves them where it cannot tell.
-   A repair undoes a known mistake in the port's input: if the output is right then, the mistake is proved.
 3. The checkpoint's own layer is loaded, and compared with the checkpoint.
-
-InspectionGroup: layers whose inspections found the same.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Layout check: findings from the layouts of a port's tensors, before the port has run.
-
-A port tensor is a tensor that the port's module holds. A source tensor is a tensor of the checkpoint's layer; its kind
-is the same for all experts: `q_proj`, `w1`. Of a layout, `origin` says what landed at each element of the port tensor,
-and a segment is neighbouring rows or columns that one source tensor fills.
-
-Loaded check: findings from the checkpoint's own layer, loaded into the port, beyond those of the trace.
+"""Layout check: findings from the layouts of a port's tensors, and from the checkpoint's own layer in the port.
 
 The trace runs on generated tensors, mostly of a smaller model. What a conversion does to the checkpoint's own numbers
-alone shows here.
+alone shows once these are loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -328,45 +321,51 @@ def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFindin
         )
 
 
-class _Fault(NamedTuple):
-    """A fault of one port tensor; its text does not name the tensor."""
-
-    mistake: WeightMistake
-    text: str
-    severity: Severity = Severity.SUSPECT
-    contradicts_names: bool = False
-
-
 def _find_in_tensor(layout: TensorLayout) -> Iterator[WeightFinding]:
-    origin = layout.origin
-    for fault in _faults_of(layout):
-        yield WeightFinding(
-            mistake=fault.mistake,
-            severity=fault.severity,
-            kinds=_kinds_held(layout) or origin.mixed_kinds,
+    origin, kinds = layout.origin, _kinds_held(layout)
+
+    def fault(
+        mistake: WeightMistake,
+        text: str,
+        severity: Severity = Severity.SUSPECT,
+        *,
+        contradicts_names: bool = False,
+    ) -> WeightFinding:
+        return WeightFinding(
+            mistake=mistake,
+            severity=severity,
+            kinds=kinds or origin.mixed_kinds,
             port_tensors=(origin.name,),
-            text=f"{origin.name}: {fault.text}",
-            contradicts_names=fault.contradicts_names,
+            text=f"{origin.name}: {text}",
+            contradicts_names=contradicts_names,
         )
 
-
-def _faults_of(layout: TensorLayout) -> Iterator[_Fault]:
-    origin, kinds = layout.origin, _kinds_held(layout)
     named = _named_kinds(origin)
     if len(named) == 1 and kinds and not named & set(kinds):
         text = f"is named {word_kinds(named)}, and holds {word_kinds(kinds)}"
-        yield _Fault(WeightMistake.SWAPPED, text, contradicts_names=True)
+        yield fault(WeightMistake.SWAPPED, text, contradicts_names=True)
     # One finding for each kind, not for each expert.
     disordered: dict[str, LayoutSegment] = {}
     for segment in layout.segments:
         if not segment.is_in_order:
             disordered.setdefault(segment.source.kind if segment.source else segment.description, segment)
-    yield from map(_disorder_fault, disordered.values())
+    for segment in disordered.values():
+        yield fault(*_word_disorder(segment))
     if origin.has_landed:
-        yield from _scale_faults(origin)
-        yield from _rounding_faults(origin, kinds)
+        # Several factors in one tensor are found kind by kind, in `scales`.
+        if origin.gain is not None and abs(origin.gain - 1) > _GAIN_SLACK:
+            yield fault(WeightMistake.SCALED, f"values are multiplied by {origin.gain:.4g}")
+        if origin.offset != 0:
+            added = "different numbers are" if origin.offset is None else f"{origin.offset:g} is"
+            yield fault(WeightMistake.SCALED, f"{added} added to values")
+        if origin.rounding_float32 > _FLOAT32_SLACK:
+            yield fault(WeightMistake.DTYPE, _word_rounded_router(origin, kinds), Severity.WRONG)
+        # A scale rounds too, and has a finding of its own.
+        elif origin.rounding > _FLOAT32_SLACK and origin.gain == 1:
+            text = f"values are rounded to {_word_bits(origin.rounding)}"
+            yield fault(WeightMistake.DTYPE, text, Severity.NOTE)
     if origin.num_computed:
-        yield _Fault(WeightMistake.COMPUTED, _word_computed(origin))
+        yield fault(WeightMistake.COMPUTED, _word_computed(origin))
 
 
 def _named_kinds(origin: TensorOrigin) -> set[str]:
@@ -374,41 +373,27 @@ def _named_kinds(origin: TensorOrigin) -> set[str]:
     return {_NAMED_KINDS[part] for part in origin.name.split(".") if part in _NAMED_KINDS}
 
 
-def _disorder_fault(segment: LayoutSegment) -> _Fault:
+def _word_disorder(segment: LayoutSegment) -> tuple[WeightMistake, str]:
     if segment.source is None or segment.rows is None or segment.columns is None:
         is_reshaped = segment.disorder is Disorder.RESHAPED
         mistake = WeightMistake.TRANSPOSED if is_reshaped else WeightMistake.ORDER
-        return _Fault(mistake, f"{segment.within}{segment.description}")
+        return mistake, f"{segment.within}{segment.description}"
     unit, sequence = ("columns", segment.columns) if segment.rows.is_ascending else ("rows", segment.rows)
     order = "repeated" if sequence.is_repeated else "in another order"
-    return _Fault(WeightMistake.ORDER, f"{unit} of {word_kinds([segment.source.kind])} {order}: {sequence}")
+    return WeightMistake.ORDER, f"{unit} of {word_kinds([segment.source.kind])} {order}: {sequence}"
 
 
-def _scale_faults(origin: TensorOrigin) -> Iterator[_Fault]:
-    # Several factors in one tensor are found kind by kind, in `scales`.
-    if origin.gain is not None and abs(origin.gain - 1) > _GAIN_SLACK:
-        yield _Fault(WeightMistake.SCALED, f"values are multiplied by {origin.gain:.4g}")
-    if origin.offset != 0:
-        added = "different numbers are" if origin.offset is None else f"{origin.offset:g} is"
-        yield _Fault(WeightMistake.SCALED, f"{added} added to values")
-
-
-def _rounding_faults(origin: TensorOrigin, kinds: tuple[str, ...]) -> Iterator[_Fault]:
-    if origin.rounding_float32 > _FLOAT32_SLACK:
-        router_kinds = [kind for kind in kinds if kind in ("gate", "e_score_correction_bias")]
-        rounded = (
-            f"is {str(origin.dtype).removeprefix('torch.')}"
-            if origin.dtype != torch.float32
-            else f"was rounded to {_word_bits(origin.rounding_float32)} on the way"
-        )
-        text = f"{word_kinds(router_kinds)} {rounded}: the router decides in float32"
-        if "e_score_correction_bias" in router_kinds:
-            text += ", and near 9, where the bias lies, a bfloat16 is 0.06 from the next"
-        yield _Fault(WeightMistake.DTYPE, text, Severity.WRONG)
-    # A scale rounds too, and has a finding of its own.
-    elif origin.rounding > _FLOAT32_SLACK and origin.gain == 1:
-        text = f"values are rounded to {_word_bits(origin.rounding)}"
-        yield _Fault(WeightMistake.DTYPE, text, Severity.NOTE)
+def _word_rounded_router(origin: TensorOrigin, kinds: tuple[str, ...]) -> str:
+    router_kinds = [kind for kind in kinds if kind in ("gate", "e_score_correction_bias")]
+    rounded = (
+        f"is {str(origin.dtype).removeprefix('torch.')}"
+        if origin.dtype != torch.float32
+        else f"was rounded to {_word_bits(origin.rounding_float32)} on the way"
+    )
+    text = f"{word_kinds(router_kinds)} {rounded}: the router decides in float32"
+    if "e_score_correction_bias" in router_kinds:
+        text += ", and near 9, where the bias lies, a bfloat16 is 0.06 from the next"
+    return text
 
 
 def _word_computed(origin: TensorOrigin) -> str:

@@ -12,13 +12,8 @@ its `OriginRecorder`s read the values that the port then holds. The passes run i
 | signs | 1 or -1 at random | how many elements a computed value mixes |
 | kinds | 1; probes for one kind of tensors | the kinds that a computed value depends on |
 
-The last two run only where a port computes values.
-
-Origin recorder: collects, pass by pass, which source element landed at each element of one port tensor.
-
-A pass loads the port with a value for every source element, such as 1; `origin_tracer` lists the passes. Every source
-element has a number, which the passes of digits spell. An element is `gain · source + offset`: the passes of ones and
-twos give both. An element that is equal in these two passes is constant until a later pass changes it.
+The last two run only where a port computes values. An element is `gain · source + offset`; one that is equal in the
+first two passes is constant until a later pass changes it.
 """
 
 from __future__ import annotations

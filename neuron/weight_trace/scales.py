@@ -1,8 +1,7 @@
 """Scales: the factors by which a port multiplied each source tensor, and scales that it moved to another tensor.
 
 A scale is *moved* if one tensor is divided by numbers, channel by channel, and all that read these channels are
-multiplied by them: the layer computes the same. So SmoothQuant and AWQ take a scale out of a norm. R rows and C columns
-of a matrix.
+multiplied by them, as SmoothQuant and AWQ do. R rows and C columns of a matrix.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Source lines: the rows and columns of a layer's tensors, as the checkpoint gives them while a port loads.
+"""Source lines: the rows and columns of a layer's tensors, as the checkpoint gives them, and as a port holds them.
 
 A line is a row or a column of a matrix, or a block of a vector: a head of a q/k norm, one number of the correction
 bias, a whole layer norm. Each has a number, by which all ranks know it. R rows and C columns of a matrix, E experts.
 
-Port lines: the lines of a port's tensors, each found among the lines of the checkpoint's layer.
-
-A *family* is a tensor, or all tensors whose names differ in numbers alone, as `experts.0.w1`, `experts.1.w1` do. Its
-lines lie in the order of these numbers. A port may hold a matrix as it is or transposed, fused or in blocks, so a
-family is divided into lines in the way in which most of them are found.
+A *family* is a tensor, or all tensors whose names differ in numbers alone. A port may hold a matrix as it is or
+transposed, fused or in blocks, so a family is divided into lines in the way in which most of them are found.
 """
 
 from __future__ import annotations

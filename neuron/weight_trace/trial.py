@@ -1,17 +1,13 @@
 """Trial: the port runs on generated weights beside the reference layer, to prove or clear the mistakes suspected.
 
-The trial is in float32 if the port and memory allow it: then an error is a mistake and not noise. If the outputs
-differ, repairs (inverses of known mistakes, see `repairs`) are tried, each on top of the best ones before. If no
-repair helps, the port runs on weights that quantisation keeps.
-
-Quantisation: generated weights that FP8 or INT8 hold exactly.
-
-On such weights a port that quantises on purpose is right, and a port with a mistake is wrong.
+It is in float32 if the port and memory allow it: then an error is a mistake and not noise. If the outputs differ,
+repairs are tried, each on top of the best ones before. If none helps, the port runs on weights that quantisation keeps:
+there a port that quantises on purpose is right, and a port with a mistake is wrong.
 
 - FP8: plus or minus a power of two. It is exact under the scale of a block, of a row, or of several matrices.
 - INT8: whole numbers from -127 to 127 times a power of two, with ±127 in every group that may get a scale.
 
-The power of two changes from block to block (FP8, INT8) or from row to row (INT8). So a scale taken from another place
+The power of two changes from block to block (FP8, INT8) or from row to row (INT8), so a scale taken from another place
 shows as an error. R rows and C columns of a matrix.
 """
 

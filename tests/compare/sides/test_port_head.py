@@ -43,7 +43,7 @@ def run_with_head(copyist: Any, weights: HeadWeights) -> Callable[..., Path]:
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
         output = (output * (1 + 1e-3 * noise)).bfloat16()
         head = Float32Head(norm, lm_head, eps=weights.spec.rms_norm_eps)
-        normed = head.normalise(output, rounds=True)
+        normed = (head.scale(output).bfloat16().float() * norm.float()).bfloat16()
         changes = {
             (LAST, Site.OUTPUT): lambda _: output,
             (None, ModelSite.FINAL_NORM): lambda _: normed,

@@ -14,7 +14,7 @@ from minimax_tools.checkpoint.layer_loader import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import expert_weight, layer_prefix
+from minimax_tools.model.weight_names import expert_weight
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[..., Path]
@@ -87,34 +87,10 @@ def test_places_are_views_by_the_experts_names() -> None:
     assert places[expert_weight(4, "w3")].data_ptr() == gate_up[1, INTERMEDIATE:].data_ptr()
 
 
-def test_places_in_storage_of_another_dtype_are_refused() -> None:
-    gate_up, down = _storage(2, dtype=torch.float32)
-    with pytest.raises(ValueError, match="expected torch.bfloat16: another dtype gives other results"):
-        gate_up_places(range(2), gate_up, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="expected torch.bfloat16"):
-        down_places(range(2), down, dtype=torch.bfloat16)
-
-
 def test_a_run_of_experts_starts_at_index_zero() -> None:
     gate_up, down = _storage(2)
     _group(_experts(12), range(9, 11), gate_up=gate_up, down=down)
     assert down[:, 0, 0].tolist() == [9.25, 10.25]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_checkpoints_layer_is_grouped_bit_for_bit(
-    dtype: torch.dtype, fp8_tensors: Tensors, float32_products: Tensors, write: Writer, spec: ModelSpec
-) -> None:
-    gate_up, down = _storage(4, intermediate=72, hidden=160, dtype=dtype)
-    with CheckpointReader(write(fp8_tensors)) as reader:
-        layer = LayerTensors.open(reader, spec, 1, torch.bfloat16)
-        _group(layer, range(4), gate_up=gate_up, down=down, dtype=dtype)
-    for expert in range(4):
-        w1, w2, w3 = (
-            float32_products[layer_prefix(1) + expert_weight(expert, matrix)] for matrix in ("w1", "w2", "w3")
-        )
-        assert torch.equal(gate_up[expert], torch.cat([w1, w3]).to(dtype))
-        assert torch.equal(down[expert], w2.to(dtype))
 
 
 def test_a_checkpoints_layer_is_grouped_transposed_bit_for_bit(
@@ -131,28 +107,6 @@ def test_a_checkpoints_layer_is_grouped_transposed_bit_for_bit(
     assert torch.equal(columns[0], gate_up.mT)
     assert torch.equal(columns[1], down.mT)
     assert torch.equal(again, columns[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_storage_that_is_not_bf16_is_refused(dtype: torch.dtype) -> None:
-    gate_up, down = _storage(2, dtype=dtype)
-    with pytest.raises(ValueError, match=rf"the storage is {dtype}, expected torch\.bfloat16"):
-        gate_up_places(range(2), gate_up, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=rf"the storage is {dtype}, expected torch\.bfloat16"):
-        down_places(range(2), down, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("shape", [(3, 6, 5), (2, 5, 6), (12, 5)], ids=["experts", "odd height", "flat"])
-def test_gate_up_storage_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"storage is \["):
-        gate_up_places(range(2), torch.empty(shape).bfloat16(), dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("shape", [(3, 5, 3), (2, 3, 5), (10, 3)], ids=["experts", "transposed", "flat"])
-def test_down_storage_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    gate_up, _ = _storage(2)
-    with pytest.raises(ValueError, match=r"\["):
-        _group(_experts(2), range(2), gate_up=gate_up, down=torch.empty(shape).bfloat16())
 
 
 def _with(name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:

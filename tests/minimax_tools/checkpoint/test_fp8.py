@@ -86,28 +86,12 @@ def test_many_scales_round_as_transformers_does(codes: torch.Tensor, seed: int) 
     _assert_same_values(dequantise(codes_fp8, scale_inv, dtype=torch.bfloat16), expected)
 
 
-@pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_one_nan_code_among_numbers_stays_nan(code: int) -> None:
-    codes = NUMBER_CODES.clone()
-    codes[100, 200] = code
-    found = dequantise(codes.view(torch.float8_e4m3fn), torch.ones(1, 2), dtype=torch.bfloat16)
-    assert found.isnan().nonzero().tolist() == [[100, 200]]
-
-
 def test_a_bfloat16_product_would_differ() -> None:
     codes = ALL_CODES.view(torch.float8_e4m3fn)
     scale_inv = torch.full((1, 2), 1.0 / 3)
     rounded_early = codes.to(torch.bfloat16) * scale_inv[0, 0].to(torch.bfloat16)
     found = dequantise(codes, scale_inv, dtype=torch.bfloat16)
     assert not torch.equal(found.nan_to_num(), rounded_early.nan_to_num())
-
-
-def test_zero_keeps_its_sign_and_nan_codes_stay_nan() -> None:
-    codes = torch.tensor([[0x00, 0x80, 0x7F, 0xFF, 0x01, 0x81]], dtype=torch.uint8)
-    found = dequantise(codes.view(torch.float8_e4m3fn), torch.ones(1, 1), dtype=torch.bfloat16)[0]
-    assert found[:2].signbit().tolist() == [False, True]
-    assert found[2:4].isnan().all()
-    assert found[4:].tolist() == [2.0**-9, -(2.0**-9)]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 129), (129, 128), (200, 300), (127, 127), (256, 384)])
@@ -141,22 +125,27 @@ def test_an_empty_weight_is_an_empty_result() -> None:
     assert dequantise(codes, torch.empty(0, 1), dtype=torch.bfloat16).shape == (0, 128)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (2, 4), (3, 2)])
-def test_scales_of_another_grid_are_refused(shape: tuple[int, int]) -> None:
-    codes = torch.zeros(200, 300, dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"expected float32 \[2, 3\] for a weight of \[200, 300\]"):
-        dequantise(codes, torch.ones(shape), dtype=torch.bfloat16)
-
-
-def test_scales_that_are_not_float32_are_refused() -> None:
-    codes = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"scale is torch\.bfloat16"):
-        dequantise(codes, torch.ones(1, 1, dtype=torch.bfloat16), dtype=torch.bfloat16)
-
-
-def test_weights_that_are_not_fp8_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight is torch\.bfloat16"):
-        dequantise(torch.zeros(128, 128, dtype=torch.bfloat16), torch.ones(1, 1), dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("weight", "scale", "fault"),
+    [
+        (torch.zeros(200, 300), torch.ones(2, 3), r"weight is torch\.float32"),
+        (
+            torch.zeros(200, 300).to(torch.float8_e4m3fn),
+            torch.ones(2, 3).bfloat16(),
+            r"scale is torch\.bfloat16",
+        ),
+        (
+            torch.zeros(200, 300).to(torch.float8_e4m3fn),
+            torch.ones(2, 4),
+            r"expected float32 \[2, 3\] for a weight of \[200, 300\]",
+        ),
+    ],
+)
+def test_weight_and_scales_of_another_kind_are_refused(
+    weight: torch.Tensor, scale: torch.Tensor, fault: str
+) -> None:
+    with pytest.raises(ValueError, match=fault):
+        dequantise(weight, scale, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("out", [torch.empty(128, 128), torch.empty(128, 1, dtype=torch.bfloat16)])

@@ -149,7 +149,7 @@ def test_a_folder_with_the_shards_of_some_layers_is_read_when_those_are_named(pa
 
 
 def test_without_naming_layers_a_missing_shard_is_a_fault(part: Path) -> None:
-    assert "has 1 fault: found shard layer_1.safetensors is missing" in _fault(part)
+    assert "has 1 fault: found shard layer_1.safetensors is missing. Fetch" in _fault(part)
 
 
 @pytest.mark.parametrize("layers", [range(1, 2), range(2)])
@@ -195,19 +195,9 @@ def test_a_layer_of_which_a_part_is_there_has_no_digest(
     assert [index.digest(0), index.digest(None)] == [whole.digest(0), whole.digest(None)]
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert "no such folder" in _fault(tmp_path / "nothing")
-
-
 def test_a_folder_without_shards_is_refused(tmp_path: Path) -> None:
     assert "expected safetensors shards, found none" in _fault(tmp_path)
-
-
-def test_a_missing_shard_is_one_fault_with_a_next_step(fp8_tensors: Tensors, write: Writer) -> None:
-    folder = write(fp8_tensors)
-    (folder / SECOND).unlink()
-    message = _fault(folder)
-    assert f"has 1 fault: found shard {SECOND} is missing. Fetch" in message
+    assert "no such folder" in _fault(tmp_path / "nothing")
 
 
 def test_a_truncated_shard_is_named(fp8_tensors: Tensors, write: Writer) -> None:
@@ -222,7 +212,6 @@ def test_a_truncated_shard_is_named(fp8_tensors: Tensors, write: Writer) -> None
     ("content", "found"),
     [
         (b"", "0 bytes, too short for a header"),
-        (b"\x01\x02\x03", "3 bytes, too short for a header"),
         (struct.pack("<Q", 1 << 60) + b"{}", "in a file of 10"),
         (struct.pack("<Q", 4) + b"{no}", "a header that is not JSON"),
         (struct.pack("<Q", 3) + b"\xff\xfe{", "a header that is not JSON"),
@@ -238,7 +227,6 @@ def test_a_damaged_header_is_named(content: bytes, found: str, tmp_path: Path) -
     ("entry", "found"),
     [
         ({"dtype": "F32", "shape": [2]}, "no dtype, shape and data_offsets for a"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [0]}, "no dtype, shape and data_offsets for a"),
         (7, "no dtype, shape and data_offsets for a"),
         ({"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}, "dtype F4 for a"),
         ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "offsets 0 to 8 for a, which is F32 [3]"),
@@ -265,19 +253,6 @@ def test_a_tensor_in_two_files_is_a_fault(fp8_tensors: Tensors, write: Writer) -
     message = _fault(folder)
     assert f"{Q_PROJ} is both in" in message
     assert "and in model.safetensors" in message
-
-
-def test_a_tensor_in_two_indexed_files_is_a_fault(fp8_tensors: Tensors, write: Writer) -> None:
-    folder = write(fp8_tensors)
-    both = load_file(folder / FIRST) | load_file(folder / SECOND)
-    save_file(both, folder / SECOND)
-    assert "is both in" in _fault(folder)
-
-
-def test_an_index_that_names_a_tensor_nobody_holds_is_a_fault(fp8_tensors: Tensors, write: Writer) -> None:
-    folder = write(fp8_tensors)
-    _edit_weight_map(folder, lambda weight_map: weight_map.update(ghost=FIRST))
-    assert f"the index places ghost in {FIRST}, whose header lacks it" in _fault(folder)
 
 
 def test_an_index_that_names_the_wrong_file_is_a_fault(fp8_tensors: Tensors, write: Writer) -> None:

@@ -196,14 +196,3 @@ def test_closed_loader_holds_no_storage(reader: CheckpointReader, new_storage: N
     with LayerLoader(reader, make, prefetch=True, num_threads=2) as loader:
         loader.load(0, then=1)
     assert [reference() for reference in made] == [None, None]
-
-
-def test_reading_leaves_torchs_own_threads_alone(reader: CheckpointReader, new_storage: NewStorage) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        with LayerLoader(reader, new_storage, prefetch=False, num_threads=2) as loader:
-            loader.load(0)
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)

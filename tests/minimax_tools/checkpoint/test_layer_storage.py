@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.layer_loader import (
     PACKED_DTYPE,
     LayerStorage,
@@ -18,7 +17,7 @@ from minimax_tools.checkpoint.layer_loader import (
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import FLOAT32_NAMES, expert_weight, layer_prefix, scale_name
+from minimax_tools.model.weight_names import FLOAT32_NAMES, expert_weight, layer_prefix
 
 CPU = torch.device("cpu")
 KINDS = {"grouped": grouped_storage, "packed": packed_storage}
@@ -65,17 +64,6 @@ def test_grouped_modules_hold_gate_rows_and_then_up_rows(spec: ModelSpec, reader
         assert torch.equal(down[expert], storage.weights[expert_weight(expert, "w2")])
 
 
-def test_filling_a_place_changes_what_the_module_computes_with(spec: ModelSpec) -> None:
-    storage = grouped_storage(spec, dtype=torch.bfloat16, device=CPU)
-    for place in storage.places.values():
-        place.zero_()
-    storage.places[expert_weight(2, "w3")].fill_(1.0)
-    gate_up = storage.modules["mlp.experts.gate_up_proj"]
-    assert isinstance(gate_up, torch.Tensor)
-    assert gate_up.sum() == 72 * 160
-    assert (gate_up[2, 72:] == 1).all()
-
-
 def test_packed_matrices_are_the_grouped_ones_at_each_access(
     spec: ModelSpec, reader: CheckpointReader
 ) -> None:
@@ -107,27 +95,6 @@ def test_packed_experts_take_a_byte_a_weight_and_their_scales(spec: ModelSpec) -
     # Ragged blocks: 72 × 160 takes 1 × 2 of them, and 160 × 72 takes 2 × 1.
     assert scales == 4 * 3 * 2
     assert sum(place.nbytes for place in experts.values()) == 4 * 3 * 72 * 160 + 4 * scales
-
-
-def test_scale_of_another_expert_would_show(spec: ModelSpec, reader: CheckpointReader) -> None:
-    storage = filled(packed_storage, spec, reader, torch.bfloat16)
-    name = expert_weight(1, "w1")
-    codes, scale = storage.places[name], storage.places[scale_name(name)]
-    scale.mul_(2)
-    assert torch.equal(storage.weights[name], dequantise(codes, scale, dtype=torch.bfloat16))
-    tensors = LayerTensors.open(reader, spec, 1, torch.bfloat16)
-    assert not torch.equal(storage.weights[name], tensors[name])
-
-
-def test_places_are_parts_of_the_storage_in_the_order_of_the_experts() -> None:
-    storage = torch.arange(2 * 4 * 5).reshape(2, 4, 5).bfloat16()
-    places = gate_up_places(range(6, 8), storage, dtype=torch.bfloat16)
-    assert list(places) == [expert_weight(expert, name) for expert in (6, 7) for name in ("w1", "w3")]
-    assert torch.equal(places[expert_weight(7, "w1")], storage[1, :2])
-    assert torch.equal(places[expert_weight(7, "w3")], storage[1, 2:])
-    places = down_places(range(6, 8), storage, dtype=torch.bfloat16)
-    assert list(places) == [expert_weight(expert, "w2") for expert in (6, 7)]
-    assert torch.equal(places[expert_weight(7, "w2")], storage[1])
 
 
 @pytest.mark.parametrize("places", [gate_up_places, down_places])

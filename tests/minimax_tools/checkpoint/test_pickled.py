@@ -3,12 +3,9 @@ from __future__ import annotations
 import collections
 import json
 import os
-import pickle
 import shutil
-import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +55,14 @@ def two_shards(folder: Path) -> Path:
             "pytorch_model-00002-of-00002.bin": {NORM: torch.randn(8)},
         },
     )
+
+
+def knot() -> list[Any]:
+    """Lists that hold each other three times: their text would have no end."""
+    lists: list[Any] = [[] for _ in range(60)]
+    for one, following in zip(lists, lists[1:] + lists[:1], strict=True):
+        one.extend([following] * 3)
+    return lists
 
 
 def num_bytes_read_by(action: Callable[[], object]) -> int:
@@ -120,15 +125,6 @@ def test_views_and_tied_tensors_are_read_each_by_itself(tmp_path: Path) -> None:
             assert torch.equal(out, tensor)
         reader.read("base").zero_()
         assert torch.equal(reader.read("tied"), base)
-
-
-def test_large_view_is_read_in_pieces(tmp_path: Path) -> None:
-    # 40 MB: a column spans nearly all of it, and turned it is no row of bytes.
-    base = torch.arange(10_000_000, dtype=torch.float32).view(2500, 4000)
-    path = save({"column": base[:, 17], "turned": base.t()}, tmp_path / "pytorch_model.bin")
-    with PickledReader(path) as reader:
-        assert torch.equal(reader.read("column"), base[:, 17])
-        assert torch.equal(reader.read("turned"), base.t())
 
 
 def test_expanded_tensor_is_no_larger_than_what_is_stored(tmp_path: Path) -> None:
@@ -216,28 +212,6 @@ def test_rows_of_a_weight_are_those_of_the_whole(rows: range, tmp_path: Path) ->
         assert torch.equal(out, tensors["transposed"][rows.start : rows.stop, 4:7])
 
 
-def test_wrong_out_is_refused(tmp_path: Path) -> None:
-    with PickledReader(save({"x": torch.ones(2, 3)}, tmp_path / "pytorch_model.bin")) as reader:
-        with pytest.raises(ValueError, match="has shape"):
-            reader.read_into("x", torch.empty(3, 2))
-        with pytest.raises(ValueError, match=r"float32: out must be the same"):
-            reader.read_into("x", torch.empty(2, 3, dtype=torch.bfloat16))
-
-
-def test_unknown_name_is_named(tmp_path: Path) -> None:
-    with PickledReader(save({"x": torch.ones(2)}, tmp_path / "pytorch_model.bin")) as reader:
-        with pytest.raises(CheckpointError, match="holds no tensor 'y'"):
-            reader.read("y")
-
-
-def test_threads_read_from_one_reader(tmp_path: Path) -> None:
-    tensors = {str(index): torch.full((1000,), float(index)) for index in range(32)}
-    with PickledReader(save(tensors, tmp_path / "pytorch_model.bin")) as reader:
-        with ThreadPoolExecutor(8) as pool:
-            for name, found in zip(tensors, pool.map(reader.read, tensors), strict=True):
-                assert torch.equal(found, tensors[name])
-
-
 def test_folder_of_shards_is_read_through_its_index(tmp_path: Path) -> None:
     with PickledReader(two_shards(tmp_path)) as reader:
         assert reader.index.layers == (0,)
@@ -274,7 +248,8 @@ def test_values_beside_the_tensors_are_logged_and_left_out(
     ("value", "found"),
     [
         (torch.ones(2), "a single tensor"),
-        ([torch.ones(2)], "found list of length 1"),
+        # Lists that hold each other: their text would have no end.
+        (knot(), "found list of length 60"),
         ({}, "a dict with nothing"),
         ({"epoch": 3, "args": {"lr": 0.1}}, "a dict with epoch, args"),
         (
@@ -291,35 +266,6 @@ def test_values_beside_the_tensors_are_logged_and_left_out(
 def test_file_without_one_state_dict_is_refused(value: Any, found: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"holds no state dict.*{found}"):
         PickledReader(save(value, tmp_path / "pytorch_model.bin"))
-
-
-def knot() -> list[Any]:
-    """Lists that hold each other three times: their text would have no end."""
-    lists: list[Any] = [[] for _ in range(60)]
-    for one, following in zip(lists, lists[1:] + lists[:1], strict=True):
-        one.extend([following] * 3)
-    return lists
-
-
-def nested_pickle(depth: int) -> bytes:
-    """A pickle of tuples that hold each other."""
-    return pickle.PROTO + b"\x02" + pickle.EMPTY_TUPLE + pickle.TUPLE1 * depth + pickle.STOP
-
-
-def test_value_is_named_by_its_kind_alone(tmp_path: Path) -> None:
-    for value, found in ((knot(), "found list of length 60"), ((1, "text"), "found tuple of length 2")):
-        with pytest.raises(CheckpointError, match=rf"holds no state dict.*{found}"):
-            PickledReader(save(value, tmp_path / "pytorch_model.bin"))
-
-
-def test_deep_value_is_named_by_its_kind(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", nested_pickle(500_000))
-        archive.writestr("archive/byteorder", "little")
-        archive.writestr("archive/version", "3")
-    with pytest.raises(CheckpointError, match=r"holds no state dict.*found tuple of length 1"):
-        PickledReader(path)
 
 
 @pytest.mark.parametrize(
@@ -371,15 +317,9 @@ def test_numpy_array_that_was_a_tensor_is_named(tmp_path: Path) -> None:
         PickledReader(path)
 
 
-def test_attack_in_that_test_is_live(tmp_path: Path) -> None:
-    victim = tmp_path / "made"
-    path = save({"attack": Call(os.mkdir, str(victim))}, tmp_path / "pytorch_model.bin")
-    torch.load(path, weights_only=False)
-    assert victim.is_dir()
-
-
-def test_flipped_bit_is_found_when_its_tensor_is_read(tmp_path: Path) -> None:
-    path = save({"a": torch.full((64,), 7.0), "b": torch.full((64,), 9.0)}, tmp_path / "pytorch_model.bin")
+@pytest.mark.parametrize("b", [torch.full((64,), 9.0), torch.full((8, 8), 9.0).t()], ids=["whole", "view"])
+def test_flipped_bit_is_found_when_its_tensor_is_read(b: torch.Tensor, tmp_path: Path) -> None:
+    path = save({"a": torch.full((64,), 7.0), "b": b}, tmp_path / "pytorch_model.bin")
     content = bytearray(path.read_bytes())
     content[content.index(torch.full((64,), 9.0).numpy().tobytes()) + 9] ^= 1
     path.write_bytes(content)
@@ -419,29 +359,16 @@ def test_changed_byte_is_read_or_refused(tmp_path: Path) -> None:
     assert refused > 50
 
 
-def test_file_that_became_shorter_is_named(tmp_path: Path) -> None:
-    path = save({"a": torch.ones(1000)}, tmp_path / "pytorch_model.bin")
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [(torch.ones(1000), "the file ends after"), (torch.ones(100, 100).t(), "became shorter")],
+)
+def test_file_that_became_shorter_is_named(tensor: torch.Tensor, found: str, tmp_path: Path) -> None:
+    path = save({"a": tensor}, tmp_path / "pytorch_model.bin")
     with PickledReader(path) as reader:
         os.truncate(path, 500)
-        with pytest.raises(CheckpointError, match=r"a cannot be read from .*the file ends after"):
+        with pytest.raises(CheckpointError, match=rf"a cannot be read from .*{found}"):
             reader.read("a")
-
-
-def test_view_in_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
-    path = save({"a": torch.ones(100, 100).t()}, tmp_path / "pytorch_model.bin")
-    with PickledReader(path) as reader:
-        os.truncate(path, 500)
-        with pytest.raises(CheckpointError, match=r"a cannot be read from .*the file became shorter"):
-            reader.read("a")
-
-
-def test_flipped_bit_of_a_view_is_found(tmp_path: Path) -> None:
-    path = save({"a": torch.full((8, 8), 7.0).t()}, tmp_path / "pytorch_model.bin")
-    content = bytearray(path.read_bytes())
-    content[content.index(torch.full((64,), 7.0).numpy().tobytes()) + 9] ^= 1
-    path.write_bytes(content)
-    with PickledReader(path) as reader, pytest.raises(CheckpointError, match=r"a in .* is damaged"):
-        reader.read("a")
 
 
 def test_pointer_that_was_fetched_in_place_of_the_file_is_named(tmp_path: Path) -> None:
@@ -470,14 +397,6 @@ def test_index_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=rf"index places {NORM} in .*lacks it; .*places x in .*; .*holds"
     ):
-        PickledReader(folder)
-
-
-def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    folder = two_shards(tmp_path)
-    (folder / "pytorch_model.bin.index.json").unlink()
-    save({Q_PROJ: torch.ones(1)}, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=rf"{Q_PROJ} is both in pytorch_model-00001-of-00002.bin"):
         PickledReader(folder)
 
 

@@ -80,12 +80,6 @@ class TestPageCache:
         assert cached_share(index, 0) < 0.5
         assert cached_share(index, 2) < 0.5
 
-    def test_nothing_is_read_where_nothing_is_requested(self, index: TensorIndex) -> None:
-        drop_from_memory(index)
-        with ReadAhead(index):
-            pass
-        assert max(cached_share(index, layer) for layer in index.layers) < 0.1
-
     def test_layers_come_in_the_order_of_the_requests(self, index: TensorIndex) -> None:
         drop_from_memory(index)
         with ReadAhead(index) as ahead:

@@ -66,10 +66,3 @@ def test_two_columns_or_rows_are_enough_for_an_order() -> None:
     assert is_transposed(torch.zeros(3, 2).T)
     # The rows overlap.
     assert not is_transposed(torch.zeros(5).as_strided((2, 3), (1, 1)))
-
-
-def test_buffer_of_a_few_rows_is_filled_again_and_again() -> None:
-    source = torch.arange(5 * 300_000, dtype=torch.int32).view(torch.float32).view(5, -1)
-    out = torch.zeros(300_000, 5)
-    copy_matrix(source, out.T)
-    assert torch.equal(out.T.view(torch.int32), source.view(torch.int32))

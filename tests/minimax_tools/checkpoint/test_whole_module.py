@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from minimax_tools.checkpoint.weight_files import refuse_pickled_module
-from minimax_tools.errors import CheckpointError
 from minimax_tools.torch_file import find_pickled_module
 from neuron.cli import main as mm2_test
 
@@ -21,11 +20,6 @@ def pickled(tmp_path: Path) -> Path:
     return path
 
 
-def test_module_is_told_by_its_class(pickled: Path) -> None:
-    assert find_pickled_module(pickled) == "torch.nn.modules.linear.Linear"
-    assert find_pickled_module(pickled) == "torch.nn.modules.linear.Linear"
-
-
 def test_other_files_are_none(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "state.pt")
     (tmp_path / "port.py").write_text("class Layer: ...")
@@ -33,13 +27,6 @@ def test_other_files_are_none(tmp_path: Path) -> None:
     for path in (*tmp_path.iterdir(), tmp_path, tmp_path / "gone.pt"):
         assert find_pickled_module(path) is None
         refuse_pickled_module(path)
-
-
-def test_refusal_says_what_to_save(pickled: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"found a pickled module, torch.nn.modules.linear.Linear.*state_dict"
-    ):
-        refuse_pickled_module(pickled)
 
 
 def run(command: Any, *words: object) -> str:

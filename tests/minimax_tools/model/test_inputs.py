@@ -29,13 +29,6 @@ def test_left_padding_precedes_the_tokens() -> None:
     assert inputs.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
-def test_positions_count_real_tokens_on_either_side() -> None:
-    right, left = pad([[1, 2, 3, 4], [5, 6]]), pad([[1, 2, 3, 4], [5, 6]], side="left")
-    for inputs in (right, left):
-        real = inputs.attention_mask.bool()
-        assert inputs.position_ids[1][real[1]].tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_positions_count_on_from_each_rows_first(side: str) -> None:
     inputs = pad_rows(
@@ -61,10 +54,6 @@ def test_positions_are_worded_as_runs_without_padding(starts: tuple[int, int], w
         ROWS, padding_side="right", buckets=(8,), pad_token_id=9, source="a test", start_positions=starts
     )
     assert format_positions(inputs) == words
-
-
-def test_one_position_is_worded_as_one() -> None:
-    assert format_positions(pad([[1]])) == "position 0"
 
 
 def test_tokens_that_the_model_has_positions_for_can_follow() -> None:

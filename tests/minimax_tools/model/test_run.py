@@ -95,7 +95,3 @@ def test_run_without_sites_is_refused() -> None:
 def test_sites_out_of_order_are_a_mistake_of_the_caller(sites: tuple[Site, ...]) -> None:
     with pytest.raises(ValueError, match="not in execution order"):
         replace(RUNS[0], sites=sites)
-
-
-def test_words() -> None:
-    assert str(RUNS[2]) == "layers_0_to_5 (chained, layers 0 to 5)"

@@ -298,17 +298,3 @@ def test_moe_mistake_shows_in_moe_delta_of_every_layer(
         changed = run_changed(model, layer, hidden, mistake)
         assert torch.equal(changed.attn_delta, one.attn_delta)
         assert distance(changed.moe_delta, one.moe_delta) > 0.1
-
-
-def test_gate_and_up_swapped_hide_from_the_outputs_cosine(
-    model: Model, inputs: list[torch.Tensor], runs: list[LayerRun]
-) -> None:
-    for layer, hidden, one in zip(model.model.layers, inputs, runs, strict=True):
-        changed = run_changed(model, layer, hidden, swap_gate_and_up)
-        assert torch.cosine_similarity(changed.output.flatten(), one.output.flatten(), dim=0) > 0.99
-        assert torch.cosine_similarity(changed.moe_delta.flatten(), one.moe_delta.flatten(), dim=0) < 0.9
-
-
-def test_no_change_leaves_every_bit(model: Model, inputs: list[torch.Tensor], runs: list[LayerRun]) -> None:
-    again = run_changed(model, model.model.layers[3], inputs[3], lambda *_: None)
-    assert torch.equal(again.output, runs[3].output)

@@ -7,7 +7,6 @@ import jinja2
 import pytest
 import tokenizers
 
-from minimax_tools.errors import UsageError
 from minimax_tools.synthetic.toy_tokenizer import write_tokenizer
 
 TEXT = "The router of layer 7 isn't sure: naïve café, 東京, x_1 += 0.5\n\tdone."
@@ -60,9 +59,3 @@ def test_transformers_reads_tokenizer_and_template(tmp_path: Path) -> None:
     assert tokenizer.eos_token_id == ids.eos_token_id
     assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False).endswith("]~b]ai\nHi[e~[\n")
-
-
-def test_vocabulary_without_room_for_all_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="at least 262: every byte and the special tokens"):
-        write_tokenizer(tmp_path, vocab_size=261)
-    assert list(tmp_path.iterdir()) == []
