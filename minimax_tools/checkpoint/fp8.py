@@ -42,11 +42,8 @@ def dequantise(
 ) -> torch.Tensor:
     """Return the weight [R,C] in `dtype`: codes times block scales in float32, rounded once; NaN codes stay NaN.
 
-    Args:
-        weight_fp8: Codes, float8_e4m3fn [R,C], on any device; fast on the CPU.
-        scale_inv: Factors, float32 [ceil(R/128), ceil(C/128)], on the same device.
-        out: Tensor for the result, [R,C] in `dtype`, on the same device. Default: a new one.
-        dtype: Dtype of the result.
+    `weight_fp8` is float8_e4m3fn [R,C], `scale_inv` float32 [ceil(R/128), ceil(C/128)], on one device. `out` takes the
+    result, instead of new memory.
 
     Raises:
         ValueError: A dtype or shape differs from the above.
@@ -74,12 +71,8 @@ def decode_codes(
 ) -> torch.Tensor:
     """Return the weight as float32 [R,C]: a number for each code, times the block's scale, rounded once to `dtype`.
 
-    Args:
-        weight_fp8: Codes, float8_e4m3fn [R,C], on the CPU.
-        scale_inv: Factors, float32 [ceil(R/128), ceil(C/128)], on the CPU.
-        numbers: Number of each code by its byte, float32 [256]; the format's own are `CODE_NUMBERS`.
-        dtype: Dtype that the products are rounded to.
-        out: Memory for the result, contiguous float32 [R,C]. Default: new memory.
+    Codes and scales are as in `dequantise`, on the CPU. `numbers` has the number of each code by its byte, float32
+    [256]; the format's own are `CODE_NUMBERS`. `out` is memory for the result, contiguous float32.
 
     Raises:
         ValueError: A dtype or shape differs from the above.

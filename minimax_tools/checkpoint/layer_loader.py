@@ -107,12 +107,8 @@ def packed_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device)
 def gate_up_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the places [I,H] of gate (w1) and up (w3) matrices in `out` [E,2·I,H], gate rows first, by name.
 
-    For storage of transposed matrices, [E,H,2·I], give its view `.mT`.
-
-    Args:
-        experts: Numbers of the experts, in the order of the storage.
-        out: The storage.
-        dtype: Dtype that the storage must have.
+    `experts` are numbers in the order of the storage. For storage of transposed matrices, [E,H,2·I], give its view
+    `.mT`.
 
     Raises:
         ValueError: The storage has another dtype or shape.
@@ -138,12 +134,8 @@ def down_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dic
 class PackedMatrices:
     """Experts' matrices [E,R,C] as transformers' eager loop reads them: one at a time, by `[expert]`.
 
-    A matrix is valid until the next access: all share one buffer.
-
-    Args:
-        parts: FP8 codes and block scales of the parts that form the matrices, one below the other: gate and up, or
-            down alone. The rows of all parts add up to R.
-        dtype: Dtype of the matrix that an access gives.
+    A matrix is valid until the next access: all share one buffer. `parts` are FP8 codes and block scales of the parts
+    that form the matrices, one below the other: gate and up, or down alone.
     """
 
     def __init__(self, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...], *, dtype: torch.dtype) -> None:
@@ -217,15 +209,9 @@ class _LoadedLayer:
 class LayerLoader:
     """Fills one layer's storage after the other; with `prefetch`, two storages take turns.
 
-    Whole layers are read past the page cache, because a pass needs each once. Single experts go through the cache:
-    the next token may need them again.
-
-    Args:
-        reader: The checkpoint, its layers verified.
-        new_storage: Makes the storage; called once, or twice with `prefetch`.
-        prefetch: Fill the next layer's storage while the current layer is in use.
-        num_threads: Number of reading threads. Default: two per core that torch computes with, so that some
-            dequantise while others wait for the disk.
+    Whole layers are read past the page cache, because a pass needs each once. Single experts go through the cache: the
+    next token may need them again. Two threads read for each core that torch computes with, unless `num_threads` says
+    otherwise: some dequantise while others wait for the disk.
     """
 
     def __init__(

@@ -78,11 +78,10 @@ class CheckpointTensors(MutableMapping[str, torch.Tensor]):
     ) -> None:
         """Fill `out` with the values of a tensor, cast to its dtype, or with those of some rows and columns.
 
-        Other rows are not read. Arguments are as for `CheckpointReader.read_weight_into`.
+        Arguments are as for `CheckpointReader.read_weight_into`.
 
         Raises:
-            ValueError: The tensor has no such rows or columns, `out` has another shape than they, or the tensor was
-                set to FP8 codes, whose scales are unknown.
+            ValueError: `out` has another shape, or the tensor was set to FP8 codes, whose scales are unknown.
         """
         value = self._value_in_memory(name)
         if value is None:
@@ -177,11 +176,7 @@ class LayerTensors(CheckpointTensors):
         return cls(reader, layer=layer, dtype=dtype, stored=stored, present=dict.fromkeys(stored))
 
     def of_layer(self, layer: int) -> LayerTensors:
-        """Return the tensors of another layer of the same checkpoint, none of them replaced.
-
-        Raises:
-            CheckpointError: The checkpoint lacks one.
-        """
+        """Return the tensors of another layer of the same checkpoint, none of them replaced."""
         return LayerTensors._of_names(self.reader, layer, self.dtype, self._stored)
 
     def stored_dtype(self, name: str) -> torch.dtype:

@@ -91,16 +91,10 @@ class PickledEntry(TensorEntry):
 class PickledReader(CheckpointReader):
     """Reader of single tensors of `.bin` files, as `CheckpointReader` is of safetensors.
 
-    Opening reads names, shapes, dtypes and places, and no tensor. A tensor that fills its storage is checked by the
-    file's checksum when it is read whole.
-
-    Args:
-        path: A checkpoint's folder, or a single `.bin`, `.pt` or `.pth` file.
-        index: Tensors to read. Default: all tensors of `path`.
+    Opening reads no tensor. A tensor that fills its storage is checked by the file's checksum when it is read whole.
 
     Raises:
-        CheckpointError: A file is missing, damaged or not written by torch.save, holds no state dict or tensors
-            that cannot be read, or the files contradict their index (see `read_pickled_index`).
+        CheckpointError: The files are missing, damaged or not what `read_pickled_index` takes.
     """
 
     def __init__(self, path: Path, *, index: TensorIndex | None = None) -> None:
@@ -179,8 +173,8 @@ def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
 def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
     """Read the tensors of the state dict in one `.bin`, `.pt` or `.pth` file, in the order of their data.
 
-    The state dict is the file's value itself, or lies in it under `state_dict`, `model_state_dict`, `model`
-    or `module`. Other values (versions, counters, optimizer state) are left out, and logged.
+    The state dict is the file's value itself, or lies in it under one of `_NESTED_KEYS`. Other values (versions,
+    counters, optimizer state) are left out, and logged.
 
     Raises:
         CheckpointError: The file is missing, damaged or not written by torch.save. Or it does not hold exactly one

@@ -67,15 +67,10 @@ class CheckpointReader:
 
     Opened shards stay open until `close`, or the end of a `with` block. FP8 codes, and matrices to be transposed, pass
     through buffers that each thread keeps: fresh memory for every matrix would cost more than the arithmetic.
-
-    Args:
-        folder: The checkpoint folder.
-        index: Index of the folder. Default: read from the folder.
-        layers: Decoder layers that will be read; shards without their tensors may be missing (see
-            `TensorIndex.from_folder`). With None every shard must be here.
+    `index` and `layers` are as in `TensorIndex.from_folder`.
 
     Raises:
-        CheckpointError: The folder's shards have faults (see `TensorIndex.from_folder`).
+        CheckpointError: The folder's shards have faults.
     """
 
     def __init__(

@@ -72,11 +72,7 @@ class WeightFiles:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Read the shard of each tensor from an index file.
-
-    Raises:
-        CheckpointError: The file is missing or no index, or names files in other folders.
-    """
+    """Read the shard of each tensor from an index file, as `read_index_json` does."""
     weight_map: dict[str, str] = read_index_json(path)["weight_map"]
     return weight_map
 

@@ -109,8 +109,8 @@ PART_EMBEDDING, PART_NORM, PART_HEAD, PART_REST = "embedding", "final norm", "lm
 class ParamMapper:
     """Questions about the part of a model that a tensor belongs to.
 
-    `model_type` is config.json's name for a family in `ARCHITECTURES`, or the `Architecture` itself. Every method
-    raises `UsageError` for an unknown `model_type`. Block scales and biases belong to the part of their weight.
+    `model_type` is config.json's name for a family in `ARCHITECTURES`, or the `Architecture` itself; an unknown one is
+    a UsageError. Block scales and biases belong to the part of their weight.
     """
 
     @staticmethod

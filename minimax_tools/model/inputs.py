@@ -110,8 +110,8 @@ class Inputs:
         """Divide the rows among two calls of a layer, of one shape: the rows of each. One row is one call.
 
         The second call has other positions and another mask, so that what a port keeps of the first by its shape alone
-        shows: longer rows come behind shorter ones. Each call has two rows at least, as mistakes of a batch need; so
-        few rows are there twice, and their values in the second call count.
+        shows. Each call has two rows at least, as mistakes of a batch need; so few rows are there twice, and their
+        values in the second call count.
         """
         lengths = self.lengths
         rows = sorted(range(self.batch_size), key=lambda row: -lengths[row])
@@ -174,15 +174,10 @@ def pad_rows(
     source: str,
     start_positions: tuple[int, ...] = (),
 ) -> Inputs:
-    """Pad `rows` to the longest row, or to the smallest bucket that holds it.
+    """Pad `rows` to the longest row, or to the smallest of the `buckets` that holds it.
 
-    Args:
-        rows: Token ids of each row.
-        padding_side: `left` or `right`, for all rows or for each.
-        buckets: Allowed padded lengths; empty to pad to the longest row's length.
-        pad_token_id: Token id that fills the padding.
-        source: Origin of the rows, in a few words.
-        start_positions: Position of each row's first token; empty if all rows begin at 0.
+    `padding_side` is `left` or `right`, for all rows or for each. Rows begin at position 0, or at their
+    `start_positions`.
 
     Raises:
         UsageError: No row, an empty row, or a row longer than every bucket.
@@ -246,15 +241,11 @@ def format_positions(inputs: Inputs) -> str:
 
 
 def decoded_columns(attention_mask: torch.Tensor, num_tokens: int) -> range:
-    """Choose the columns of a batch to decode one at a time, out of S.
+    """Choose the columns of a batch to decode one at a time, out of S; `attention_mask` is [B,S] of 0/1.
 
     One range serves all prompts. It holds the last `num_tokens` real tokens of each, and ends with the last real token
     of the batch. It begins behind the first token of some prompt, because nothing is cached before a first token. With
     padding on the left, a shorter prompt may begin within the range.
-
-    Args:
-        attention_mask: [B,S] of 0/1.
-        num_tokens: Number of tokens of each prompt to decode, less than the longest prompt has.
     """
     real_columns = [mask.nonzero().flatten().tolist() for mask in attention_mask]
     # `columns[0]` is a prompt's first token, which is not decoded. A prompt of one token sets no start.
@@ -274,12 +265,9 @@ def tail_tokens(attention_mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def decoded_tokens(attention_mask: torch.Tensor, num_tokens: int, *, by_row: bool) -> torch.Tensor:
-    """Decide for each token of a batch whether a run decodes it: bool [B,S].
+    """Decide for each token whether a run decodes the last `num_tokens` of each prompt, 0 for none: bool [B,S].
 
-    Args:
-        attention_mask: [B,S] of 0/1.
-        num_tokens: Number of tokens of each prompt to decode; 0 for none.
-        by_row: Whether each prompt decodes its own last tokens; else all decode the same columns.
+    If `by_row`, each prompt decodes its own last tokens; else all decode the same columns.
     """
     if by_row or num_tokens == 0:
         is_first = attention_mask.bool() & (attention_mask.cumsum(1) == 1)

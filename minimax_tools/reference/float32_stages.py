@@ -131,7 +131,7 @@ def attend(
     Args:
         layer: The layer's values.
         scale: Additional factor on the scores, after D^-0.5.
-        is_tiled: Whether query head j reads kv head j % K instead of j // (N/K), where N/K heads share one kv head.
+        is_tiled: Whether query head j reads kv head j % K instead of j // (N/K).
         is_causal: Whether later keys are hidden.
         hides_padding: Whether padded keys are hidden.
         window: Number of latest keys that a query sees; None for all.
@@ -295,12 +295,10 @@ STAGES: Mapping[Site, Stage] = MappingProxyType(
 
 
 class Float32Layer:
-    """A decoder layer in float32.
+    """A decoder layer in float32, which computes one site or all of them.
 
-    Args:
-        spec: The model.
-        tensors: The layer's weights by the hub's relative names. Each is read and upcast when it is needed; only
-            experts' weights are read again for each use.
+    Experts run one at a time, and only those that tokens are routed to. `tensors` are the layer's weights by the hub's
+    relative names: each is upcast when it is needed; only experts' weights are read again for each use.
     """
 
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -311,13 +309,10 @@ class Float32Layer:
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
     ) -> dict[Site, torch.Tensor]:
-        """Compute every site but the input, float32 on the CPU; no expert runs for padding.
+        """Compute every site but the input [B,S,H], float32 on the CPU; no expert runs for padding.
 
-        Args:
-            hidden_states: The layer's input [B,S,H].
-            inputs: The batch, for its mask and positions.
-            router_experts: int64 [B,S,k], the choice to replay; None for the layer's own. `router_experts` of the
-                result is always the layer's own.
+        `router_experts`, int64 [B,S,k], is the choice to replay; None for the layer's own. That of the result is always
+        the layer's own.
         """
         # Later sites are computed from the replayed choice; `sites` keeps the layer's own.
         replayed = {} if router_experts is None else {Site.ROUTER_EXPERTS: router_experts.long()}
@@ -329,12 +324,9 @@ class Float32Layer:
         return sites
 
     def compute(self, site: Site, values: Mapping[Site, torch.Tensor], inputs: Inputs) -> torch.Tensor:
-        """Compute one site, float32 on the CPU (experts int64), from other sites.
+        """Compute one site but the input, on the CPU, from at least those in `SITE_INPUTS[site]`.
 
-        Args:
-            site: Any site but the input.
-            values: At least the sites in `SITE_INPUTS[site]`, float32 (experts int64), in the shapes that `Site` gives.
-            inputs: The batch, for its mask and positions.
+        Values are float32 (experts int64), in the shapes that `Site` gives.
         """
         layer = _Values(spec=self._spec, tensors=self._tensors, kept=self._kept, inputs=inputs, given=values)
         with torch.no_grad():

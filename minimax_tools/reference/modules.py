@@ -52,10 +52,7 @@ RecordRope = Callable[[torch.Tensor, torch.Tensor], None]
 def require_golden_extra(needed_for: str) -> None:
     """Check that transformers and accelerate are installed, and set USE_TORCH_XLA=0 for accelerate.
 
-    Call it before accelerate is imported, by transformers too: accelerate reads the variable only then.
-
-    Args:
-        needed_for: Purpose of the packages, which begins the error's text.
+    Call it before accelerate is imported, by transformers too. `needed_for` begins the error's text.
 
     Raises:
         MissingExtraError: One of them is not installed.
@@ -82,8 +79,7 @@ def recording_layer(
 ) -> Iterator[dict[Site, torch.Tensor]]:
     """Record sites of a decoder layer that runs in the block; yield the tensors, filled as they are computed.
 
-    `layer` is transformers' decoder layer, which runs with `attn_implementation`. Tensors are copied to the CPU at
-    once, in transformers' shapes.
+    Tensors are copied to the CPU at once, in transformers' shapes.
 
     Raises:
         KeyError: transformers has no attention implementation of that name.

@@ -44,14 +44,11 @@ class RoundedLayer:
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
     ) -> tuple[dict[Site, torch.Tensor], ...]:
-        """Compute every site but the input, for each copy, float32; no expert runs for padding.
+        """Compute every site but the input [B,S,H], for each copy, float32; no expert runs for padding.
 
-        Args:
-            hidden_states: The layer's input [B,S,H].
-            inputs: The batch, for its mask and positions.
-            router_experts: int64 [B,S,k], the choice that all copies replay; None for the choice of the first copy
-                that rounds to nearest, or else of the first copy. The site `router_experts` has each copy's own
-                choice; `router_weights` has the weights of the replayed choice, in its order.
+        `router_experts`, int64 [B,S,k], is the choice that all copies replay; None for the choice of the first copy
+        that rounds to nearest, or else of the first copy. The site `router_experts` has each copy's own choice;
+        `router_weights` has the weights of the replayed choice, in its order.
         """
         with torch.no_grad():
             copies_rsh = hidden_states.float().repeat(len(self.kinds), 1, 1)
@@ -241,20 +238,10 @@ def run_variants(
     router_experts: torch.Tensor,
     layer: int,
 ) -> Mapping[str, Mapping[Site, torch.Tensor]]:
-    """Compute the variants of one layer side by side.
+    """Compute the variants of one layer side by side; every site but the input, float32, by the variant's name.
 
-    Args:
-        names: Names from `variant_names.variant_names`.
-        hidden_states: The golden's input of the layer [B,S,H], on the device to compute on.
-        inputs: The batch, for its mask and positions.
-        spec: The model.
-        tensors: The layer's weights by the hub's relative names.
-        router_experts: int64 [B,S,k], the golden's choice, which all variants replay: a flip is no rounding error.
-        layer: The layer's number, which is the seed of the random steps.
-
-    Returns:
-        For each variant by name, every site but the input, float32 on the same device; `router_experts`, int64, is the
-            variant's own choice, not the replayed one.
+    All replay the golden's choice `router_experts`, int64 [B,S,k]: a flip is no rounding error. The site
+    `router_experts` of the result is the variant's own choice. `layer`, its number, is the seed of the random steps.
     """
     kinds = tuple(RoundingKind.NEAREST if name == NEAREST else RoundingKind.RANDOM for name in names)
     computed = RoundedLayer(spec, tensors, kinds=kinds, seed=layer).run(

@@ -40,12 +40,9 @@ class Rounding:
     seed: int  # seed of the random steps. The same `seed` and `draw` give the same steps.
 
     def apply(self, values: torch.Tensor, rounded: RoundedRows, *, draw: int) -> torch.Tensor:
-        """Round float32 values [R,…] in place, and return them.
+        """Round float32 values [R,…] in place, the rows that `rounded` names, and return them.
 
-        Args:
-            values: The values; nothing else uses them.
-            rounded: The rows that are rounded, from `rounded_rows`.
-            draw: Number of this rounding. Roundings with different numbers have different random steps.
+        Roundings with different numbers (`draw`) have different random steps.
         """
         for kind, rows in rounded:
             part = values[rows]

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 class TransformersLayer:
     """A decoder layer that is built without weights; `bind` gives it some.
 
-    Args:
-        config: transformers' config, which names the implementations of attention and experts.
-        layer: The layer's number.
-        device: Device to compute on.
-        dtype: Dtype to compute in; None for that of the input.
+    `config` is transformers' own, which names the implementations of attention and experts. It computes in `dtype`, or
+    in that of the input.
     """
 
     def __init__(
@@ -65,15 +62,11 @@ class TransformersLayer:
         router_experts: torch.Tensor | None,
         sites: tuple[Site, ...],
     ) -> dict[Site, torch.Tensor]:
-        """Run the layer and return its sites on the CPU.
+        """Run the layer on its input [B,S,H], and return its sites on the CPU.
 
-        Args:
-            hidden_states: The layer's input [B,S,H].
-            inputs: The batch, for its mask and positions.
-            router_experts: int64 [B,S,k], the choice that the experts replay, so that a flipped near-tie does not
-                count as an arithmetic error; None to let the layer choose.
-            sites: Sites to return. `router_experts` is the layer's own choice; `router_weights` are the weights of
-                the replayed choice, in its order.
+        `router_experts`, int64 [B,S,k], is the choice that the experts replay, so that a flipped near-tie does not
+        count as an arithmetic error; None to let the layer choose. The site `router_experts` is the layer's own choice;
+        `router_weights` are the weights of the replayed choice, in its order.
         """
         own_choice = Recorder(
             self.module, {Site.ROUTER_EXPERTS: LAYER_TAPS[Site.ROUTER_EXPERTS]}, keep=copy_to_host

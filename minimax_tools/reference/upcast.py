@@ -117,17 +117,11 @@ def upcast_experts(
     *,
     rounding: ExpertRounding | None = None,
 ) -> torch.Tensor:
-    """Run every token through its experts, in float32: [T,H].
+    """Run every token of `states` [T,H] through its `experts` [T,k], weighted by `shares` [T,k], in float32: [T,H].
 
     On a CPU experts run side by side, one thread each. Their outputs are added in the order of the experts' numbers,
-    so that the sums do not depend on the number of threads.
-
-    Args:
-        weights: The layer's weights by the hub's relative names, of any float dtype; read from several threads.
-        states: float32 [T,H].
-        experts: int64 [T,k], each token's experts.
-        shares: float32 [T,k], the weight of each of these experts.
-        rounding: How tokens round what their experts compute, and its sums; None to compute exactly.
+    so that the sums do not depend on the number of threads. `weights` are the layer's, by the hub's relative names.
+    Without `rounding`, all is computed exactly.
     """
     output = torch.zeros_like(states)
     numbers = experts.unique().tolist()

@@ -60,17 +60,10 @@ class SyntheticCheckpoint:
 def synthesize(
     output: Path, *, model: SyntheticModel, dtype: torch.dtype, shard_size_bytes: int | None, seed: int
 ) -> SyntheticCheckpoint:
-    """Write a checkpoint of `model` to the folder `output`, its linear layers stored in `dtype`.
+    """Write a checkpoint of `model` to the absent or empty folder `output`, its linear layers stored in `dtype`.
 
-    The same arguments give the same bytes.
-
-    Args:
-        output: A folder that is absent or empty.
-        model: Quantities of the model.
-        dtype: float8_e4m3fn, bfloat16 or float32. Router gate and correction bias are always float32.
-        shard_size_bytes: Limit on a shard's data, exceeded only by a single larger tensor. None for four or more
-            shards, at most as large as the hub's.
-        seed: Seed of all random numbers.
+    The same arguments give the same bytes. A shard's data exceed `shard_size_bytes` only by a single larger tensor;
+    None gives four or more shards, at most as large as the hub's.
 
     Raises:
         UsageError: `output` is not empty, or the quantities cannot be stored in `dtype`.

@@ -41,12 +41,8 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 class GeneratedTensors(LayerTensors):
     """A stand-in for the checkpoint's `LayerTensors` that generates values and reads nothing.
 
-    Args:
-        spec: The model; it may be smaller than the checkpoint's.
-        layer: Number of the layer, for messages.
-        dtype: Dtype of all tensors except the router gate and the correction bias, which are float32.
-        make: Makes the values of a tensor in its shape, in any dtype.
-        reader: The checkpoint, as `LayerTensors` needs one; no tensor is read from it.
+    `make` makes the values of a tensor in its shape; `dtype` is that of all but the router gate and the correction
+    bias, which are float32. The model of `spec` may be smaller than the checkpoint's.
     """
 
     def __init__(
@@ -63,7 +59,7 @@ class GeneratedTensors(LayerTensors):
         )
 
     def given_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which an access gives the tensor."""
+        """Return the dtype in which an access gives the tensor, without making it."""
         # The parent would make the tensor to answer. Nobody has set a "stored" one to another value.
         return self._stored[name] if self.is_stored(name) else super().given_dtype(name)
 

@@ -85,7 +85,7 @@ class ExpertLines:
     def of(
         cls, family: PortFamily, table: LineTable, *, strays: Collection[tuple[str, int | None]] = ()
     ) -> ExpertLines | None:
-        """Find the lines of experts in a family; None if it holds none. `strays` are kinds of experts to leave out."""
+        """Find the lines of experts in a family, without the kinds of `strays`; None if it holds none."""
         place_of = family.places_of(table)
         by_kind = table.of_experts[family.direction]
         for kind, expert in strays:
@@ -350,13 +350,9 @@ class HeldPart:
 
 
 def check_part(module: nn.Module, tensors: NotedTensors, *, sent: PortLines, pool: ReadingPool) -> HeldPart:
-    """Compare what a rank's module holds with the checkpoint.
+    """Compare what a rank's module holds, once it is loaded, with the `tensors` that it was given.
 
-    Args:
-        module: The module, loaded.
-        tensors: The layer that it was given. Where the module holds something else, a tensor is read again.
-        sent: Lines of the tensors that were sent to a device; those of tensors on the CPU are added.
-        pool: Threads that sum up lines.
+    `sent` has the lines of tensors that were sent to a device; those of tensors on the CPU are added.
     """
     lines, port_tensors = sent, find_port_tensors(module)
     lines.note_all(port_tensors, pool)

@@ -81,13 +81,9 @@ class WeightInspection:
 def inspect_weights(
     shared: SharedPort, checkpoint_spec: ModelSpec, *, loads: bool, budget: MemoryBudget
 ) -> WeightInspection:
-    """Trace a port's conversion, run the port on generated weights, and load the checkpoint's own layer.
+    """Trace a port's conversion, run the port on generated weights, and load the checkpoint's own layer if it `loads`.
 
-    Args:
-        shared: The port, on all ranks that share it.
-        checkpoint_spec: The checkpoint's model.
-        loads: True to load the checkpoint's own layer too.
-        budget: Memory limit of the process. It sets how many experts are traced, and the trial's dtype.
+    The memory `budget` sets how many experts are traced, and the trial's dtype.
 
     Raises:
         CheckpointError: The layer cannot be read.

@@ -46,13 +46,7 @@ class LoadedLayer:
 def check_loaded(
     loaded: LoadedLayer, layouts: Sequence[TensorLayout], found: Sequence[WeightFinding]
 ) -> Iterator[WeightFinding]:
-    """Yield the faults of a loaded port that the trace has not found.
-
-    Args:
-        loaded: The port.
-        layouts: Layouts of the first rank's tensors, traced.
-        found: Findings of the trace and the trial.
-    """
+    """Yield the faults of a loaded port that trace and trial have not `found`; `layouts` are the first rank's."""
     wrong = {kind for finding in found if finding.severity is Severity.WRONG for kind in finding.kinds}
     known = {kind for finding in found for kind in finding.kinds}
     for fault in loaded.held.faults:
@@ -152,14 +146,7 @@ _NAMED_KINDS = {
 def check_layouts(
     by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors, spec: ModelSpec, scales: Scales
 ) -> list[WeightFinding]:
-    """Return all findings of the layouts.
-
-    Args:
-        by_rank: Layouts of each rank's port tensors, in rank order.
-        sources: The traced tensors of the layer.
-        spec: The traced model.
-        scales: Factors of the source tensors, over all ranks.
-    """
+    """Return all findings of the layouts of each rank's port tensors, in rank order."""
     findings = [*_find_by_count(by_rank, sources), *find_scaled(scales)]
     ranks_with: dict[WeightFinding, set[int]] = {}
     for rank, layouts in enumerate(by_rank):

@@ -73,14 +73,9 @@ def _bf16_probe(numbers: torch.Tensor) -> torch.Tensor:
 
 
 class OriginRecorder:
-    """A record of what each pass shows of one port tensor.
+    """A record of what each pass shows of one port tensor, or of the `part` of it that is traced.
 
-    It keeps the values of the first two passes, in the tensor's own dtype, and flags and a source number per element.
-
-    Args:
-        part: The part of the port tensor that is traced.
-        ones: A copy of the port tensor after the pass in which every source element is 1: the next pass overwrites it.
-        twos: The port tensor, whole, after the pass in which every source element is 2.
+    `ones` and `twos` are the port tensor after the passes in which every source element is 1, and 2.
     """
 
     def __init__(self, name: str, part: TensorPart, ones: Snapshot, twos: torch.Tensor) -> None:
@@ -298,11 +293,8 @@ _UNSAMPLED_VALUE = 3.0
 class OriginTracer:
     """A trace of a port's conversion.
 
-    Args:
-        sources: The traced tensors: all tensors of a layer, or those of a sample.
-        shapes: Shapes of all tensors of the layer, by name.
-        load: Loads generated tensors into the port.
-        pool: Threads that record what a pass shows, one port tensor each.
+    `sources` are the traced tensors, `shapes` those of all tensors of the layer; `load` loads generated ones into the
+    port.
     """
 
     def __init__(
@@ -323,9 +315,6 @@ class OriginTracer:
         """Return the origin of every port tensor, in the module's order.
 
         Tensors that hold only experts outside the sample are left out, unless they hold constants too.
-
-        Raises:
-            TargetError: The port's conversion raised, or its result does not fit the module.
         """
         self._start_recorders()
         num_digits = 1

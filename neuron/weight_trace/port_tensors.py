@@ -27,8 +27,7 @@ Bits = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
 def find_port_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters, buffers and tensors in plain attributes by name, each tensor once.
 
-    Tensors outside the state dict count too. A port may keep weights there on purpose. A buffer left there by mistake
-    still holds the values of its constructor.
+    Tensors outside the state dict count too: a port may keep weights there.
     """
     tensors: dict[str, torch.Tensor] = {}
     ids: set[int] = set()

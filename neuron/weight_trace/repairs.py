@@ -63,11 +63,8 @@ def candidate_repairs(
 ) -> list[Repair]:
     """Return the repairs worth a trial.
 
-    Args:
-        by_rank: Layouts of each rank's tensors. All ranks run the same conversion, so the first shows most mistakes.
-        sources: All tensors of the layer.
-        spec: The traced model.
-        scales: Factors of all tensors; None if some of them were not traced.
+    All ranks run the same conversion, so the first one's layouts show most mistakes. `sources` are all tensors of the
+    layer; without `scales`, some of them were not traced.
     """
     layouts = by_rank[0]
     return [

@@ -133,10 +133,7 @@ class SourceLines:
     def note(
         self, name: str, values: torch.Tensor, *, rows: range | None = None, columns: range | None = None
     ) -> None:
-        """Note the lines of a tensor that was read, or of some of its rows and columns.
-
-        A line that is read in parts is known once all of it was read.
-        """
+        """Note the lines of a tensor, or of some rows and columns; a line is known once all of it was read."""
         num_rows, num_columns = self.table.matrices[name]
         if values.device.type != "cpu":
             return
@@ -192,12 +189,7 @@ class SourceLines:
 
 
 class LineIndex:
-    """Lines of one direction, found by their sums.
-
-    Args:
-        sums: The sum of each line by its number, uint64; lines whose sum is 0 are left out.
-        numbers: Numbers of the lines, int64 [n].
-    """
+    """Lines of one direction, found by their sums (uint64, by the line's number); lines whose sum is 0 are left out."""
 
     def __init__(self, sums: Sums, numbers: Numbers) -> None:
         numbers = numbers[sums[numbers] != 0]

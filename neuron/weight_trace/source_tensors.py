@@ -151,22 +151,7 @@ NOT_SAMPLED = -3  # a source element of an expert that is not traced landed
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorOrigin:
-    """Origins of a port tensor's elements.
-
-    Args:
-        numbers: Source numbers, int64, of the tensor's shape or of its traced part; or `CONSTANT`, `COMPUTED`,
-            `NOT_SAMPLED`.
-        gain: Factor of the landed elements; None if it differs between them, or none landed.
-        gains: Factor of each element, float32, of the shape of `numbers`; None if `gain` tells it.
-        offset: Number added to the landed elements; None if it differs between them, or none landed.
-        rounding: Largest relative error of the landed elements after gain and offset are undone; 0 if exact.
-        rounding_float32: The same of landed elements of the router's tensors, which stay float32 in every run.
-        constant: Value of the `CONSTANT` elements; None if it differs between them, or there are none.
-        weight_sum: Mean over `COMPUTED` elements of the sum of their weights; None without such elements.
-        num_mixed: Number of source elements in a `COMPUTED` element, if their weights are equal; None if unknown, for
-            example because the conversion is not linear.
-        mixed_kinds: Kinds of source tensors that the `COMPUTED` elements depend on.
-    """
+    """Origins of a port tensor's elements; *landed* elements are those that hold a source element."""
 
     name: str
     shape: tuple[int, ...]

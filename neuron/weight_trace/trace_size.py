@@ -38,8 +38,7 @@ def smaller_spec(spec: ModelSpec, *, num_ranks: int = 1) -> ModelSpec:
     """Return a model of the same proportions with at most `MAX_ELEMENTS` weights a layer, if halving gets that far.
 
     The head width, the query heads per kv head, the number of layers, and the ratio of hidden to intermediate size
-    stay. If `num_ranks` divides the kv heads or the intermediate size, it still does. A model that is small enough is
-    returned as it is.
+    stay. If `num_ranks` divides the kv heads or the intermediate size, it still does.
     """
     if num_elements(spec) <= MAX_ELEMENTS:
         return spec
@@ -145,12 +144,7 @@ def word_memory(
 ) -> tuple[str, ...]:
     """Return sentences on memory that a run in `dtype` does not need; () if there is none.
 
-    Args:
-        layouts: What the port's tensors hold.
-        peak_bytes: Most bytes of float32 temporaries at once, in the traced model; None if they were not measured.
-        spec: The traced model.
-        checkpoint_spec: The checkpoint's model, of which the sentences tell.
-        dtype: Dtype of the run.
+    `peak_bytes` are the most float32 temporaries at once in the traced model, None if they were not measured.
     """
     if dtype.itemsize >= torch.float32.itemsize:
         return ()
@@ -218,13 +212,7 @@ class ExpertSample:
     def fitting(
         cls, spec: ModelSpec, dtype: torch.dtype, budget: MemoryBudget, *, num_layers_held: int
     ) -> ExpertSample:
-        """Choose as many experts as fit in memory beside the port and its conversion, at least two.
-
-        Args:
-            spec: The traced model.
-            dtype: Dtype of the port's weights.
-            budget: Limit of the process; without one, the machine's free memory counts.
-            num_layers_held: Copies of the layer in memory: the module, and what its conversion returns.
+        """Choose as many experts as fit in memory beside `num_layers_held` copies of the layer, at least two.
 
         Raises:
             MemoryBudgetError: Two experts do not fit in the budget; without one, they are traced all the same.
@@ -269,13 +257,7 @@ class TrialMemory:
     def fitting(
         cls, spec: ModelSpec, dtype: torch.dtype, budget: MemoryBudget, *, num_layers_held: int
     ) -> TrialMemory:
-        """Choose float32 where it fits in memory, else the run's dtype.
-
-        Args:
-            spec: The traced model.
-            dtype: The run's dtype.
-            budget: Limit of the process; without one, the machine's free memory counts.
-            num_layers_held: Copies of the layer in memory: the module, and what its conversion returns.
+        """Choose float32 where `num_layers_held` copies of the layer fit in memory, else the run's `dtype`.
 
         Raises:
             MemoryBudgetError: The layer does not fit in the budget in either dtype.

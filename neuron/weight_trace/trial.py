@@ -49,11 +49,9 @@ _GROUP_SIZE = 32
 
 
 def make_exact(tensors: Tensors, change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
-    """Return a layer's tensors, with those that ports quantise changed to exact values, each made on access.
+    """Return a layer's tensors, with those that ports quantise changed by one of `EXACT_VALUES`, each made on access.
 
-    Args:
-        tensors: Tensors by the hub's names relative to the layer. Signs stay, magnitudes do not.
-        change: One of `EXACT_VALUES`.
+    Signs stay, magnitudes do not.
     """
     return LazyTensors(tensors, lambda name: change(tensors[name]) if _is_quantised(name) else tensors[name])
 
@@ -197,16 +195,10 @@ def run_trial(
     keeps_tensors: bool,
     refills: Mapping[str, str] = MappingProxyType({}),
 ) -> TrialOutcome:
-    """Run the port on generated weights, and if it is wrong search for the repairs that make it right.
+    """Run the port on generated weights, and if it is wrong search for the `candidates` that make it right.
 
-    Args:
-        port: The port, built for `spec`.
-        spec: The traced model.
-        layer: Number of the layer.
-        candidates: Repairs to try if the output is wrong.
-        keeps_tensors: True to keep the generated weights in memory; else each access makes them anew.
-        refills: Port tensors that never got their weights, each with the name of the weight. If the output is wrong,
-            they get it, and repairs are searched for what is left.
+    `keeps_tensors` keeps the generated weights in memory. `refills` are port tensors that never got their weights, each
+    with the weight's name: if the output is wrong they get it, and repairs are searched for what is left.
 
     Raises:
         PortEndError: The port tried to exit, or ran out of memory.
