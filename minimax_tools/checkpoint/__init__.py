@@ -12,6 +12,5 @@
 - `layer_tensors`: a decoder layer, or a whole model, as a mapping
 - `filling`: the engine that fills storage from a checkpoint, for goldens and devices
 - `layer_loader`: a golden's layers, loaded one after the other into memory that is used again
-- `line_sums`: checksums of rows and columns, which tell a line in any layout
 - `fingerprint`: digests that tell models apart
 """
