@@ -1,4 +1,4 @@
-"""Bytes of files through the page cache and past it: the same bytes, and the cache left as it was."""
+"""Bytes of files through the page cache and past it, and layers read ahead: the same bytes, the cache as promised."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.shard_files import ShardFiles
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.shard_files import ReadAhead, ShardFiles, stored_layer_bytes
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 PIECE = 1 << 20
 NUM_BYTES = 3 * PIECE + 12_345
@@ -176,3 +180,89 @@ def test_closed_files_are_opened_anew(files: ShardFiles, path: Path, content: to
     assert len(os.listdir("/proc/self/fd")) < num_open  # noqa: PTH208
     files.read_into(path, 5, memory, past_cache=True)
     assert torch.equal(memory, content[5:15])
+
+
+# A layer is 12 MB: several of the pieces that are read at once.
+MODEL = SyntheticModel(num_hidden_layers=3, hidden_size=512, intermediate_size=512, num_local_experts=8)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> TensorIndex:
+    """Three layers in BF16, in shards that end within layers."""
+    folder = tmp_path_factory.mktemp("read_ahead") / "model"
+    synthesize(folder, model=MODEL, dtype=torch.bfloat16, shard_size_bytes=15_000_000, seed=0)
+    return TensorIndex.from_folder(folder)
+
+
+def drop_from_memory(index: TensorIndex) -> None:
+    """Let the system forget the shards; skip where it does not."""
+    for file in index.files:
+        drop(file)
+    if any(cached_share(index, layer) > 0.1 for layer in index.layers):
+        pytest.skip("this file system keeps its files in memory")
+
+
+def cached_share(index: TensorIndex, layer: int) -> float:
+    """The share of a layer's pages that are in the page cache."""
+    entries = [index[name] for name in index.layer_names(layer)]
+    pages = {
+        (entry.file, page)
+        for entry in entries
+        for page in range(
+            entry.offset // mmap.PAGESIZE, -(-(entry.offset + entry.size_bytes) // mmap.PAGESIZE)
+        )
+    }
+    cached = {(file, page) for file in index.files for page in cached_pages(file)}
+    return len(pages & cached) / len(pages)
+
+
+def test_holds_the_requested_layer_and_not_the_others(index: TensorIndex) -> None:
+    drop_from_memory(index)
+    with ReadAhead(index) as ahead:
+        ahead.request(1).result(timeout=60)
+    assert cached_share(index, 1) == 1
+    # The system reads on a little past what is asked for.
+    assert cached_share(index, 0) < 0.5
+    assert cached_share(index, 2) < 0.5
+
+
+def test_layers_come_in_the_order_of_the_requests(index: TensorIndex) -> None:
+    drop_from_memory(index)
+    with ReadAhead(index) as ahead:
+        first, second = ahead.request(2), ahead.request(0)
+        second.result(timeout=60)
+        assert first.done()
+    assert min(cached_share(index, 2), cached_share(index, 0)) == 1
+
+
+def test_layer_is_fetched_once(index: TensorIndex) -> None:
+    with ReadAhead(index) as ahead:
+        assert ahead.request(1) is ahead.request(1)
+
+
+def test_closing_drops_what_has_not_begun(index: TensorIndex) -> None:
+    ahead = ReadAhead(index)
+    requests = [ahead.request(layer) for layer in index.layers]
+    ahead.close()
+    assert all(request.done() for request in requests)
+
+
+def test_damaged_shard_is_left_to_whoever_reads_the_layer(index: TensorIndex, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in index.folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    damaged = TensorIndex.from_folder(folder)
+    for file in damaged.files[1:]:
+        file.unlink()
+    os.truncate(damaged.files[0], 1_000_000)
+    with ReadAhead(damaged) as ahead:
+        assert ahead.request(0).result(timeout=60) is None
+        assert ahead.request(2).result(timeout=60) is None
+
+
+def test_stored_bytes_of_a_layer_are_what_reading_it_reads(index: TensorIndex) -> None:
+    with CheckpointReader(index.folder, index=index) as reader:
+        for name in index.layer_names(1):
+            reader.read(name)
+        assert reader.num_bytes_read == stored_layer_bytes(index, 1) > 0
