@@ -27,7 +27,6 @@ from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.reference.float32_stages import Float32Layer, expert_shares
-from minimax_tools.reference.upcast import upcast_experts
 from minimax_tools.results.results import SiteResult, SiteStatus
 
 # Rows [T,F] by site, float32; experts are int64.
@@ -254,9 +253,6 @@ class Recomputation:
 
     def _run(self, site: Site, values: Values, position_ids: torch.Tensor) -> torch.Tensor:
         """Compute a site's rows [t,F] as one prompt without padding; only attention mixes tokens, one prompt a call."""
-        if site is Site.MOE_DELTA:
-            inputs = (values[source] for source in SITE_INPUTS[site])
-            return upcast_experts(self._weights.tensors, *inputs)
         head_dim = self._weights.spec.head_dim
         shaped = {
             source: rows.unflatten(-1, (-1, head_dim)).transpose(0, 1)[None]

@@ -18,7 +18,7 @@ from minimax_tools.model import weight_names
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.reference.upcast import upcast_experts
 
 # Queries of one prompt whose scores (of all heads) attention holds at a time. It trades memory for speed.
 _BLOCK_QUERIES = 256
@@ -297,8 +297,8 @@ STAGES: Mapping[Site, Stage] = MappingProxyType(
 class Float32Layer:
     """A decoder layer in float32, which computes one site or all of them.
 
-    Experts run one at a time, and only those that tokens are routed to. `tensors` are the layer's weights by the hub's
-    relative names: each is upcast when it is needed; only experts' weights are read again for each use.
+    `tensors` are the layer's weights by the hub's relative names: each is upcast when it is needed; only experts'
+    weights are read again for each use.
     """
 
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -378,19 +378,9 @@ class _Values:
         return self.kept[name]
 
     def run_experts(self) -> torch.Tensor:
-        """Run the experts of real tokens one after the other, and sum their outputs: [T,H], 0 on padding."""
+        """Run the experts of real tokens, and sum their outputs: [T,H], 0 on padding."""
         is_real = self.attention_mask.flatten().bool()
-        states = self[Site.POST_NORM][is_real]
-        experts, shares = self[Site.ROUTER_EXPERTS][is_real], self[Site.ROUTER_WEIGHTS][is_real]
-        total = torch.zeros_like(states)
-        for number in experts.unique().tolist():
-            tokens, slots = torch.where(experts == number)
-            gate, up, down = (
-                self.tensors[expert_weight(number, name)].float()
-                for name in (EXPERT_GATE, EXPERT_UP, EXPERT_DOWN)
-            )
-            output = swiglu(states[tokens] @ gate.T, states[tokens] @ up.T) @ down.T
-            total.index_add_(0, tokens, output * shares[tokens, slots, None])
+        sites = (Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
         delta = torch.zeros_like(self[Site.POST_NORM])
-        delta[is_real] = total
+        delta[is_real] = upcast_experts(self.tensors, *(self[site][is_real] for site in sites))
         return delta

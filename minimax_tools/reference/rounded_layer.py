@@ -22,6 +22,7 @@ from minimax_tools.model import weight_names
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference.float32_stages import split_heads
 from minimax_tools.reference.rounding import RoundedRows, Rounding, RoundingKind, rounded_rows
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 from minimax_tools.reference.variant_names import NEAREST
@@ -114,7 +115,10 @@ class _Pass:
         sites[Site.Q_ROPE] = self._rotate(sites[Site.Q_NORM], cos, sin)
         sites[Site.K_ROPE] = self._rotate(sites[Site.K_NORM], cos, sin)
         sites[Site.ATTN_CONTEXT] = self._attend(
-            sites[Site.Q_ROPE], sites[Site.K_ROPE], self._heads(sites[Site.V_PROJ]), mask_rs
+            sites[Site.Q_ROPE],
+            sites[Site.K_ROPE],
+            split_heads(sites[Site.V_PROJ], self.layer.spec.head_dim),
+            mask_rs,
         )
         sites[Site.ATTN_DELTA] = self._multiply_halves(
             sites[Site.ATTN_CONTEXT], self._weight(weight_names.O_PROJ, hidden)
@@ -170,11 +174,6 @@ class _Pass:
         normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.layer.spec.rms_norm_eps)
         return self._round(self._round(normed).mul_(self._weight(weight, states)))
 
-    def _heads(self, flat: torch.Tensor) -> torch.Tensor:
-        """Reshape [R,S,heads·D] to [R,heads,S,D]."""
-        heads: torch.Tensor = flat.unflatten(-1, (-1, self.layer.spec.head_dim))
-        return heads.transpose(1, 2)
-
     def _rotation(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of every position, [R,1,S,rotary_dim/2]; all heads share their rounding errors."""
         rotary_dim = self.layer.spec.rotary_dim
@@ -184,7 +183,7 @@ class _Pass:
         return self._round(angles.cos()), self._round(angles.sin())
 
     def _rotate(self, flat: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        heads = self._heads(flat)
+        heads = split_heads(flat, self.layer.spec.head_dim)
         first, second = heads[..., : self.layer.spec.rotary_dim].chunk(2, dim=-1)
         turned = (
             self._round(self._round(first * cos) - self._round(second * sin)),
