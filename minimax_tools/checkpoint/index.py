@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.weight_files import (
@@ -30,7 +29,6 @@ from minimax_tools.model.spec import refuse_gguf
 from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix, scale_name
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT16, FLOAT32
 
-Entry = TypeVar("Entry", bound=TensorEntry)
 # Stored dtypes of block scales, and of weights; other dtypes hold codes that mm2 cannot read.
 _SCALE_DTYPES = (FLOAT32, BFLOAT16)
 WEIGHT_DTYPES = (FLOAT8_E4M3FN, BFLOAT16, FLOAT16, FLOAT32)
@@ -62,18 +60,9 @@ class TensorIndex:
         """
         weight_map = _find_weight_map(folder)
         shards = _find_shards(folder) if weight_map is None else sorted(set(weight_map.values()))
-        # Without `layers` no shard may be missing: then `read_headers` reports those that are.
-        missing = {shard for shard in shards if layers is not None and not (folder / shard).is_file()}
-        present = [shard for shard in shards if shard not in missing]
-        headers, faults = read_headers(folder, present, read_header)
-        absent: dict[str, str] = {}
-        if weight_map is not None:
-            faults += find_index_faults(weight_map, headers)
-            absent = {name: shard for name, shard in weight_map.items() if shard in missing}
-            faults += _find_missed_shards(absent, layers)
-        if faults:
-            raise faulty_checkpoint(folder, faults)
-        return cls.of(folder, chain.from_iterable(headers.values()), absent)
+        return read_index(
+            folder, shards, weight_map, read_header, may_lack_shards=layers is not None, layers=layers
+        )
 
     @classmethod
     def of(
@@ -179,11 +168,38 @@ def find_absent_shards(folder: Path) -> tuple[str, ...]:
     return tuple(file for file in files if not (folder / file).is_file())
 
 
-def read_headers(
-    folder: Path, shards: Sequence[str], read: Callable[[Path], tuple[Entry, ...]]
-) -> tuple[dict[str, tuple[Entry, ...]], list[str]]:
-    """Read the headers of a checkpoint's files, one file by `read`; return the sound ones by shard, and all faults."""
-    headers: dict[str, tuple[Entry, ...]] = {}
+def read_index(
+    folder: Path,
+    shards: Sequence[str],
+    weight_map: Mapping[str, str] | None,
+    read: Callable[[Path], tuple[TensorEntry, ...]],
+    *,
+    may_lack_shards: bool,
+    layers: range | None = None,
+) -> TensorIndex:
+    """Read the headers of a checkpoint's shards, each by `read`, and check them against its index file's weight map.
+
+    Shards may be missing if `may_lack_shards`, but those with tensors of `layers`.
+
+    Raises:
+        CheckpointError: There are faults; all are listed.
+    """
+    missing = {shard for shard in shards if may_lack_shards and not (folder / shard).is_file()}
+    headers, faults = _read_headers(folder, [shard for shard in shards if shard not in missing], read)
+    absent = {name: shard for name, shard in (weight_map or {}).items() if shard in missing}
+    if weight_map is not None:
+        faults += find_index_faults(weight_map, headers)
+    faults += _find_missed_shards(absent, layers)
+    if faults:
+        raise faulty_checkpoint(folder, faults)
+    return TensorIndex.of(folder, chain.from_iterable(headers.values()), absent)
+
+
+def _read_headers(
+    folder: Path, shards: Sequence[str], read: Callable[[Path], tuple[TensorEntry, ...]]
+) -> tuple[dict[str, tuple[TensorEntry, ...]], list[str]]:
+    """Return the sound headers by shard, and all faults."""
+    headers: dict[str, tuple[TensorEntry, ...]] = {}
     first_shards: dict[str, str] = {}
     faults = []
     for shard in shards:

@@ -9,20 +9,17 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minimax_tools.checkpoint.header import TensorEntry, read_header
-from minimax_tools.checkpoint.index import TensorIndex, read_headers
+from minimax_tools.checkpoint.index import TensorIndex, read_index
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import (
     SAFETENSORS_SUFFIX,
     WeightFiles,
-    faulty_checkpoint,
-    find_index_faults,
     read_index_json,
 )
 from minimax_tools.errors import CheckpointError
@@ -195,10 +192,7 @@ def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
 def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIndex:
     """Read the index of a `.bin` file, or of the folder whose `.bin` files belong to one checkpoint.
 
-    Args:
-        path: The file or the folder.
-        may_lack_shards: True if shards that the index file names may be missing; the index then lists their tensors
-            as `absent`.
+    With `may_lack_shards`, tensors of missing shards are listed as `absent`.
 
     Raises:
         CheckpointError: As for `read_pickled_header`. Or a shard is missing or damaged, a tensor lies in two files,
@@ -217,15 +211,7 @@ def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIn
         )
     weight_map = None if files.index_file is None else read_index_json(path / files.index_file)["weight_map"]
     shards = files.shards if weight_map is None else tuple(sorted(set(weight_map.values())))
-    missing = {shard for shard in shards if may_lack_shards and not (path / shard).is_file()}
-    present = [shard for shard in shards if shard not in missing]
-    headers, faults = read_headers(path, present, read_pickled_header)
-    if weight_map is not None:
-        faults += find_index_faults(weight_map, headers)
-    if faults:
-        raise faulty_checkpoint(path, faults)
-    absent = {name: file for name, file in (weight_map or {}).items() if file in missing}
-    return TensorIndex.of(path, chain.from_iterable(headers.values()), absent)
+    return read_index(path, shards, weight_map, read_pickled_header, may_lack_shards=may_lack_shards)
 
 
 def _find_state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str]]:
