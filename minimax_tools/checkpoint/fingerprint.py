@@ -34,11 +34,7 @@ _BLOCK_BYTES = 4096
 
 
 def digest_content(index: TensorIndex) -> str:
-    """Compute sha256 over names, dtypes, shapes and some bytes of all tensors of a checkpoint.
-
-    Raises:
-        CheckpointError: A shard cannot be read.
-    """
+    """Compute sha256 over names, dtypes, shapes and some bytes of all tensors; CheckpointError if one is unreadable."""
     digest = hashlib.sha256()
     by_file: dict[Path, list[str]] = {}
     for name, entry in index.entries.items():

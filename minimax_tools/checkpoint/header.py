@@ -45,11 +45,7 @@ class TensorEntry(TensorSize):
 
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
-    """Read a shard's header: its tensors in the order of their data, which is not read.
-
-    Raises:
-        CheckpointError: The header is damaged, or the file's size contradicts it.
-    """
+    """Read a shard's tensors, in the order of their data; raise CheckpointError if header or size are damaged."""
     try:
         file_size_bytes = path.stat().st_size
         with path.open("rb") as file:
@@ -64,8 +60,7 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
 def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
     """Compute the offset of a shard's data from `prefix`, its first `LENGTH_BYTES` bytes; the JSON lies between.
 
-    Raises:
-        CheckpointError: The file is too short for such a header.
+    A file too short for such a header is a CheckpointError.
     """
     if len(prefix) < LENGTH_BYTES:
         raise _damaged(path, f"{len(prefix)} bytes, too short for a header")
@@ -76,12 +71,9 @@ def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
 
 
 def parse_header(path: Path, header_json: bytes, *, file_size_bytes: int) -> tuple[TensorEntry, ...]:
-    """Parse a header, given without the length before it: the tensors in the order of their data.
+    """Parse a header, given without the length before it, of a shard that need not be on this machine.
 
-    `file_size_bytes` is the shard's size. The shard itself need not be on this machine.
-
-    Raises:
-        CheckpointError: The header is damaged, or the file's size contradicts it.
+    A damaged header, or one that contradicts the file's size, is a CheckpointError.
     """
     data_start = LENGTH_BYTES + len(header_json)
     entries = _parse_entries(path, header_json, data_start)

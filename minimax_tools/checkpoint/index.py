@@ -128,11 +128,7 @@ class TensorIndex:
         return len(self.entries)
 
     def __getitem__(self, name: str) -> TensorEntry:
-        """Return the entry of a tensor.
-
-        Raises:
-            CheckpointError: The folder holds no such tensor, or lacks the shard that does.
-        """
+        """Return the entry of a tensor; raise CheckpointError if the folder lacks it, or the shard that holds it."""
         try:
             return self.entries[name]
         except KeyError:
@@ -159,11 +155,7 @@ def digest_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def find_absent_shards(folder: Path) -> tuple[str, ...]:
-    """List the shards that the folder's index file names and the folder lacks; none without an index file.
-
-    Raises:
-        CheckpointError: The index file is damaged.
-    """
+    """List the shards that the folder's index file names and the folder lacks; none without an index file."""
     files = sorted(set((_find_weight_map(folder) or {}).values()))
     return tuple(file for file in files if not (folder / file).is_file())
 
@@ -257,11 +249,7 @@ def _describe_layers(layers: tuple[int, ...]) -> str:
 
 
 def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
-    """Find the block scales of an FP8 weight.
-
-    Raises:
-        CheckpointError: There are none, or they are not float32 or BF16 with one value per block.
-    """
+    """Find the block scales of an FP8 weight; raise CheckpointError if there are none that fit."""
     name = scale_name(entry.name)
     if name not in index:
         raise CheckpointError(

@@ -237,11 +237,7 @@ class LayerLoader:
         return self._current.storage
 
     def load(self, layer: int, *, then: int | None = None) -> LayerStorage:
-        """Fill the storage of a layer, and begin to prefetch layer `then`; storage returned before becomes invalid.
-
-        Raises:
-            CheckpointError: A tensor cannot be read.
-        """
+        """Fill the storage of a layer, and begin to prefetch layer `then`; storage returned before becomes invalid."""
         self._retire_current()
         if self._coming is None or self._coming.layer != layer:
             self._drop_coming()

@@ -208,11 +208,7 @@ class ModelTensors(CheckpointTensors):
 
 
 def copy_weight(name: str, value: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy `value` to `out`, cast to its dtype.
-
-    Raises:
-        ValueError: The shapes differ, or `value` is FP8 codes, whose scales are unknown here.
-    """
+    """Copy `value` to `out`, cast to its dtype; raise ValueError for another shape, and for FP8 codes."""
     if value.shape != out.shape:
         raise ValueError(f"{name} has shape {list(value.shape)}, out has {list(out.shape)}")
     if value.dtype == torch.float8_e4m3fn:

@@ -149,12 +149,7 @@ def _as_pickled(entry: TensorEntry) -> PickledEntry:
 
 
 def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
-    """Read the tensors of one file of a checkpoint, safetensors or PyTorch's, in the order of their data.
-
-    Raises:
-        CheckpointError: The file is of neither format, missing or damaged (see `read_header` and
-            `read_pickled_header`).
-    """
+    """Read the tensors of one file of a checkpoint, safetensors or PyTorch's; raise CheckpointError for any other."""
     if path.suffix == SAFETENSORS_SUFFIX:
         return read_header(path)
     if path.suffix in PICKLED_SUFFIXES:

@@ -113,11 +113,7 @@ class CheckpointReader:
         return reader
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor into fresh CPU memory, in its stored dtype; no other bytes are read.
-
-        Raises:
-            CheckpointError: There is no such tensor, or its shard became shorter or unreadable.
-        """
+        """Read a tensor into fresh CPU memory, in its stored dtype; raise CheckpointError if it cannot be read."""
         return self._read(self.index[name])
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
@@ -147,15 +143,10 @@ class CheckpointReader:
     def read_weight_into(
         self, name: str, out: torch.Tensor, *, rows: range | None = None, columns: range | None = None
     ) -> None:
-        """Fill `out` with a weight's values (see `read_weight`), or with those of some rows and columns.
+        """Fill `out` with a weight's values (see `read_weight`), or with those of some neighbouring rows and columns.
 
-        Other rows are not read, except those of an FP8 weight that share a scale with them.
-
-        Args:
-            name: The tensor.
-            out: A tensor of any float dtype and device, with the shape of the values; it may be a transposed view.
-            rows: Indices of neighbouring rows, with step 1; None for all rows.
-            columns: Indices of neighbouring columns of a matrix, with step 1; None for all columns.
+        Other rows are not read, except those of an FP8 weight that share a scale with them. `out` has any float dtype
+        and device, and the shape of the values; it may be a transposed view.
 
         Raises:
             CheckpointError: As for `read_weight`.

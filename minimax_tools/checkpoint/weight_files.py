@@ -80,8 +80,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 def read_index_json(path: Path) -> dict[str, Any]:
     """Read an index file whole: `weight_map` maps tensors to names of files beside the index, `metadata` is a dict.
 
-    Raises:
-        CheckpointError: The file is missing or no index, or names files in other folders.
+    A file that is missing, no index, or names files in other folders is a CheckpointError.
     """
     index_json = _read_index(path)
     files_elsewhere = sorted(
@@ -98,11 +97,7 @@ def read_index_json(path: Path) -> dict[str, Any]:
 
 
 def weight_map_of(entries: Iterable[TensorEntry], *, folder: Path) -> dict[str, str]:
-    """Build an index's weight_map, each tensor's file by name, from the tensors of all files in `folder`.
-
-    Raises:
-        CheckpointError: A tensor lies in two files, or there is no tensor.
-    """
+    """Build a weight_map from the tensors of all files; raise CheckpointError for none, or one in two files."""
     weight_map: dict[str, str] = {}
     faults = []
     for entry in entries:
@@ -150,11 +145,7 @@ def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
 
 
 def refuse_pickled_module(path: Path) -> None:
-    """Raise if a checkpoint is a module that was pickled whole, or a folder of one.
-
-    Raises:
-        CheckpointError: It is; the message names the module's class.
-    """
+    """Raise CheckpointError if a checkpoint is a module that was pickled whole, or a folder of one; name its class."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     for file in files:
         if not file.is_file() or file.suffix not in _MODULE_SUFFIXES:

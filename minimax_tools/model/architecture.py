@@ -17,11 +17,7 @@ from minimax_tools.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The module paths of one architecture. Each tuple lists alternative paths of one role.
-
-    Raises:
-        ValueError: A required role has no path, or `num_layers` is less than 1.
-    """
+    """The module paths of one architecture, alternatives in each tuple; ValueError for a required role without any."""
 
     model_type: str  # the architecture's name in config.json
     layers: tuple[str, ...]  # the list of decoder layers, without a layer's number
@@ -41,11 +37,7 @@ class Architecture:
 
     @classmethod
     def of(cls, model_type: str) -> Architecture:
-        """Return the architecture of `model_type`, a name in config.json.
-
-        Raises:
-            UsageError: The `model_type` is unknown; the known ones are listed.
-        """
+        """Return the architecture of a `model_type` of config.json; raise UsageError, which lists the known ones."""
         try:
             return ARCHITECTURES[model_type]
         except KeyError:

@@ -30,11 +30,7 @@ class ConfigFault:
 
 
 def refuse_faults(faults: Sequence[ConfigFault], *, where: Path | str) -> None:
-    """Raise one error for all faults of the file `where`; without faults, do nothing.
-
-    Raises:
-        UnsupportedModelError: There are faults; each key is named with its value.
-    """
+    """Raise one UnsupportedModelError that names all faults of the file `where`; without faults, do nothing."""
     if not faults:
         return
     first, *others = faults

@@ -25,11 +25,7 @@ class ExpertTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """A batch of token ids: B rows, padded to S tokens. The tensors are int64 [B,S].
-
-    Raises:
-        ValueError: The three tensors have different shapes, or are not two-dimensional.
-    """
+    """A batch of token ids: B rows, padded to S tokens. The tensors are int64 [B,S]; ValueError for other shapes."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor  # 1 on real tokens, 0 on padding

@@ -88,11 +88,7 @@ def find_side_format(folder: Path, config: Mapping[str, Any]) -> tuple[Path, str
 
 
 def refuse_side_format(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint in whose folder a file names the format of its weights, and config.json names none.
-
-    Raises:
-        UnsupportedModelError: There is such a file.
-    """
+    """Raise UnsupportedModelError if a file of the folder names the format of its weights, and config.json none."""
     found = find_side_format(folder, config)
     if found is not None:
         raise UnsupportedModelError(

@@ -40,11 +40,7 @@ def warn_of_rotary_width(config: Mapping[str, Any], *, where: Path | str) -> Non
 
 
 def read_rope_theta(config: Mapping[str, Any]) -> float:
-    """Return the base of the rotary frequencies.
-
-    Raises:
-        KeyError: config.json names none.
-    """
+    """Return the base of the rotary frequencies; raise KeyError if config.json names none."""
     thetas = _stated(config, "rope_theta")
     if not thetas:
         raise KeyError("rope_theta")

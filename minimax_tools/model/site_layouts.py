@@ -42,22 +42,13 @@ class SiteLayout(Protocol):
     """A layout: `Replicated`, `Partial` or `Sharded`."""
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
-        """Assemble the whole tensor.
+        """Assemble the whole tensor from the pieces of two or more ranks in their order, on the CPU.
 
-        Args:
-            pieces: Pieces of two or more ranks in their order, on the CPU.
-            what: Target, layer and site, named in errors.
-
-        Raises:
-            TargetError: The pieces contradict the layout.
+        `what` names target, layer and site in the TargetError of pieces that contradict the layout.
         """
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """Cut the piece of `rank`, out of `num_ranks`, from the whole tensor, to feed it to the port.
-
-        Raises:
-            TargetError: The layout does not determine the rank's piece.
-        """
+        """Cut the piece of `rank`, out of `num_ranks`, to feed it; raise TargetError if it is not determined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +102,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded:
-    """Parts along a dim, each of one or several blocks.
-
-    Raises:
-        TargetError: A block of the whole tensor is on no rank.
-    """
+    """Parts along a dim, each of one or several blocks; TargetError if a block of the whole tensor is on no rank."""
 
     dim: int  # dim of the tensor as the port shows it; negative numbers count from the last
     # Number of each block in the whole tensor, None for padding; listed rank after rank, equally many for each rank.
@@ -217,11 +204,7 @@ class Sharded:
 
 
 def parse_layout(text: str) -> SiteLayout:
-    """Parse the text after the `@`.
-
-    Raises:
-        TargetError: The text has none of the forms in this module's docstring.
-    """
+    """Parse the text after the `@`; raise TargetError if it has none of the forms above."""
     if text == "replicate":
         return Replicated()
     if text == "partial":

@@ -113,11 +113,7 @@ SITE_LEVELS: Mapping[str, tuple[Site, ...]] = MappingProxyType(
 
 
 def parse_site(name: str) -> Site:
-    """Parse the name of a site.
-
-    Raises:
-        UsageError: No site has the name.
-    """
+    """Parse the name of a site; raise UsageError if no site has it."""
     try:
         return Site(name)
     except ValueError:

@@ -14,11 +14,7 @@ MAX_LAYERS = 1 << 20
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Layers `start` to `stop - 1`, at least one.
-
-    Raises:
-        UsageError: The range is empty, starts below 0, or ends behind `MAX_LAYERS`.
-    """
+    """Layers `start` to `stop - 1`, at least one; UsageError for an empty range, below 0 or behind `MAX_LAYERS`."""
 
     start: int
     stop: int
@@ -43,11 +39,7 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """Parse `A:B`: layers A to B - 1.
-
-        Raises:
-            UsageError: The text has another form, or the range is empty.
-        """
+        """Parse `A:B`, layers A to B - 1; raise UsageError for another form, or an empty range."""
         match = re.fullmatch(r"(\d+):(\d+)", text.strip())
         if match is None:
             raise UsageError(f"--layers {text!r} is no span", expected="A:B, half-open, for example 0:6")
@@ -59,11 +51,7 @@ class Span:
         return self.stop - 1
 
     def within(self, num_hidden_layers: int) -> Span:
-        """Return this span, after checking that a model of `num_hidden_layers` layers has all its layers.
-
-        Raises:
-            UsageError: The span exceeds the last layer.
-        """
+        """Return this span; raise UsageError unless a model of `num_hidden_layers` layers has all its layers."""
         if self.stop > num_hidden_layers:
             raise UsageError(
                 f"layer {self.last} is out of range",

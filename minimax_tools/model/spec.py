@@ -29,11 +29,7 @@ _LAYERS = ("num_hidden_layers", "n_layer")
 
 
 def require_sizes(config: Mapping[str, Any], path: Path) -> None:
-    """Check the sizes of a config.json of any model; those that it leaves out, or that are null, are not judged.
-
-    Raises:
-        CheckpointError: A size is no size.
-    """
+    """Raise CheckpointError for sizes of any model's config.json that are none; absent and null ones are not judged."""
     faults = []
     for key in _SIZES:
         size, most = config.get(key), _MAX_LAYERS if key in _LAYERS else MAX_SIZE
@@ -50,11 +46,7 @@ def require_sizes(config: Mapping[str, Any], path: Path) -> None:
 
 
 def read_checkpoint_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a checkpoint's folder.
-
-    Raises:
-        CheckpointError: The folder holds none, or one that cannot be read.
-    """
+    """Read the config.json of a checkpoint's folder; raise CheckpointError if there is none, or it cannot be read."""
     path = folder / CONFIG_FILE
     if path.exists():
         return read_config_file(path)
@@ -68,11 +60,7 @@ def read_checkpoint_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_gguf(folder: Path) -> None:
-    """Refuse a folder that holds GGUF, in place of what was looked for.
-
-    Raises:
-        UnsupportedModelError: It does.
-    """
+    """Raise UnsupportedModelError if a folder holds GGUF, in place of what was looked for."""
     files = sorted(path.name for path in folder.glob("*.gguf"))
     if files:
         raise UnsupportedModelError(
@@ -84,11 +72,7 @@ def refuse_gguf(folder: Path) -> None:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    Raises:
-        CheckpointError: The file cannot be read, or holds something else.
-    """
+    """Read a file that holds one JSON object; raise CheckpointError if it cannot be read, or holds something else."""
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:

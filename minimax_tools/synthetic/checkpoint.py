@@ -104,8 +104,7 @@ def write_shards(
 def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[TensorSize, ...]:
     """List the tensors of a checkpoint whose linear layers are stored in `dtype`, in alphabetical order as on the hub.
 
-    Raises:
-        UsageError: A width does not fit FP8's blocks, or `dtype` is not one of the three.
+    A width that does not fit FP8's blocks, or another dtype than FP8, BF16 and float32, is a UsageError.
     """
     if dtype not in (FP8, torch.bfloat16, torch.float32):
         raise UsageError(

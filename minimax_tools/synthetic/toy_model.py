@@ -24,10 +24,9 @@ _MAX_POSITION_EMBEDDINGS = 196608
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticModel:
-    """Quantities of a synthetic MiniMax-M2, under Hugging Face's names. The defaults are a toy of 15 MB in FP8.
+    """Quantities of a synthetic MiniMax-M2, under Hugging Face's names; UsageError if they describe none.
 
-    Raises:
-        UsageError: The quantities do not describe a MiniMax-M2.
+    The defaults are a toy of 15 MB in FP8.
     """
 
     num_hidden_layers: int = 4

@@ -89,20 +89,12 @@ class TokenIds:
 
 
 def write_tokenizer(folder: Path, *, vocab_size: int) -> TokenIds:
-    """Train a tokenizer on a built-in text and write its files; every id is below `vocab_size`.
-
-    Raises:
-        UsageError: The vocabulary has no room for 256 bytes and the special tokens.
-    """
+    """Train a tokenizer on a built-in text and write its files; raise UsageError for less than `MIN_VOCAB_SIZE`."""
     return save_tokenizer(folder, make_tokenizer([_TEXT], vocab_size=vocab_size))
 
 
 def make_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Tokenizer:
-    """Train a byte-level tokenizer on `texts`; every id is below `vocab_size`.
-
-    Raises:
-        UsageError: The vocabulary has no room for 256 bytes and the special tokens.
-    """
+    """Train a byte-level tokenizer on `texts`, ids below `vocab_size`; UsageError below `MIN_VOCAB_SIZE`."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(
             f"a vocabulary of {vocab_size} is too small for a tokenizer",

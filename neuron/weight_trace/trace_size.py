@@ -214,8 +214,7 @@ class ExpertSample:
     ) -> ExpertSample:
         """Choose as many experts as fit in memory beside `num_layers_held` copies of the layer, at least two.
 
-        Raises:
-            MemoryBudgetError: Two experts do not fit in the budget; without one, they are traced all the same.
+        If two do not fit in the budget, that is a MemoryBudgetError; without a budget, they are traced all the same.
         """
         whole = SourceTensors.of(spec)
         expert_size = sum(source.size for source in whole.all if source.expert == 0)
@@ -259,8 +258,7 @@ class TrialMemory:
     ) -> TrialMemory:
         """Choose float32 where `num_layers_held` copies of the layer fit in memory, else the run's `dtype`.
 
-        Raises:
-            MemoryBudgetError: The layer does not fit in the budget in either dtype.
+        If the layer fits in neither, that is a MemoryBudgetError.
         """
         free, float32_bytes = free_bytes(budget), layer_bytes(spec, torch.float32)
         if num_layers_held * float32_bytes <= free:

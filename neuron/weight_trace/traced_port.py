@@ -120,13 +120,7 @@ class TracedPort:
         return peak_bytes
 
     def load_checkpoint(self, config: Mapping[str, Any]) -> HeldPart:
-        """Load the checkpoint's own layer into `loaded`, and return what this rank holds of it.
-
-        `config` is config.json of the checkpoint's model.
-
-        Raises:
-            CheckpointError: The layer cannot be read.
-        """
+        """Load the checkpoint's own layer, of a model of `config`, into `loaded`; return what this rank holds."""
         spec = ModelSpec.from_config(config)
         module = self._build(spec, self.dtype)
         tensors = NotedTensors.noting(self.reader, spec, self.layer, self.dtype, table=LineTable(spec))
@@ -201,11 +195,7 @@ class SharedPort:
         return TrialPort(run=run, computes_in_bf16=computes_in_bf16, can_refill=not is_shared)
 
     def load_checkpoint(self, spec: ModelSpec) -> LoadedLayer:
-        """Load the checkpoint's own layer on all ranks; `spec` is of the checkpoint's model.
-
-        Raises:
-            CheckpointError: The layer cannot be read.
-        """
+        """Load the checkpoint's own layer on all ranks; `spec` is of the checkpoint's model."""
         parts = self._gather(partial(TracedPort.load_checkpoint, config=dict(spec.raw)))
         return LoadedLayer(
             held=conclude(parts, LineTable(spec)),
@@ -223,11 +213,7 @@ class SharedPort:
 
 
 def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
-    """Carry out the lead's orders on another rank, until the lead dismisses it.
-
-    Raises:
-        Mm2Error: An order failed on this rank. That ends the inspection on all ranks.
-    """
+    """Carry out the lead's orders on another rank, until it is dismissed; an error here ends the inspection on all."""
     with (
         CheckpointReader(assignment.folder, layers=range(assignment.layer, assignment.layer + 1)) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
