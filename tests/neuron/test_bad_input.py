@@ -58,17 +58,52 @@ def broken(toy: Path, tmp_path: Path) -> Path:
     return shutil.copytree(toy, tmp_path / "broken")
 
 
+OUT_OF_RANGE = ("out of range", "layers 0 to 3", "config.json")
+OWN_ROWS = ("--golden gives the token rows", "Leave out --prompt")
+
+
+@pytest.mark.parametrize(
+    ("words", "texts", "exit_code"),
+    [
+        ("single-layer --layer 0", ("--model",), 2),
+        ("single-layer --layer 0 --model {tmp}/nowhere", ("nowhere", "mm2-split synthesize --output DIR"), 3),
+        ("single-layer --layer 0 --model {tmp}", ("{tmp}", "no config.json"), 3),
+        ("single-layer --layer 4 --model {toy} --golden {golden}", OUT_OF_RANGE, 2),
+        ("sweep --layers 2:5 --model {toy} --golden {golden}", OUT_OF_RANGE, 2),
+        ("multi-layer --layers 0:9 --model {toy} --golden {golden}", OUT_OF_RANGE, 2),
+        ("sweep --model {toy} --golden {tmp}/nothing", ("nothing", "mm2-gpu extract-all"), 3),
+        ("sweep --model {toy}", ("golden's own input", "--golden DIR"), 2),
+        ("component --layer 0 --component moe --model {toy}", ("golden's values", "--golden DIR"), 2),
+        (
+            "single-layer --layer 0 --model {toy} --golden {golden} --random-input",
+            ("--random-input and --golden", "Use one of them"),
+            2,
+        ),
+        ("full --model {toy} --random-input", ("--random-input", "--seq-len"), 2),
+        ("single-layer --layer 0 --model {toy} --golden {golden} --prompt Hello", OWN_ROWS, 2),
+        ("single-layer --layer 0 --model {toy} --golden {golden} --seq-len 5", OWN_ROWS, 2),
+        ("single-layer --layer 0 --model {toy} --golden {golden} --pad-to 64", OWN_ROWS, 2),
+        (
+            "single-layer --layer 0 --model {toy} --backend cpu --tp-degree 4 --ep-degree 3",
+            ("4 ranks do not divide into 3 groups", "--ep-degree that divides 4"),
+            2,
+        ),
+        (
+            "single-layer --layer 0 --model {toy} --output-dir {tmp}/file/below",
+            ("{tmp}/file/below", "another --output-dir"),
+            3,
+        ),
+    ],
+)
+def test_options_that_nothing_can_run_with(
+    run: Any, toy: Path, golden: Path, tmp_path: Path, words: str, texts: tuple[str, ...], exit_code: int
+) -> None:
+    (tmp_path / "file").write_text("")
+    result = run(*(word.format(toy=toy, golden=golden, tmp=tmp_path) for word in words.split()))
+    refused(result, *(text.format(tmp=tmp_path) for text in texts), exit_code=exit_code)
+
+
 class TestModel:
-    def test_no_model_at_all(self, run: Any) -> None:
-        refused(run(*LAYER_0), "--model", exit_code=2)
-
-    def test_no_folder(self, run: Any, tmp_path: Path) -> None:
-        result = run(*LAYER_0, "--model", tmp_path / "nowhere")
-        refused(result, "nowhere", "mm2-split synthesize --output DIR", exit_code=3)
-
-    def test_folder_without_a_checkpoint(self, run: Any, tmp_path: Path) -> None:
-        refused(run(*LAYER_0, "--model", tmp_path), str(tmp_path), "no config.json", exit_code=3)
-
     def test_truncated_shard(self, run: Any, broken: Path) -> None:
         shard = sorted(broken.glob("*.safetensors"))[1]
         os.truncate(shard, shard.stat().st_size - 10)
@@ -89,43 +124,8 @@ class TestModel:
         (broken / INDEX).write_text(json.dumps(index))
         refused(run(*LAYER_0, "--model", broken), name, "found nothing", "etch", exit_code=3)
 
-    @pytest.mark.parametrize(
-        "arguments",
-        [("single-layer", "--layer", 4), ("sweep", "--layers", "2:5"), ("multi-layer", "--layers", "0:9")],
-    )
-    def test_layer_out_of_range(
-        self, run: Any, toy: Path, golden: Path, arguments: tuple[object, ...]
-    ) -> None:
-        result = run(*arguments, "--model", toy, "--golden", golden)
-        refused(result, "out of range", "layers 0 to 3", "config.json", exit_code=2)
-
 
 class TestGolden:
-    def test_no_such_golden(self, run: Any, toy: Path, tmp_path: Path) -> None:
-        result = run("sweep", "--model", toy, "--golden", tmp_path / "nothing")
-        refused(result, "nothing", "mm2-gpu extract-all", exit_code=3)
-
-    def test_sweep_without_golden(self, run: Any, toy: Path) -> None:
-        refused(run("sweep", "--model", toy), "golden's own input", "--golden DIR", exit_code=2)
-
-    def test_component_without_golden(self, run: Any, toy: Path) -> None:
-        result = run("component", "--layer", 0, "--component", "moe", "--model", toy)
-        refused(result, "golden's values", "--golden DIR", exit_code=2)
-
-    def test_random_input_beside_golden(self, run: Any, toy: Path, golden: Path) -> None:
-        result = run(*LAYER_0, "--model", toy, "--golden", golden, "--random-input")
-        refused(result, "--random-input and --golden", "Use one of them", exit_code=2)
-
-    def test_random_input_for_the_whole_model(self, run: Any, toy: Path) -> None:
-        refused(run("full", "--model", toy, "--random-input"), "--random-input", "--seq-len", exit_code=2)
-
-    @pytest.mark.parametrize("option", [("--prompt", "Hello"), ("--seq-len", 5), ("--pad-to", 64)])
-    def test_own_inputs_beside_golden(
-        self, run: Any, toy: Path, golden: Path, option: tuple[object, ...]
-    ) -> None:
-        result = run(*LAYER_0, "--model", toy, "--golden", golden, *option)
-        refused(result, "--golden gives the token rows", "Leave out --prompt", exit_code=2)
-
     def test_golden_in_another_dtype_is_refused_before_anything_runs(
         self, run: Any, toy: Path, golden: Path, tmp_path: Path
     ) -> None:
@@ -226,11 +226,6 @@ class TestBackend:
         found = f"expected WORLD_SIZE={asked_for}, found WORLD_SIZE={launched}"
         refused(result, found, f"torchrun --nproc-per-node {asked_for}", exit_code=2)
 
-    def test_groups_of_experts_that_do_not_divide(self, run: Any, toy: Path) -> None:
-        ranks = ("--tp-degree", 4, "--ep-degree", 3)
-        result = run(*LAYER_0, "--model", toy, "--backend", "cpu", *ranks)
-        refused(result, "4 ranks do not divide into 3 groups", "--ep-degree that divides 4", exit_code=2)
-
 
 class TestOutput:
     def test_directory_with_something_else_in_it(self, run: Any, toy: Path, tmp_path: Path) -> None:
@@ -240,11 +235,6 @@ class TestOutput:
         result = run(*LAYER_0, "--model", toy, "--output-dir", directory)
         refused(result, "thesis is not empty and holds no capture", "another --output-dir", exit_code=3)
         assert (directory / "chapter.tex").read_text() == "years of work"
-
-    def test_file_in_the_way(self, run: Any, toy: Path, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        result = run(*LAYER_0, "--model", toy, "--output-dir", tmp_path / "file" / "below")
-        refused(result, str(tmp_path / "file" / "below"), "another --output-dir", exit_code=3)
 
     def test_no_space_left(self, forked_python: Any, toy: Path, tmp_path: Path) -> None:
         disk = tmp_path / "disk"

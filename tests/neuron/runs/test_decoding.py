@@ -79,13 +79,19 @@ class TakesNone(DeviceLayer):
 
 
 @pytest.fixture
-def decode(run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Any:
+def ports(tmp_path: Path) -> Path:
+    """The file of the ports above."""
+    path = tmp_path / "ports.py"
+    path.write_text(DECODE_MISTAKES)
+    return path
+
+
+@pytest.fixture
+def decode(run: Any, small_fp8: Path, small_golden: Path, ports: Path) -> Any:
     """Sweeps two layers of the small model, some rows of them decoded, through one of the ports above or mm2's own."""
 
     def sweep(name: str | None = None, *, rows: int = 4, options: tuple[object, ...] = ()) -> Any:
-        path = tmp_path / "ports.py"
-        path.write_text(DECODE_MISTAKES)
-        target = () if name is None else ("--target", f"{path}:{name}")
+        target = () if name is None else ("--target", f"{ports}:{name}")
         common: tuple[object, ...] = ("sweep", "--layers", "1:3", "--model", small_fp8)
         common += ("--golden", small_golden, "--decode", rows, "--json")
         return run(*common, *target, *options)
@@ -130,11 +136,9 @@ def test_what_is_returned_to_be_cached_is_judged(decode: Any, name: str, site: s
 
 
 def test_rows_that_are_decoded_are_each_prompts_own(
-    run: Any, command: Any, small_fp8: Path, tmp_path: Path
+    run: Any, command: Any, small_fp8: Path, tmp_path: Path, ports: Path
 ) -> None:
     """Behind a short prompt, and behind all in a bucket, there is padding: decoding that would judge nothing."""
-    path = tmp_path / "ports.py"
-    path.write_text(DECODE_MISTAKES)
     for side in ("right", "left"):
         golden = tmp_path / side
         rows = ("--seq-len", "24,9", "--pad-to", 32, "--padding-side", side)
@@ -144,7 +148,7 @@ def test_rows_that_are_decoded_are_each_prompts_own(
         common: tuple[object, ...] = ("sweep", "--layers", "1:2")
         common += ("--model", small_fp8, "--golden", golden, "--decode", 5, "--json")
         assert json.loads(run(*common).stdout)["verdict"] == "pass"
-        wrong = json.loads(run(*common, "--target", f"{path}:Forgets").stdout)
+        wrong = json.loads(run(*common, "--target", f"{ports}:Forgets").stdout)
         assert (side, wrong["verdict"]) == (side, "fail")
 
 
@@ -267,11 +271,9 @@ class TestGeneration:
         assert [len(row) for row in tokens[0]] == [5, 3]
 
     def test_one_token_is_told_without_being_asked_for_and_needs_no_past(
-        self, run: Any, model: tuple[object, ...], expected: list[list[int]], tmp_path: Path
+        self, run: Any, model: tuple[object, ...], expected: list[list[int]], ports: Path
     ) -> None:
-        path = tmp_path / "ports.py"
-        path.write_text(DECODE_MISTAKES)
-        result = run("full", *model, "--target", f"{path}:TakesNone")
+        result = run("full", *model, "--target", f"{ports}:TakesNone")
         assert result.exit_code == 0
         assert all(
             f"Row {index} continues with 1 token\n  ids   {row[0]}\n" in result.stdout
@@ -287,20 +289,16 @@ class TestGeneration:
         assert [row["generated_ids"] for row in shown["generation"]["rows"]] == [row[:3] for row in expected]
 
     def test_a_port_that_keeps_no_past_generates_no_second_token(
-        self, run: Any, model: tuple[object, ...], tmp_path: Path
+        self, run: Any, model: tuple[object, ...], ports: Path
     ) -> None:
-        path = tmp_path / "ports.py"
-        path.write_text(DECODE_MISTAKES)
-        result = run("full", *model, "--target", f"{path}:KeepsNothing", "--max-new-tokens", 2)
+        result = run("full", *model, "--target", f"{ports}:KeepsNothing", "--max-new-tokens", 2)
         assert result.exit_code == 3
         assert "layer 0 returned no keys and values" in result.stderr
 
     def test_logits_that_are_nan_choose_no_token(
-        self, run: Any, model: tuple[object, ...], tmp_path: Path
+        self, run: Any, model: tuple[object, ...], ports: Path
     ) -> None:
-        path = tmp_path / "ports.py"
-        path.write_text(DECODE_MISTAKES)
-        result = run("full", *model, "--target", f"{path}:MakesNan")
+        result = run("full", *model, "--target", f"{ports}:MakesNan")
         assert result.exit_code == 3
         assert "warning: no token was generated: no token can be chosen: logits are NaN" in result.stderr
         assert "continues with" not in result.stdout
@@ -311,13 +309,11 @@ class TestGeneration:
         model: tuple[object, ...],
         generated: tuple[Path, Any],
         expected: list[list[int]],
-        tmp_path: Path,
+        ports: Path,
     ) -> None:
-        path = tmp_path / "ports.py"
-        path.write_text(DECODE_MISTAKES)
         common = ("full", *model[:4], "--golden", generated[0], "--max-new-tokens", 5)
         assert re.search(r"prompts?: all \d+ generated tokens are the golden's", run(*common).stdout)
-        wrong = run(*common, "--target", f"{path}:Forgets", "--json")
+        wrong = run(*common, "--target", f"{ports}:Forgets", "--json")
         assert wrong.exit_code == 1
         record = json.loads(wrong.stdout)
         [blame] = record["blame"]

@@ -277,16 +277,22 @@ class TestResumption:
     @pytest.fixture
     def stumble(
         self, write_port: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> Callable[[Path, Run, int], tuple[Watcher, int]]:
-        """Runs until it fails at a layer, then goes on; what the second run told, and the bytes it read."""
+    ) -> Callable[..., tuple[Watcher, int]]:
+        """Runs until it fails at a layer, then goes on; what the second run told, and the bytes it read.
+
+        Between the two a change may be made in the run's folder; it returns the model that goes on.
+        """
         target = write_port(STUMBLING)
 
-        def run_twice(folder: Path, run: Run, layer: int) -> tuple[Watcher, int]:
+        def run_twice(
+            folder: Path, run: Run, layer: int, change: Callable[[Path], Path] | None = None
+        ) -> tuple[Watcher, int]:
             monkeypatch.setenv("FAIL_AT", str(layer))
             with device_run(folder, run, target=target) as (failing, _), pytest.raises(TargetError):
                 failing.capture(tmp_path / "run")
             monkeypatch.delenv("FAIL_AT")
             watcher = Watcher()
+            folder = folder if change is None else change(tmp_path / "run")
             with device_run(folder, run, target=target, progress=watcher) as (resumed, reader):
                 resumed.capture(tmp_path / "run")
             return watcher, reader.num_bytes_read
@@ -334,43 +340,29 @@ class TestResumption:
         assert contents(directory) == contents(tmp_path / "whole")
 
     def test_stored_input_that_the_first_layer_was_not_fed_is_not_gone_on_with(
-        self, write_port: Any, monkeypatch: pytest.MonkeyPatch, toy: Path, tmp_path: Path
+        self, stumble: Any, toy: Path
     ) -> None:
-        run, target, directory = (
-            multi_layer_run(Span(1, 4), sites_level="layer"),
-            write_port(STUMBLING),
-            tmp_path / "r",
-        )
-        monkeypatch.setenv("FAIL_AT", "3")
-        with device_run(toy, run, target=target) as (failing, _), pytest.raises(TargetError):
-            failing.capture(directory)
-        monkeypatch.delenv("FAIL_AT")
-        inputs = load_file(directory / "inputs.safetensors")
-        inputs["hidden_states"][0, 0, 0] += 1
-        save_file(inputs, directory / "inputs.safetensors")
-        watcher = Watcher()
-        with device_run(toy, run, target=target, progress=watcher) as (resumed, _):
-            resumed.capture(directory)
+        def spoil(directory: Path) -> Path:
+            inputs = load_file(directory / "inputs.safetensors")
+            inputs["hidden_states"][0, 0, 0] += 1
+            save_file(inputs, directory / "inputs.safetensors")
+            return toy
+
+        watcher, _ = stumble(toy, multi_layer_run(Span(1, 4), sites_level="layer"), 3, spoil)
         assert (watcher.skipped, [layer for layer, _ in watcher.ran]) == ([], [0, 1, 2, 3])
 
-    def test_other_layer_before_the_span_is_not_gone_on_behind(
-        self, write_port: Any, monkeypatch: pytest.MonkeyPatch, small: Path, tmp_path: Path
-    ) -> None:
-        run, target = multi_layer_run(Span(1, 4), sites_level="layer"), write_port(STUMBLING)
-        monkeypatch.setenv("FAIL_AT", "3")
-        with device_run(small, run, target=target) as (failing, _), pytest.raises(TargetError):
-            failing.capture(tmp_path / "run")
-        monkeypatch.delenv("FAIL_AT")
-        other = tmp_path / "other"
-        shutil.copytree(small, other)
-        norm = "model.layers.0.input_layernorm.weight"
-        shard = TensorIndex.from_folder(other)[norm].file
-        tensors = load_file(shard)
-        tensors[norm] *= 2
-        save_file(tensors, shard, metadata={"format": "pt"})
-        watcher = Watcher()
-        with device_run(other, run, target=target, progress=watcher) as (resumed, _):
-            resumed.capture(tmp_path / "run")
+    def test_other_layer_before_the_span_is_not_gone_on_behind(self, stumble: Any, small: Path) -> None:
+        def change_model(directory: Path) -> Path:
+            other = directory.parent / "other"
+            shutil.copytree(small, other)
+            norm = "model.layers.0.input_layernorm.weight"
+            shard = TensorIndex.from_folder(other)[norm].file
+            tensors = load_file(shard)
+            tensors[norm] *= 2
+            save_file(tensors, shard, metadata={"format": "pt"})
+            return other
+
+        watcher, _ = stumble(small, multi_layer_run(Span(1, 4), sites_level="layer"), 3, change_model)
         assert [layer for layer, _ in watcher.ran] == [0, 1, 2, 3]
 
 
