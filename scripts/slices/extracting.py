@@ -25,8 +25,7 @@ from page_cache import warm_cache
 from minimax_tools.machine.files import sync_path
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.cut import cut_slice
-from minimax_tools.slices.folder import write_slice
+from minimax_tools.slices.folder import cut_slice, write_slice
 from minimax_tools.slices.stored_weights import StoredWeights
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel

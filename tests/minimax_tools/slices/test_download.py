@@ -14,9 +14,8 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.partition.cost import Workload, measure_costs
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
-from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.download import fetch_slice
-from minimax_tools.slices.folder import write_slice
+from minimax_tools.slices.folder import cut_slice, write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.verify import verify
 

@@ -22,10 +22,9 @@ from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import PartCost, Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.download import fetch_slice
-from minimax_tools.slices.folder import write_slice
+from minimax_tools.slices.folder import cut_slice, write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.verify import Verification, verify
 

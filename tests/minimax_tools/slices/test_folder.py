@@ -31,9 +31,8 @@ from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.planned_slice import PlannedTensor as PlaceOf
-from minimax_tools.slices.cut import SliceCut, cut_slice
 from minimax_tools.slices.description import SliceDescription
-from minimax_tools.slices.folder import SliceFolder, write_slice
+from minimax_tools.slices.folder import SliceCut, SliceFolder, cut_slice, write_slice
 from minimax_tools.slices.layout import FileFormat
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
@@ -564,9 +563,9 @@ _EXTRACT = """
 import sys
 from pathlib import Path
 from minimax_tools.machine.memory_tracker import MemoryTracker
-from minimax_tools.slices.cut import cut_slice
+from minimax_tools.slices.folder import cut_slice
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.cut import FileFormat
+from minimax_tools.slices.folder import FileFormat
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.stored_weights import StoredWeights
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from minimax_tools.errors import UsageError
-from minimax_tools.slices.cut import SliceCut
+from minimax_tools.slices.folder import SliceCut
 from minimax_tools.slices.slice_plans import (
     ModelSplitter,
     SplitConfig,
