@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from minimax_tools.errors import UsageError, list_faults, naming, shorten
@@ -90,24 +89,25 @@ class Node:
         Raises:
             UsageError: A field is missing, unknown or has a wrong value.
         """
-        unknown = sorted(values.keys() - {"name", "memory", "tflops", "layers"})
-        if unknown or "name" not in values or "memory" not in values:
+        kinds = {"name": (str,), "memory": (int, str), "tflops": (int, float, str), "layers": (str,)}
+        given = {key: value for key, value in values.items() if value is not None}
+        faults = [f"no {key}" for key in ("name", "memory") if key not in given]
+        faults += [
+            f"{key} of {value!r}" for key, value in given.items() if type(value) not in kinds.get(key, ())
+        ]
+        try:
+            if faults:
+                raise ValueError(list_faults(faults))
+            memory, tflops, layers = given["memory"], given.get("tflops"), given.get("layers")
+            return cls(
+                name=given["name"],
+                memory_bytes=memory if isinstance(memory, int) else parse_size(memory),
+                tflops=None if tflops is None else float(tflops),
+                layers=None if layers is None else Span.parse(layers),
+            )
+        except (OverflowError, ValueError) as error:
             raise UsageError(
                 f"node {values.get('name', '')!r} cannot be understood",
-                expected=_NODE_FORM,
-                found=f"unknown: {', '.join(unknown)}" if unknown else "no name or no memory",
-            )
-        try:
-            memory, tflops, layers = values["memory"], values.get("tflops"), values.get("layers")
-            return cls(
-                name=str(values["name"]),
-                memory_bytes=memory if type(memory) is int else parse_size(str(memory)),
-                tflops=None if tflops is None else float(tflops),
-                layers=None if layers is None else Span.parse(str(layers)),
-            )
-        except (OverflowError, TypeError, ValueError) as error:
-            raise UsageError(
-                f"node {values['name']!r} cannot be understood",
                 expected=_NODE_FORM,
                 found=shorten(str(error)),
             ) from error
@@ -145,26 +145,17 @@ def read_nodes(path: Path) -> tuple[Node, ...]:
         records = read_own_json(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
-    if not isinstance(records, list) or not records or not all(map(_is_record, records)):
+    if (
+        not isinstance(records, list)
+        or not records
+        or not all(isinstance(record, dict) for record in records)
+    ):
         raise UsageError(
             f"{path} holds no list of nodes",
             expected='[{"name": "a", "memory": "40GB"}, …], perhaps with "tflops": 312 and "layers": "0:31"',
         )
     with naming(path):
         return tuple(Node.from_values(record) for record in records)
-
-
-def _is_record(record: Any) -> bool:
-    """Decide whether a node's values are of the right kinds; `Node.from_values` judges its keys."""
-    kinds = {
-        "name": (str,),
-        "memory": (int, str),
-        "tflops": (int, float, NoneType),
-        "layers": (str, NoneType),
-    }
-    return isinstance(record, dict) and all(
-        type(value) in kinds[key] for key, value in record.items() if key in kinds
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

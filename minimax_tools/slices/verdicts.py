@@ -36,7 +36,6 @@ class Holding:
     folder: Path | None = None
     source: str | None = None  # the checkpoint that the slice was cut from, by its slice.json
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)  # bytes of each tensor
-    files: tuple[str, ...] = ()  # names of the weight files in the folder, sorted
     # Dtype and shape of each tensor, in words.
     shapes: Mapping[str, str] = field(default_factory=dict, repr=False)
     digests: Mapping[str, str] = field(default_factory=dict, repr=False)  # sha256 of each tensor
@@ -77,7 +76,7 @@ def _read_folder(slice_: Slice, folder: Path) -> Holding:
     description = SliceDescription.read(folder)
     index = read_slice_folder(folder)
     digests = dict(digest_tensors(tuple(index.entries.values()), index))
-    files = tuple(file.name for file in index.files)
+    files = {file.name for file in index.files}
     # Weight files that the slice's index does not name.
     stray = sorted(
         path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES and path.name not in files
@@ -87,7 +86,6 @@ def _read_folder(slice_: Slice, folder: Path) -> Holding:
         folder=folder,
         source=description.source,
         sizes={name: entry.size_bytes for name, entry in index.entries.items()},
-        files=files,
         shapes={name: describe_shape(entry) for name, entry in index.entries.items()},
         digests=digests,
         noted=description.tensors,

@@ -22,8 +22,8 @@ def test_node_is_read_as_it_is_written_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a", "no name or no memory"),
-        ("a:memory=40GB,flops=3", "unknown: flops"),
+        ("a", "no memory"),
+        ("a:memory=40GB,flops=3", "flops of '3'"),
         ("a:memory=40", "'40' is not a size"),
         ("a:memory=0GB", "memory is 0 bytes"),
         ("a:memory=40GB,tflops=fast", "could not convert"),
