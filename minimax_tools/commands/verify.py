@@ -69,14 +69,17 @@ def verify_command(
         from minimax_tools.slices.verification_text import render_details, render_summary
         from minimax_tools.slices.verify import verify
 
-    if plan_file is None:
-        plan_file = _find_newest_plan(Path())
+    is_named = plan_file is not None
+    plan_file = plan_file or _find_newest_plan(Path())
+    plan = PartitionPlan.read(plan_file)
+    if not is_named:
         if slices is None and DEFAULT_FOLDER.is_dir():
             slices = DEFAULT_FOLDER
-        nodes = nodes or _find_sliced_nodes(plan_file, slices)
+        if not nodes and slices is not None:
+            names = (slice_.node.name for slice_ in plan.slices)
+            nodes = tuple(name for name in names if (slices / name).is_dir())
         of_nodes = f", slices of {list_names(list(nodes), most=_MAX_NAMED)} in {slices}" if nodes else ""
         say(f"Newest plan here: {plan_file}{of_nodes}", to_stderr=True)
-    plan = PartitionPlan.read(plan_file)
     verification = verify(plan, nodes=nodes, model=model, slices=slices, records=records)
     # With every section the output names the tensors and bytes that are wrong.
     following = () if verification.holds else (_with_all_sections(plan_file, nodes, model, slices, records),)
@@ -108,16 +111,6 @@ def _find_newest_plan(folder: Path) -> Path:
         expected="a JSON file that mm2-split plan wrote",
         next_step="Name one with --plan, or make one: mm2-split plan --output plan.json.",
     )
-
-
-def _find_sliced_nodes(plan_file: Path, slices: Path | None) -> tuple[str, ...]:
-    """Return the nodes of a plan that have a folder in `slices`; () for none."""
-    from minimax_tools.partition.plan import PartitionPlan
-
-    if slices is None:
-        return ()
-    names = (slice_.node.name for slice_ in PartitionPlan.read(plan_file).slices)
-    return tuple(name for name in names if (slices / name).is_dir())
 
 
 def _with_all_sections(
