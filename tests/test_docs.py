@@ -35,7 +35,7 @@ COMMANDS: dict[str, click.Command] = {
 # torchrun runs a module, which is one of the commands.
 MODULES = {"gpu_reference": "mm2-gpu", "neuron": "mm2-test"}
 # Options of torchrun, of scripts and of the pytest plugin, which the pages name too.
-OTHER_OPTIONS = {"--backends", "--help", "--nproc-per-node"} | {
+OTHER_OPTIONS = {"--backends", "--help", "--nproc-per-node", "--recursive"} | {
     "--mm2-golden",
     "--mm2-model",
     "--mm2-layers",
