@@ -37,7 +37,7 @@ _BOXES = _SCRIPTS / "whole_ports" / "implementations.py"
 # `bisect --whole` replaces the stream between layers, which must show.
 _SHOWN = [f"{_BOXES}:{name}" for name in ("TransformersSdpa", "TransformersEager", "TransformersBatched")]
 _SHOWN.append(f"{_SCRIPTS / 'examples' / 'model_port.py'}:Model")
-_HIDDEN = [f"{_BOXES}:{name}" for name in ("TransformersBlackBox", "BlackBox")]
+_HIDDEN = [f"{_BOXES}:Transformers{kind}BlackBox" for kind in ("", "Eager", "Batched")]
 RIGHT = {
     **dict.fromkeys(_HIDDEN, ("model", "prompts")),
     **dict.fromkeys(_SHOWN, ("bisect", "prompts")),

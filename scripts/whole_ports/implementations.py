@@ -134,15 +134,14 @@ class _WithTuples(Model):
         return logits, tuple(cache)
 
 
-class BlackBox(nn.Module):
-    """A right port that returns logits and cache, and shows no submodule."""
+class _BlackBox(nn.Module):
+    """A port that shows no submodule: it holds the weights of `inner`, but not the module."""
 
     inner = Model
 
     def __init__(self, config):
         super().__init__()
         whole = self.inner(config)
-        # Its weights are this module's own, but not the module: so nothing of it can be hooked.
         for name, parameter in whole.named_parameters():
             self.register_parameter(name.replace(".", "__"), parameter)
         kept = whole.state_dict().keys()
@@ -155,9 +154,27 @@ class BlackBox(nn.Module):
         converted = self.hidden[0].convert_state_dict(tensors, config, layer_idx)
         return {name.replace(".", "__"): converted[name] for name in converted}
 
+    def run(self, *inputs):
+        """Call the port within on this module's own weights, which may have been moved."""
+        named = (*self.named_parameters(), *self.named_buffers())
+        return functional_call(
+            self.hidden[0], {name.replace("__", "."): tensor for name, tensor in named}, inputs
+        )
+
+
+class _OwnCacheBox(_BlackBox):
+    inner = caches.OwnCache
+    keeps_cache = True
+
+    def forward(self, input_ids, attention_mask, position_ids):
+        return self.run(input_ids, attention_mask, position_ids)
+
+
+class BlackBox(_BlackBox):
+    """A right port that shows nothing."""
+
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        """Return logits [B,S,V] and the cache."""
-        return self.hidden[0](input_ids, attention_mask, position_ids, past_key_values)
+        return self.run(input_ids, attention_mask, position_ids, past_key_values)
 
 
 class TransformersBlackBox(BlackBox):
@@ -203,48 +220,6 @@ class TracedBlackBox(BlackBox):
                 self.hidden[0].requires_grad_(False), inputs, check_trace=False
             )
         return self.graphs[shape](*inputs)
-
-
-class _BlackBox(nn.Module):
-    """A port that shows no submodule: it holds the weights of `inner`, but not the module."""
-
-    inner = Model
-
-    def __init__(self, config):
-        super().__init__()
-        whole = self.inner(config)
-        for name, parameter in whole.named_parameters():
-            self.register_parameter(name.replace(".", "__"), parameter)
-        for name, buffer in whole.named_buffers():
-            self.register_buffer(name.replace(".", "__"), buffer)
-        self.hidden = (whole,)
-
-    def convert_state_dict(self, tensors, config, layer_idx):
-        """Convert as the port within does."""
-        converted = self.hidden[0].convert_state_dict(tensors, config, layer_idx)
-        return {name.replace(".", "__"): converted[name] for name in converted}
-
-    def run(self, *inputs):
-        """Call the port within on this module's own weights, which may have been moved."""
-        named = (*self.named_parameters(), *self.named_buffers())
-        return functional_call(
-            self.hidden[0], {name.replace("__", "."): tensor for name, tensor in named}, inputs
-        )
-
-
-class _OwnCacheBox(_BlackBox):
-    inner = caches.OwnCache
-    keeps_cache = True
-
-    def forward(self, input_ids, attention_mask, position_ids):
-        return self.run(input_ids, attention_mask, position_ids)
-
-
-class BlackBox(_BlackBox):
-    """A right port that shows nothing."""
-
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        return self.run(input_ids, attention_mask, position_ids, past_key_values)
 
 
 class BlackBoxPrefixHidden(BlackBox):
