@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from compare.diagnosis.finding import Diagnosis
-from compare.diagnosis.proof.proof import MistakeProof
+from compare.diagnosis.proof import MistakeProof
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.run_commands import RunCommands, judge_port, make_golden
 from minimax_tools.model.run import Mode, single_layer_run

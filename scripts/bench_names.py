@@ -32,7 +32,7 @@ from port_runs import request_run, run_port
 from compare.catalogue.undo import undo_finding
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.finding import MistakeFinding
-from compare.diagnosis.proof.proof import ProofOutcome
+from compare.diagnosis.proof import ProofOutcome
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.model.run import single_layer_run, sweep_run
 from minimax_tools.model.sites import Site

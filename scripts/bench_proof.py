@@ -28,7 +28,7 @@ from faults.proofs import ProofCase, Proofs, can_be_undone
 from faults.runs import may_show
 from figures import Figure, benchmark_parser, print_figures
 
-from compare.diagnosis.proof.proof import ProofOutcome, ProofWay
+from compare.diagnosis.proof import ProofOutcome, ProofWay
 from neuron.devices.runtime import Runtime, open_runtime
 
 PARTS = ("single", "pairs", "black-box")

@@ -8,13 +8,12 @@
 - `report`: a diagnosis as text and JSON
 - `layer_group`: layers with one finding, told together
 - `layer_case`: one layer of two captures
-- `score`: fit of a hypothesis to the values of the port
+- `score`: fit of a hypothesis to the values of the port; scores that count as an explanation
 - `trial`: the layer computed and scored under each hypothesis
-- `naming`: scores that count as an explanation
-- `search`: from all hypotheses of one cause to the best
+- `search`: the causes of one layer, each from all its hypotheses to the best
 - `screening`: hypotheses on few tokens first, and the best of them on more; parameters of mistakes
-- `layer_search`: the causes of one layer, each explained
 - `outside`: the same outside the layers
 - `decoding`: the known mistake that explains a layer's decoded tokens
-- `proof/`: a named mistake undone in the port, and judged again
+- `proving`: a named mistake undone in the port, and judged again
+- `proof`: what became of that, also in sentences
 """

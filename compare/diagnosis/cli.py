@@ -104,7 +104,7 @@ def main(
     with loading():
         from compare.diagnosis.diagnose import diagnose
         from compare.diagnosis.kept_diagnosis import KeptDiagnosis, digest_question, note_change
-        from compare.diagnosis.proof.proving import prove_diagnosis
+        from compare.diagnosis.proving import prove_diagnosis
         from compare.diagnosis.report import (
             diagnosis_record,
             render_diagnosis,

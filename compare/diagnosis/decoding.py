@@ -13,8 +13,7 @@ import torch
 from compare.catalogue.cached_attention import DecodedInputs
 from compare.catalogue.decoding import DECODING_MISTAKES
 from compare.catalogue.words import Place
-from compare.diagnosis.naming import name_mistakes
-from compare.diagnosis.score import Score
+from compare.diagnosis.score import Score, name_mistakes
 from compare.diagnosis.trial import Trial
 from compare.model_runs.findings import named_finding
 from compare.model_runs.own_cache import judging_site, measure_decoded, open_decoded, read_held

@@ -18,8 +18,8 @@ from compare.catalogue.words import require_known
 from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, PassedOver, SiteDiagnosis
 from compare.diagnosis.layer_group import withdraw_rare, withdraw_unequal
-from compare.diagnosis.layer_search import LayerSearch
 from compare.diagnosis.outside import diagnose_outside
+from compare.diagnosis.search import LayerSearch
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.noise.yardstick import RIGHT_RHO

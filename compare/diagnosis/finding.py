@@ -10,7 +10,7 @@ from compare.blame.blame import group_blame
 from compare.blame.operations import join_findings, join_operation
 from compare.catalogue.candidates import Value
 from compare.comparer import JudgedRun
-from compare.diagnosis.proof.proof import MistakeProof
+from compare.diagnosis.proof import MistakeProof
 from compare.diagnosis.score import Score
 from compare.noise.yardstick import RIGHT_RHO
 from minimax_tools.model.sites import SHARED_OPERATIONS, ModelSite, Site

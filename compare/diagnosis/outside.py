@@ -25,7 +25,7 @@ from compare.catalogue.outside import (
 from compare.comparer import JudgedRun
 from compare.diagnosis.finding import MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_case import spread_tokens
-from compare.diagnosis.naming import RESEMBLING, most_left
+from compare.diagnosis.score import RESEMBLING, most_left
 from compare.noise.rows import TINY_FLOAT32
 from compare.noise.yardstick import RIGHT_RHO
 from compare.sides.golden_weights import GoldenWeights, WeightSource

@@ -7,13 +7,7 @@ from typing import Any
 
 from compare.blame.blame import join_causes
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
-from compare.diagnosis.proof.proof import (
-    MEND_FIRST,
-    PROVE_THE_PLACE,
-    MistakeProof,
-    word_lines_place,
-    word_proof,
-)
+from compare.diagnosis.proof import MEND_FIRST, PROVE_THE_PLACE, MistakeProof, word_lines_place, word_proof
 from compare.diagnosis.view import formulas_of, word_diagnosis, word_lies_between
 from reports.canvas import Canvas
 from reports.data import to_json

@@ -16,8 +16,7 @@ import torch
 
 from compare.catalogue.mistake import Hypothesis
 from compare.diagnosis.layer_case import spread_tokens
-from compare.diagnosis.naming import FAINT_RHO, PROOF_RHO, best_first, is_proof
-from compare.diagnosis.score import Score
+from compare.diagnosis.score import FAINT_RHO, PROOF_RHO, Score, best_first, is_proof
 from compare.diagnosis.trial import Trial
 from compare.sides.sides import spread_evenly
 

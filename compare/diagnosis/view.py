@@ -10,7 +10,7 @@ from compare.catalogue.candidates import Value, is_list
 from compare.catalogue.repairs import lines_for_layers
 from compare.diagnosis.finding import Diagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_group import LayerGroup, gather_alike, group_layers
-from compare.diagnosis.proof.proof import (
+from compare.diagnosis.proof import (
     MEND_FIRST,
     PROVE_THE_PLACE,
     MistakeProof,

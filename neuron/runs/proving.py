@@ -16,15 +16,8 @@ from compare.catalogue.undo import Undo, join_hypotheses, undo_finding
 from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.layer_case import comparable_sites
-from compare.diagnosis.proof.proof import (
-    MistakeProof,
-    ProofOutcome,
-    ProofWay,
-    SiteProof,
-    StageProof,
-    not_provable,
-)
-from compare.diagnosis.proof.recomputed import fit_on_own_input
+from compare.diagnosis.proof import MistakeProof, ProofOutcome, ProofWay, SiteProof, StageProof, not_provable
+from compare.diagnosis.proving import fit_on_own_input
 from compare.diagnosis.score import Score
 from compare.limits.criteria import Criteria
 from compare.sides.golden_weights import GoldenWeights, WeightSource

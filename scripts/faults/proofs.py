@@ -14,7 +14,7 @@ import port_runs
 from compare.catalogue.catalogue import CATALOGUE
 from compare.catalogue.undo import Undo, undo_finding
 from compare.diagnosis.diagnose import diagnose
-from compare.diagnosis.proof.proof import MistakeProof
+from compare.diagnosis.proof import MistakeProof
 from compare.sides.golden_weights import CheckpointWeights
 from faults.baseline import Baseline
 from faults.judging import default_criteria

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.diagnosis.naming import best_first, describe_port, is_explanation, is_proof, name_mistakes
-from compare.diagnosis.score import Score
+from compare.diagnosis.score import Score, best_first, describe_port, is_explanation, is_proof, name_mistakes
 
 
 def score(name: str = "a", *, is_rounding: bool = False, **figures: Any) -> Score:

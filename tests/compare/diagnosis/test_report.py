@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
-from compare.diagnosis.proof.proof import MEND_FIRST, PROVE_THE_PLACE, MistakeProof, ProofOutcome, ProofWay
+from compare.diagnosis.proof import MEND_FIRST, PROVE_THE_PLACE, MistakeProof, ProofOutcome, ProofWay
 from compare.diagnosis.report import (
     diagnosis_record,
     render_diagnosis,

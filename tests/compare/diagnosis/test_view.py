@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver, SiteDiagnosis
-from compare.diagnosis.proof.proof import (
+from compare.diagnosis.proof import (
     MEND_FIRST,
     PROVE_THE_PLACE,
     MistakeProof,

@@ -15,8 +15,8 @@ import pytest
 from compare.catalogue.undo import Undo
 from compare.comparer import compare_captures
 from compare.diagnosis.cli import main as mm2_diagnose
-from compare.diagnosis.proof.proof import MistakeProof
-from compare.diagnosis.proof.recomputed import RecomputedProofs
+from compare.diagnosis.proof import MistakeProof
+from compare.diagnosis.proving import RecomputedProofs
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
@@ -27,7 +27,7 @@ from neuron.cli import main as mm2_test
 Command = Callable[..., click.testing.Result]
 Prove = Callable[..., dict[str, Any]]
 
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[2]
 REPOSITORY = TESTS.parent
 PORTS = TESTS / "ports"
 # A port of which some layers are wrong, in which lines can be pasted.
