@@ -108,13 +108,17 @@ class TorchFile:
         """
         offsets = defaultdict(list)
         for offset, record in self._records.items():
-            offsets[offset % mmap.PAGESIZE, record.file_size].append(offset)
-        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in _find_tensors(self.value)}
-        votes = Counter(
-            address - offset
-            for address, tensor in storages.items()
-            for offset in offsets[address % mmap.PAGESIZE, tensor.untyped_storage().nbytes()]
-        )
+            if "/data/" in record.filename:
+                offsets[offset % mmap.PAGESIZE].append(offset)
+        sizes = {
+            storage.data_ptr(): storage.nbytes()
+            for storage in (tensor.untyped_storage() for tensor in _find_tensors(self.value))
+        }
+        votes: Counter[int] = Counter()
+        for address, size_bytes in sizes.items():
+            for offset in offsets[address % mmap.PAGESIZE]:
+                # A record of another size may be what is wrong with a file.
+                votes[address - offset] += 2 if self._records[offset].file_size == size_bytes else 1
         best = votes.most_common(2)
         if len(best) > 1 and best[0][1] == best[1][1]:
             raise ValueError("its tensors fit its records in more than one way")
