@@ -1,8 +1,8 @@
 """CapturedInput: where a layer's input comes from: the golden, another layer's output, or unknown.
 
 It decides by which limits the layer is judged. With the golden's input (isolated), its error is its own. With another
-layer's output (chained), it inherits an error, unless the golden can be computed on the port's own input
-(`port_input`). Of a layer whose input is unknown, sites that differ stay undecided.
+layer's output (chained), it inherits an error, unless the golden can be computed on the port's own input (see
+`on_port_input`). Of a layer whose input is unknown, sites that differ stay undecided.
 """
 
 from __future__ import annotations
