@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
@@ -39,12 +37,8 @@ def main() -> int:
     arguments = parser.parse_args()
     figures = []
     for name in arguments.parts:
-        # A process for each: parts fork, and threads that an earlier part left do not outlive a fork.
-        with (
-            tempfile.TemporaryDirectory(prefix=f"mm2-{name}-", dir=arguments.scratch) as folder,
-            ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
-        ):
-            tally = pool.submit(PARTS[name], Path(folder), arguments.seed).result()
+        with tempfile.TemporaryDirectory(prefix=f"mm2-{name}-", dir=arguments.scratch) as folder:
+            tally = PARTS[name](Path(folder), arguments.seed)
         for line in tally.broken:
             print(f"{name}: {line}", file=sys.stderr)
         figures += [

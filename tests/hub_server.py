@@ -150,11 +150,6 @@ class HubServer:
         """Answer so the next `times` that `path` occurs in what is asked; the content network's path too."""
         self._faults.append((method, path, fault, times))
 
-    def forget_faults(self) -> None:
-        """Plant no fault any more."""
-        with self._lock:
-            self._faults.clear()
-
     def take_fault(self, method: str, path: str) -> Fault | None:
         """Return the fault of this answer, and count it; None if it is right."""
         with self._lock:

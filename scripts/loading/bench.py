@@ -60,14 +60,6 @@ class ProbeResult:
     extra_disk_bytes: int  # peak of the scratch folder's growth, without captures and import files
     values: Mapping[str, Any]  # numbers and digests by name, from the probe's function
 
-    def describe(self) -> str:
-        """Describe the result in a line."""
-        return (
-            f"{self.seconds:.2f} s, peak {self.peak_bytes / 1e6:.0f} MB anonymous, "
-            f"{self.peak_resident_bytes / 1e6:.0f} MB resident, "
-            f"{self.disk_bytes / 1e6:.0f} MB from disk, {_word(self.values)}"
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -209,7 +201,7 @@ class LoadingBench:
             extra_disk_bytes=watched.peaks["scratch"] - before_bytes - record["temporary_bytes"],
             values=record["values"],
         )
-        say(f"{place} {_word(arguments)}: {measured.describe()}")
+        say(f"{place} {dict(arguments)}: {measured}")
         if record["late_imports"]:
             say(f"  imported late: {' '.join(record['late_imports'])}")
         return measured
@@ -259,14 +251,3 @@ def say(message: str) -> None:
 
 def _bf16_bytes(entry: TensorEntry) -> int:
     return entry.size_bytes * 2 if entry.dtype == FLOAT8_E4M3FN else entry.size_bytes
-
-
-def _word(values: Mapping[str, Any]) -> str:
-    """Word values by name, as `load_s 1.25, num_bytes 512`."""
-    return ", ".join(f"{name} {_word_value(value)}" for name, value in values.items())
-
-
-def _word_value(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

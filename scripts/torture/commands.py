@@ -159,7 +159,7 @@ def run_stops(scratch: Path, seed: int) -> Tally:
         end = command.run(scratch)
         tally.check(
             end.returncode == undisturbed.returncode,
-            f"{_name(command)} after its stops: exit code {end.returncode}: {end.stderr[-300:]}",
+            f"{name_command(command)} after its stops: exit code {end.returncode}: {end.stderr[-300:]}",
         )
     tally.figures["stopped_before_the_end"] = num_stopped
     return tally
@@ -177,13 +177,13 @@ def _stop(
     except subprocess.TimeoutExpired:
         process.kill()
         _, stderr = process.communicate()
-        tally.check(False, f"{_name(command)}, {stop.name} at {moment_s:.2f} s: it did not end")
+        tally.check(False, f"{name_command(command)}, {stop.name} at {moment_s:.2f} s: it did not end")
         return True
     if process.returncode == usual_code and "interrupted" not in stderr:
         return False
     line = shlex.join((command.program, *command.words))
     ends_well = process.returncode == 3 and f": {line}\n" in stderr and "Traceback" not in stderr
-    what = f"{_name(command)}, {stop.name} at {moment_s:.2f} s"
+    what = f"{name_command(command)}, {stop.name} at {moment_s:.2f} s"
     tally.check(ends_well, f"{what}: exit code {process.returncode}, {stderr[-300:]!r}")
     left = [str(path) for path in folder.rglob("*") if ".tmp" in path.name]
     tally.check(not left, f"{what}: left {left}")
@@ -198,5 +198,6 @@ def _remove(command: CommandLine) -> None:
         command.output.unlink(missing_ok=True)
 
 
-def _name(command: CommandLine) -> str:
+def name_command(command: CommandLine) -> str:
+    """Name a command in messages."""
     return f"{command.program} {command.words[0]}"
