@@ -37,6 +37,9 @@ from minimax_tools.model.sites import SITE_INPUTS, ModelSite, Site
 from minimax_tools.reference.right_stages import cut_behind, sites_behind
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
+_MODULE = "neuron"  # the package of `mm2-test`
+_RUN_PORT = "Run the port on this golden with mm2-test, and prove it there."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OwnInputFit:
@@ -133,9 +136,6 @@ def _is_isolated(target: CaptureSource) -> bool:
     return description is not None and description.run.mode is Mode.ISOLATED
 
 
-_RUN_PORT = "Run the port on this golden with mm2-test, and prove it there."
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecomputedProofs:
     """Proofs from the sites of a dump."""
@@ -218,9 +218,6 @@ def _word(sites: Collection[str]) -> str:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-_MODULE = "neuron"  # the package of `mm2-test`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

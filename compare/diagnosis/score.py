@@ -27,6 +27,35 @@ _LEAST_ERRORS = 4.0
 # Mean square of a token's rest along the predicted error, in units of noise, that is noise: a right port's, and the
 # golden's own.
 _NOISE_ALONG = 4.0
+# A mistake may leave what a right port may have, `RIGHT_RHO`. A port that is wrong in a large part of the stream has
+# more BF16 noise than the golden: of a ρ above 200, a hundredth may be left, at most 10.
+_LEFT_OF_LARGE_RHO = 0.01
+# The same of a mistake with a number that was fitted to the port: a number fits what is only close, too.
+_FITTED_RHO = 1.5
+# A mistake that leaves at most 1.3 of a ρ of 10 or more is proved: nothing else is tried. Of a smaller ρ, a mistake
+# that is only close leaves as little.
+_PROOF_LEFT, PROOF_RHO = 1.3, 10.0
+# ρ from which an error is clear, above the noise, and the least share of its ρ² - 1 that a mistake must take away.
+CLEAR_RHO = 1.5
+_CLEAR_SHARE = 0.9
+# Least share of the energy that it must take away where ρ is above FAINT_RHO: a mistake that makes noise itself grow
+# may leave little of it, and yet explain nothing.
+_LEAST_TAKEN = 0.8
+# Largest unevenness of what explains a clear error, over 1 / ρ, and of what explains one of any size: the factor on its
+# predicted error is then the same for all tokens. Of 761 layers with a mistake of the catalogue, at most 7 are beyond.
+_UNEVEN_IN_NOISE, _MOST_UNEVEN = 0.32, 0.02
+# ρ up to which the noise may cover a mistake. Such a mistake needs a high z, since some 300 hypotheses are tried on a
+# layer; its amplitude must be close to 1, and it must take away some of the error's energy.
+FAINT_RHO = 6.0
+_FAINT_Z, _FAINT_AMPLITUDE_OFF, _FAINT_SHARE = 8.0, 0.3, 0.02
+# The same for a mistake that rounds values, which can be predicted only in part; the share is for a clear error.
+_ROUNDING_AMPLITUDE_OFF, _ROUNDING_SHARE = 0.5, 0.2
+# Least likeness of a mistake, as a share of the largest likeness of any hypothesis.
+_LIKENESS_SHARE = 0.8
+# Factor on the misfit that a later candidate of a mistake must get below to replace an earlier, commoner one.
+_BETTER = 0.98
+# Factor on the squared ρ of the best mistake up to which others cannot be told from it.
+RESEMBLING = 1.1
 _NONE = torch.zeros(0)
 
 
@@ -179,37 +208,6 @@ def _likeness(product: torch.Tensor, predicted_energy: torch.Tensor, error_energ
     """Return the squared correlation of the port's error with the predicted one; 0 if either is zero or infinite."""
     energies = float(predicted_energy.sum() * error_energy.sum())
     return float(product.sum()) ** 2 / energies if 0.0 < energies < math.inf else 0.0
-
-
-# A mistake may leave what a right port may have, `RIGHT_RHO`. A port that is wrong in a large part of the stream has
-# more BF16 noise than the golden: of a ρ above 200, a hundredth may be left, at most 10.
-_LEFT_OF_LARGE_RHO = 0.01
-# The same of a mistake with a number that was fitted to the port: a number fits what is only close, too.
-_FITTED_RHO = 1.5
-# A mistake that leaves at most 1.3 of a ρ of 10 or more is proved: nothing else is tried. Of a smaller ρ, a mistake
-# that is only close leaves as little.
-_PROOF_LEFT, PROOF_RHO = 1.3, 10.0
-# ρ from which an error is clear, above the noise, and the least share of its ρ² - 1 that a mistake must take away.
-CLEAR_RHO = 1.5
-_CLEAR_SHARE = 0.9
-# Least share of the energy that it must take away where ρ is above FAINT_RHO: a mistake that makes noise itself grow
-# may leave little of it, and yet explain nothing.
-_LEAST_TAKEN = 0.8
-# Largest unevenness of what explains a clear error, over 1 / ρ, and of what explains one of any size: the factor on its
-# predicted error is then the same for all tokens. Of 761 layers with a mistake of the catalogue, at most 7 are beyond.
-_UNEVEN_IN_NOISE, _MOST_UNEVEN = 0.32, 0.02
-# ρ up to which the noise may cover a mistake. Such a mistake needs a high z, since some 300 hypotheses are tried on a
-# layer; its amplitude must be close to 1, and it must take away some of the error's energy.
-FAINT_RHO = 6.0
-_FAINT_Z, _FAINT_AMPLITUDE_OFF, _FAINT_SHARE = 8.0, 0.3, 0.02
-# The same for a mistake that rounds values, which can be predicted only in part; the share is for a clear error.
-_ROUNDING_AMPLITUDE_OFF, _ROUNDING_SHARE = 0.5, 0.2
-# Least likeness of a mistake, as a share of the largest likeness of any hypothesis.
-_LIKENESS_SHARE = 0.8
-# Factor on the misfit that a later candidate of a mistake must get below to replace an earlier, commoner one.
-_BETTER = 0.98
-# Factor on the squared ρ of the best mistake up to which others cannot be told from it.
-RESEMBLING = 1.1
 
 
 def most_left(unexplained: float, *, is_fitted: bool = False) -> float:

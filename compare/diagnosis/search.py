@@ -62,6 +62,26 @@ _MOST_NEAREST = 3
 # Distance from 1 of a factor that no code multiplies by: an epsilon, a rounding or a norm elsewhere acts like one; and
 # of one that rounding to BF16 gives.
 _NEAR_ONE, _ROUNDED_ONE = 0.02, 2**-9
+# Sites of which the catalogue has no mistake that is a factor.
+_SITES = (
+    *(Site.INPUT_NORM, Site.Q_ROPE, Site.K_ROPE, Site.ATTN_CONTEXT, Site.ATTN_RESIDUAL),
+    *(Site.POST_NORM, Site.ROUTER_LOGITS, Site.OUTPUT),
+)
+
+DESCRIPTIONS = tuple(
+    Mistake(
+        name=f"{site} scaled",
+        build=partial(scaled, site),
+        candidates=values_of("factor", 0.9, 1.1),
+        fitted="factor",
+        is_factor=True,
+        is_named=False,
+    )
+    for site in _SITES
+)
+
+# The blame of one cause; () for a layer that is not blamed.
+Cause = tuple[Blame, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,27 +366,6 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> float:
     return float((first * second).sum()) ** 2 / energies if 0.0 < energies < math.inf else 0.0
 
 
-# Sites of which the catalogue has no mistake that is a factor.
-_SITES = (
-    *(Site.INPUT_NORM, Site.Q_ROPE, Site.K_ROPE, Site.ATTN_CONTEXT, Site.ATTN_RESIDUAL),
-    *(Site.POST_NORM, Site.ROUTER_LOGITS, Site.OUTPUT),
-)
-
-DESCRIPTIONS = tuple(
-    Mistake(
-        name=f"{site} scaled",
-        build=partial(scaled, site),
-        candidates=values_of("factor", 0.9, 1.1),
-        fitted="factor",
-        is_factor=True,
-        is_named=False,
-    )
-    for site in _SITES
-)
-
-
-# The blame of one cause; () for a layer that is not blamed.
-Cause = tuple[Blame, ...]
 _Found = tuple[Cause, LayerCase, SearchOutcome]
 
 
