@@ -28,6 +28,10 @@ _HASHED_AT_ONCE_BYTES = 1 << 20
 _MAX_SHOWN = 200
 
 
+class NoRangesError(CheckpointError):
+    """A server that sends whole files only."""
+
+
 class NotCachedError(CheckpointError):
     """Files that are not in the cache, while the hub is not asked."""
 
@@ -264,10 +268,6 @@ def quieten_hub() -> None:
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         is_shown = logger.isEnabledFor(logging.INFO)
         (tools.enable_progress_bars if is_shown else tools.disable_progress_bars)()
-
-
-class NoRangesError(CheckpointError):
-    """A server that sends whole files only."""
 
 
 def fetch_file(commit: HubCommit, file: HubFile) -> Path:

@@ -27,7 +27,7 @@ def read(access: HubAccess, start: int, stop: int) -> bytes:
     return read_range(snapshot.commit, snapshot.files[SHARD], start, stop)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 8), (1, 2), (500, 300_000), (0, len(DATA)), (7, 7)])
+@pytest.mark.parametrize(("start", "stop"), [(0, 8), (500, 300_000), (7, 7)])
 def test_a_range_is_what_comes_and_all_that_comes(access: HubAccess, hub: Any, start: int, stop: int) -> None:
     assert read(access, start, stop) == DATA[start:stop]
     asked = [request.range for request in hub.asked("GET", SHARD)]
@@ -59,11 +59,6 @@ def test_a_hub_that_stays_down_is_a_network_error(
     with pytest.raises(CheckpointError, match="does not answer, or breaks off") as caught:
         read(access, 0, 8)
     assert not isinstance(caught.value, NoRangesError)
-
-
-def test_a_range_past_the_end_is_refused(access: HubAccess) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        read(access, len(DATA) + 5, len(DATA) + 9)
 
 
 def test_a_part_of_another_file_is_not_taken(access: HubAccess, hub: Any) -> None:
