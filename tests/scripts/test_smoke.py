@@ -17,7 +17,7 @@ COMMANDS = sorted(path.name for path in SCRIPTS.glob("*.py") if '__name__ == "__
 TOYS = {
     "bench_chained_ends.py": (
         ("--shapes", "narrow", "--seeds", "1", "--every", "60"),
-        {"1 layer: largest size"},
+        {"1 layer: largest median"},
     ),
     "bench_compare.py": (
         ("--scale", "toy"),
