@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from compare.limits.criteria import Criteria
     from minimax_tools.capture.further import FurtherPlace
+    from minimax_tools.model.run import Extent
     from minimax_tools.model.span import Span
-    from minimax_tools.results.probes import Extent
     from neuron.devices.ranks import Ranks
 
 

@@ -69,6 +69,14 @@ class Mode(TextEnum):
     CHAINED = "chained"  # the output of the layer before
 
 
+class Extent(TextEnum):
+    """The point at which a bisection ends."""
+
+    FIRST = "first"  # the first finding that proves the port wrong
+    ALL = "all"  # the last layer: the search goes on after every finding
+    EXHAUSTIVE = "exhaustive"  # the last layer, and every layer runs alone
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """The plan of a run.

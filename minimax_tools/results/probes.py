@@ -14,17 +14,8 @@ from typing import Any
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.results.results import Verdict
-from minimax_tools.text_enum import TextEnum
 
 Point = int | None
-
-
-class Extent(TextEnum):
-    """The point at which a bisection ends."""
-
-    FIRST = "first"  # the first finding that proves the port wrong
-    ALL = "all"  # the last layer: the search goes on after every finding
-    EXHAUSTIVE = "exhaustive"  # the last layer, and every layer runs alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,9 @@ from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.progress import LayerProgress
-from minimax_tools.model.run import bisect_run
+from minimax_tools.model.run import Extent, bisect_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.results.probes import Extent
 from neuron.options import (
     BisectOptions,
     backend_option,

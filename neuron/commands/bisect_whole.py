@@ -16,9 +16,8 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.streams import write
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.run import whole_bisect_run
+from minimax_tools.model.run import Extent, whole_bisect_run
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.results.probes import Extent
 from neuron.devices.compiler import AUTO
 from neuron.devices.runtime import open_runtime
 from neuron.model_runs.model_request import ModelRequest

@@ -37,11 +37,11 @@ from minimax_tools.machine.files import (
 )
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.progress import NoProgress, Progress
-from minimax_tools.model.run import bisect_run, sweep_run
+from minimax_tools.model.run import Extent, bisect_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import ModelFingerprint
-from minimax_tools.results.probes import Bisection, Chain, Extent, Probe
+from minimax_tools.results.probes import Bisection, Chain, Probe
 from neuron.devices.compiler import AUTO, OFF, choose_compiler
 from neuron.devices.runtime import Runtime
 from neuron.runs.device_request import GoldenInputs, digest_sites

@@ -22,9 +22,10 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.run import Extent
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.results.probes import Bisection, Extent
+from minimax_tools.results.probes import Bisection
 from minimax_tools.text.input_request import InputRequest
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.runtime import open_runtime
