@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _FLOAT32_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"minimax_m2": ("mlp.gate.weight", "mlp.e_score_correction_bias")}
 )
+# Buffers that older checkpoints store and today's models compute.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.masked_bias$")
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 # Errors that transformers raises on damaged or unknown weights. A damaged config can raise any class.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)
@@ -297,7 +299,11 @@ class Division:
                 raise unfit_checkpoint(where, faults or [f"{type(error).__name__}: {error}"]) from error
         mismatched = {name: sizes for name, *sizes in info["mismatched_keys"]}
         faults = [f"{name}: found nothing" for name in sorted({*info["missing_keys"]} - mismatched.keys())]
-        faults += [f"{name}: the model has no place for it" for name in sorted(info["unexpected_keys"])]
+        faults += [
+            f"{name}: the model has no place for it"
+            for name in sorted(info["unexpected_keys"])
+            if not _COMPUTED.search(name)
+        ]
         faults += [
             f"{name}: expected {list(expected)}, found {list(found)}"
             for name, (found, expected) in sorted(mismatched.items())

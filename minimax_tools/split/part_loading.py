@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ from minimax_tools.split.shard_loader import ShardLoader, names_by_part
 from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 
 logger = logging.getLogger(__name__)
+
+_MAPPED_DTYPES = frozenset(WEIGHT_DTYPES) - {FLOAT8_E4M3FN}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,11 @@ class StoredModel:
             names -= {*by_part.get(PART_EMBEDDING, ())}
         with self._open({self.weight_map[name] for name in names}) as reader:
             tensors = stored_weights(reader, names, dtype=division.implementation.dtype)
+            # transformers would take either of two tensors of one place.
+            spellings = Counter(name.removeprefix(f"{division.prefix}.") for name in tensors)
+            twice = [f"{name} is there under two names" for name, count in spellings.items() if count > 1]
+            if twice:
+                raise unfit_checkpoint(reader.folder, twice)
             num_values = sum(math.prod(reader.index[name].shape) for name in tensors)
             num_bytes = num_values * division.implementation.dtype.itemsize
             if part.has_head and division.tied_head is not None:
@@ -118,14 +126,16 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight:
-    """A weight that is read when it is asked for, FP8 times its scales."""
+    """A weight that is read when it is asked for, FP8 times its scales; a tensor of no weight's dtype is refused."""
 
     reader: CheckpointReader
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # dtype of an FP8 weight's values; others keep theirs
 
     def __getitem__(self, _: object) -> torch.Tensor:
-        return self.reader.read_weight(self.name, self.dtype)
+        stored = self.reader.index[self.name].dtype
+        dtype = self.dtype if stored == FLOAT8_E4M3FN else stored.as_torch()
+        return self.reader.read_weight(self.name, dtype)
 
 
 def stored_weights(reader: CheckpointReader, names: Iterable[str], *, dtype: torch.dtype) -> dict[str, Any]:
@@ -134,27 +144,16 @@ def stored_weights(reader: CheckpointReader, names: Iterable[str], *, dtype: tor
     FP8 weights are given in `dtype`. Tensors of safetensors that need no conversion stay mapped, as transformers maps
     them: until they are used they take no memory.
     """
-    index = reader.index
-    weights = [index[name] for name in sorted(names) if not _is_scale(index, name)]
-    faults = [
-        f"{entry.name}: found dtype {entry.dtype}, which mm2 cannot read as a weight"
-        for entry in weights
-        if entry.dtype not in WEIGHT_DTYPES
-    ]
-    if faults:
-        raise unfit_checkpoint(reader.folder, faults)
+    entries = [reader.index[name] for name in sorted(names)]
     mapped: dict[Path, Any] = {
-        entry.file: safe_open(entry.file, framework="pt") for entry in weights if not entry.is_pickled
+        entry.file: safe_open(entry.file, framework="pt") for entry in entries if not entry.is_pickled
     }
     return {
-        entry.name: StoredWeight(
-            reader=reader,
-            name=entry.name,
-            dtype=dtype if entry.dtype == FLOAT8_E4M3FN else entry.dtype.as_torch(),
-        )
-        if entry.is_pickled or entry.dtype == FLOAT8_E4M3FN
-        else mapped[entry.file].get_slice(entry.name)
-        for entry in weights
+        entry.name: mapped[entry.file].get_slice(entry.name)
+        if entry.file in mapped and entry.dtype in _MAPPED_DTYPES
+        else StoredWeight(reader=reader, name=entry.name, dtype=dtype)
+        for entry in entries
+        if not _is_scale(reader.index, entry.name)
     }
 
 

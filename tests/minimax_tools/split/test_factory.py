@@ -74,6 +74,24 @@ def test_model_in_one_file_is_split_too(make: Any, chain: Any, input_ids: torch.
     assert torch.equal(chain(split(made), input_ids, None), made.logits(input_ids, None))
 
 
+def test_buffers_of_older_checkpoints_are_let_be_and_weights_of_integers_are_not(
+    make: Any, chain: Any, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    made = make("gpt2", pickled=True, shard_size="1GB")
+    folder = copy(made.folder, tmp_path)
+    tensors = torch.load(folder / "pytorch_model.bin")
+    for layer in range(4):
+        tensors[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8)
+        tensors[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    parts = ModelFactory.create_split_models("gpt2", str(folder), 1, 3)
+    assert torch.equal(chain(parts, input_ids, None), made.logits(input_ids, None))
+    name = "transformer.h.1.mlp.c_fc.weight"
+    torch.save({**tensors, name: tensors[name].to(torch.int8)}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=name):
+        ModelFactory.create_split_models("gpt2", str(folder), 1, 3)
+
+
 def test_components_hold_their_layers_and_nothing_of_the_others(split_once: Any) -> None:
     made, (bottom, trunk, top) = split_once("minimax_m2")
     names = [set(part.model.state_dict()) for part in (bottom, trunk, top)]
@@ -249,6 +267,18 @@ class TestShards:
 
         rewrite(folder, add)
         with pytest.raises(CheckpointError, match="surprise.weight: the model has no place for it"):
+            ModelFactory.create_split_models("qwen3", str(folder), 1, 3)
+
+    def test_tensor_under_two_spellings_is_refused(self, make: Any, tmp_path: Path) -> None:
+        folder = copy(make("qwen3").folder, tmp_path)
+        name = "layers.1.input_layernorm.weight"
+
+        def add(tensors: dict[str, torch.Tensor]) -> None:
+            if f"model.{name}" in tensors:
+                tensors[name] = tensors[f"model.{name}"].clone()
+
+        rewrite(folder, add)
+        with pytest.raises(CheckpointError, match=f"{name} is there under two names"):
             ModelFactory.create_split_models("qwen3", str(folder), 1, 3)
 
 
