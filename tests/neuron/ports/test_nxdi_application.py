@@ -186,46 +186,53 @@ class TestSweep:
             assert lost in stderr
         assert "gives nothing" not in results["sweep AsDeclared"]["stderr"]
 
-    def test_conversion_that_fails_is_named_with_the_way_out(self, results: dict[str, Any]) -> None:
-        result = results["sweep Failing"]
-        assert result["exit_code"] == 3
-        assert "FailingForCausalLM.convert_hf_to_neuron_state_dict failed" in result["stderr"]
-        assert "KeyError: 'layers.7.nothing'" in result["stderr"]
-        assert "mm2_causal_lm = None" in result["stderr"]
-
-    def test_conversion_whose_weights_do_not_fit_is_named_with_the_way_out(
-        self, results: dict[str, Any]
+    @pytest.mark.parametrize(
+        ("name", "texts"),
+        [
+            (
+                "Failing",
+                (
+                    "FailingForCausalLM.convert_hf_to_neuron_state_dict failed",
+                    "KeyError: 'layers.7.nothing'",
+                    "mm2_causal_lm = None",
+                ),
+            ),
+            (
+                "Misfit",
+                (
+                    "UntransposingForCausalLM.convert_hf_to_neuron_state_dict gives weights",
+                    "down_proj.weight (expected [8, 32, 64], found [8, 64, 32])",
+                    "mm2_causal_lm = None",
+                ),
+            ),
+            (
+                "Made",  # a function, among several applications
+                (
+                    "several subclasses of NeuronBaseForCausalLM",
+                    "FirstForCausalLM, OtherForCausalLM",
+                    "mm2_causal_lm = CLASS",
+                ),
+            ),
+            ("NoApplication", ("NoApplication.mm2_causal_lm is no application of NxDI",)),
+        ],
+    )
+    def test_conversion_that_cannot_serve_is_named_with_the_way_out(
+        self, results: dict[str, Any], name: str, texts: tuple[str, ...]
     ) -> None:
-        result = results["sweep Misfit"]
+        result = results[f"sweep {name}"]
         assert result["exit_code"] == 3
-        assert "UntransposingForCausalLM.convert_hf_to_neuron_state_dict gives weights" in result["stderr"]
-        assert "down_proj.weight (expected [8, 32, 64], found [8, 64, 32])" in result["stderr"]
-        assert "mm2_causal_lm = None" in result["stderr"]
+        assert [text for text in texts if text not in result["stderr"]] == []
 
     def test_print_of_a_port_does_not_reach_standard_output(self, results: dict[str, Any]) -> None:
         assert "prints while it converts" not in results["sweep AsDeclared"]["stdout"]
 
 
 class TestChoice:
-    def test_of_several_applications_it_is_the_one_that_builds_the_layer(
-        self, results: dict[str, Any]
+    @pytest.mark.parametrize("name", ["Other", "Third"])
+    def test_of_several_applications_it_is_the_one_that_builds_the_layer_or_its_base(
+        self, results: dict[str, Any], name: str
     ) -> None:
-        assert conversion(results["sweep Other"]).startswith("OtherForCausalLM.")
-
-    def test_class_derived_from_a_built_one_is_built_too(self, results: dict[str, Any]) -> None:
-        assert conversion(results["sweep Third"]).startswith("OtherForCausalLM.")
-
-    def test_function_among_several_applications_must_name_one(self, results: dict[str, Any]) -> None:
-        result = results["sweep Made"]
-        assert result["exit_code"] == 3
-        assert "several subclasses of NeuronBaseForCausalLM" in result["stderr"]
-        assert "FirstForCausalLM, OtherForCausalLM" in result["stderr"]
-        assert "mm2_causal_lm = CLASS" in result["stderr"]
-
-    def test_class_that_is_no_application_is_refused(self, results: dict[str, Any]) -> None:
-        result = results["sweep NoApplication"]
-        assert result["exit_code"] == 3
-        assert "NoApplication.mm2_causal_lm is no application of NxDI" in result["stderr"]
+        assert conversion(results[f"sweep {name}"]).startswith("OtherForCausalLM.")
 
 
 class TestSites:
@@ -254,24 +261,27 @@ class TestTrace:
         assert (record["verdict"], record["compared"]) == ("pass", 15)
 
 
-class TestWeights:
-    def test_right_conversion_passes(self, results: dict[str, Any]) -> None:
-        result = results["weights AsDeclared"]
-        assert result["exit_code"] == 0, result["stdout"]
-        assert "Converted by ForCausalLM.convert_hf_to_neuron_state_dict" in result["stdout"]
-
-    def test_table_is_told_apart(self, results: dict[str, Any]) -> None:
-        result = results["weights ByTable"]
-        assert result["exit_code"] == 0, result["stdout"]
-        assert "Converted by mm2's table of NxDI's names, not the port" in result["stdout"]
-
-    def test_cast_router_is_wrong(self, results: dict[str, Any]) -> None:
-        result = results["weights DecoderLayer"]
-        assert result["exit_code"] == 1
-        assert "gate (router) is bfloat16: the router decides in float32" in result["stdout"]
-        assert "e_score_correction_bias is bfloat16" in result["stdout"]
-
-    def test_mistakes_of_the_applications_conversion_are_found(self, results: dict[str, Any]) -> None:
-        assert "w1 (gate) and w3 (up) are swapped" in results["weights SwappedGateUp"]["stdout"]
-        assert "missing: e_score_correction_bias lands nowhere" in results["weights LostBias"]["stdout"]
-        assert "missing: o_proj lands nowhere" in results["weights LostOutput"]["stdout"]
+@pytest.mark.parametrize(
+    ("name", "exit_code", "texts"),
+    [
+        ("AsDeclared", 0, ("Converted by ForCausalLM.convert_hf_to_neuron_state_dict",)),
+        ("ByTable", 0, ("Converted by mm2's table of NxDI's names, not the port",)),
+        (
+            "DecoderLayer",
+            1,
+            (
+                "gate (router) is bfloat16: the router decides in float32",
+                "e_score_correction_bias is bfloat16",
+            ),
+        ),
+        ("SwappedGateUp", 1, ("w1 (gate) and w3 (up) are swapped",)),
+        ("LostBias", 1, ("missing: e_score_correction_bias lands nowhere",)),
+        ("LostOutput", 1, ("missing: o_proj lands nowhere",)),
+    ],
+)
+def test_weights_are_traced_through_the_applications_conversion(
+    results: dict[str, Any], name: str, exit_code: int, texts: tuple[str, ...]
+) -> None:
+    result = results[f"weights {name}"]
+    assert result["exit_code"] == exit_code, result["stdout"]
+    assert [text for text in texts if text not in result["stdout"]] == []

@@ -44,14 +44,14 @@ class TestNotation:
         assert isinstance(found, PortTarget)
         assert getattr(found.factory, "__name__", None) == "Port"
 
-    def test_package_module_and_name(self, tensors_of: Any) -> None:
-        by_name = tensors_of("minimax_tools.reference.layer:ReferenceLayer")
-        own = tensors_of("reference")
-        assert all(torch.equal(by_name[site], own[site]) for site in own)
-
-    def test_file_and_name(self, tensors_of: Any, write_port: Any) -> None:
-        mine = tensors_of(write_port("class Port(ReferenceLayer): pass\n"))
-        own = tensors_of("reference")
+    @pytest.mark.parametrize("is_file", [True, False])
+    def test_file_or_module_and_name(self, tensors_of: Any, write_port: Any, is_file: bool) -> None:
+        port = (
+            write_port("class Port(ReferenceLayer): pass\n")
+            if is_file
+            else "minimax_tools.reference.layer:ReferenceLayer"
+        )
+        mine, own = tensors_of(port), tensors_of("reference")
         assert all(torch.equal(mine[site], own[site]) for site in own)
 
 
@@ -223,19 +223,8 @@ class Port(ReferenceLayer):
         port += (
             "\ndef Port(config, layer_idx):\n    return Counting(config, layer_idx)\n\nPort.reuse = True\n"
         )
-        done = forked(
-            *(
-                "multi-layer",
-                "--layers",
-                "0:2",
-                "--model",
-                small,
-                "--target",
-                write_port(port),
-                "--seq-len",
-                4,
-            )
-        )
+        run = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", 4)
+        done = forked(*run, "--target", write_port(port))
         assert "calls: 2" in done.stderr, done.stderr
 
 
