@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 
@@ -35,9 +34,6 @@ from neuron.options import (
     rank_options,
     target_option,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command(

@@ -23,7 +23,6 @@ from minimax_tools.errors import UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.streams import write
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.results.probes import name_point
 from neuron.options import golden_option
 
 if TYPE_CHECKING:
@@ -317,6 +316,8 @@ run_replaced(llm, {str(directory)!r}, point={point!r})  # writes {_word_logits(f
 def _word_run(folder: RunFolder, point: Point) -> str:
     if point is None:
         return "nothing is replaced"
+    from minimax_tools.results.probes import name_point
+
     return f"the stream is replaced at {name_point(point, num_layers=folder.plan.num_layers)}"
 
 
