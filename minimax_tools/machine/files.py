@@ -108,21 +108,6 @@ def hold_file(path: Path, *, waits: bool = False) -> TextIO:
         file.close()
 
 
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder itself during the block.
-
-    Raises:
-        BlockingIOError: Another process holds the lock.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())

@@ -21,7 +21,6 @@ from mm2.golden_layer import open_golden
 from neuron.cli import main as mm2_test
 
 OLD = Path(__file__).parents[2] / "old_files"
-EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 
 
 def put(s3: Any, folder: Path, prefix: str) -> None:
