@@ -80,8 +80,10 @@ def test_interrupted_capture_goes_on_after_its_last_whole_layer(
 def test_what_a_killed_run_left_half_written_is_removed(recipe: Recipe, tmp_path: Path) -> None:
     recipe.write(tmp_path / "plain")
     recipe.write(tmp_path / "cut", until=1)
-    for name in (".layer_1.safetensors.tmp", ".manifest.json.tmp", ".lock"):
-        (tmp_path / "cut" / name).write_bytes(b"half")
+    for name in (".layer_1.safetensors.0123abcd.tmp", ".manifest.json.0123abcd.tmp"):
+        (tmp_path / "cut" / name).mkdir()
+        (tmp_path / "cut" / name / "half").write_bytes(b"half")
+    (tmp_path / "cut/.lock").touch()
     # A layer whose files are there but which the manifest does not list yet is written again.
     (tmp_path / "cut/layer_1.safetensors").write_bytes(b"whole, but unlisted")
     recipe.write(tmp_path / "cut")
@@ -112,7 +114,8 @@ def test_what_a_run_left_that_was_killed_at_its_end_is_tidied_unless_another_wri
 
 
 @pytest.mark.parametrize(
-    "left", [[], ["manifest.json"], [".manifest.json.tmp"], ["manifest.json", "inputs.safetensors"]]
+    "left",
+    [[], ["manifest.json"], [".manifest.json.0123abcd.tmp"], ["manifest.json", "inputs.safetensors"]],
 )
 def test_run_killed_before_its_first_layer_does_not_block_the_directory(
     recipe: Recipe, tmp_path: Path, left: list[str]
@@ -122,8 +125,8 @@ def test_run_killed_before_its_first_layer_does_not_block_the_directory(
     for path in (tmp_path / "cut").iterdir():
         if path.name not in left:
             path.unlink()
-    for name in left:
-        (tmp_path / "cut" / name).touch()
+    for path in (tmp_path / "cut" / name for name in left):
+        path.mkdir() if path.suffix == ".tmp" else path.touch(exist_ok=True)
     recipe.write(tmp_path / "cut")
     assert contents(tmp_path / "cut") == contents(tmp_path / "plain")
 
