@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from minimax_tools.errors import CheckpointError, list_faults
+from minimax_tools.errors import CheckpointError, Mm2Error, list_faults
 from minimax_tools.split.causal_model import Implementation
 from minimax_tools.split.parts import Part
 
@@ -38,8 +38,6 @@ _FLOAT32_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # Buffers that older checkpoints store and today's models compute.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.masked_bias$")
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
-# Errors that transformers raises on damaged or unknown weights. A damaged config can raise any class.
-_FAULTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)
 
 
 class PassThrough(nn.Module):
@@ -245,7 +243,7 @@ class Division:
                     output = model.base_model(
                         inputs_embeds=states, attention_mask=mask, use_cache=False
                     ).last_hidden_state
-            except (*_FAULTS, AttributeError) as error:
+            except Exception as error:
                 raise _indivisible(model, expected="a forward over stand-ins", found=str(error)) from error
         if not isinstance(output, torch.Tensor) or not torch.equal(output, states):
             raise _indivisible(
@@ -293,7 +291,10 @@ class Division:
                     ignore_mismatched_sizes=True,
                     **self.implementation.arguments(),
                 )
-            except _FAULTS as error:
+            except Mm2Error:
+                raise
+            except Exception as error:
+                # Damaged weights, or a config that fits no model, fail in any class.
                 unconverted = re.findall(r"^(\S+) +\| CONVERSION", report.getvalue(), re.MULTILINE)
                 faults = [f"{name}: its stored matrices do not fit together" for name in unconverted]
                 raise unfit_checkpoint(where, faults or [f"{type(error).__name__}: {error}"]) from error
