@@ -151,7 +151,7 @@ class Model(Closed):
 
 # Ports with a report each, and what it tells.
 REPORTED = {
-    SWAPPED: "layer 2, `moe_delta`",
+    SWAPPED: r"layer 2, moe\_delta",
     ORDERED.format(order="(0, 1, 3)"): "layer 2",
     RESTARTED: "To blame",
     WRONG_ROW: "To blame",
