@@ -9,6 +9,7 @@ from compare.blame.blame import join_causes
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.proof import MEND_FIRST, PROVE_THE_PLACE, MistakeProof, word_lines_place, word_proof
 from compare.diagnosis.view import formulas_of, word_diagnosis, word_lies_between
+from minimax_tools.model.sites import ModelSite
 from reports.canvas import Canvas
 from reports.data import to_json
 from reports.page.evidence import DiagnosedPlace, TriedMistake
@@ -136,7 +137,10 @@ def _draw_place(canvas: Canvas, place: DiagnosedPlace) -> None:
     """Draw a place: the mistake that explains it, or where the one lies that nothing names."""
     named = [mistake for mistake in place.mistakes if mistake.is_named]
     head = f"{place.place} {place.outcome}" if named else f"{place.place}: {place.outcome}"
-    canvas.line(head[0].upper() + head[1:], style="" if place.is_right and not place.method else "bold")
+    # A site keeps its name.
+    if place.place.split(",")[0] not in set(ModelSite):
+        head = head[0].upper() + head[1:]
+    canvas.line(head, style="" if place.is_right and not place.method else "bold")
     for sentence in place.lies:
         canvas.paragraph(sentence)
     if named:
