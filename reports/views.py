@@ -112,7 +112,7 @@ def word_reasons(comparison: Comparison, cause: BlameGroup) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlameRow:
-    """Something to blame: a finding of a whole port's run, or layers in which the same sites are wrong."""
+    """Row of what is to blame: a finding of a whole port's run, or layers in which the same sites are wrong."""
 
     place: str
     reason: str
@@ -189,7 +189,7 @@ def group_uncompared(comparison: Comparison) -> tuple[UncomparedGroup, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerView:
-    """One layer of a comparison, or the model outside its layers if `layer` is None."""
+    """Layer of a comparison, or the model outside its layers if `layer` is None."""
 
     layer: int | None
     sites: tuple[SiteResult, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import jinja2
 
+from minimax_tools.machine.json_file import parse_json
 from minimax_tools.results.results import Comparison, Curve
 from reports.page.evidence import ErrorPicture, LayerRouting, LogitsEvidence, SiteErrors
 
@@ -43,7 +43,7 @@ def _specifications() -> Any:
 
 def _specify(kind: str, **values: Any) -> dict[str, Any]:
     """Return the specification of a kind of chart: a macro of the template, with its values."""
-    spec: dict[str, Any] = json.loads(getattr(_specifications(), kind)(**values))
+    spec: dict[str, Any] = parse_json(getattr(_specifications(), kind)(**values))
     return spec
 
 
