@@ -228,7 +228,7 @@ class TestPorts:
         assert "\n    k_rope: error " in blame
         assert "cause 2" not in text
         markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
-        assert "- layers 1-2, `q_rope` and `k_rope`: one cause, the rotary embedding" in markdown
+        assert r"- layers 1-2, q\_rope and k\_rope: one cause, the rotary embedding" in markdown
         page = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert page.count('<div class="blame">') == 1
         (title,) = re.findall('<div class="blame">\\s*<h3>(.*?)</h3>', page)
