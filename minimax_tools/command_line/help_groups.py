@@ -15,22 +15,20 @@ _FIRST_TITLE = "Options that matter first"
 # Names of options; the options that matter most stand best first.
 _TABLE = {
     _FIRST_TITLE: """
-        --golden --run --model --target --layer --layers --component --plan --preset --text --nodes-file --planner
-        --node --output --backend --tp-degree --max-memory --stream --seq-len --prompt --prove --report-path
-        --num-hidden-layers --storage --output-dir --json
+        --golden --run --model --target --layer --layers --component --plan --preset --nodes-file --planner --node
+        --output --backend --tp-degree --max-memory --stream --seq-len --prompt --prove --report-path
+        --num-hidden-layers --output-dir --json
     """,
     "What to run": """
         --golden --run --model --target --layer --layers --start-layer --end-layer --layer-pattern --all-layers
         --component --sites --also --decode --chunks --max-new-tokens --plan --do-sample --temperature --top-k --top-p
         --slices --node --all-nodes --nodes-file --planner --context-length --module --float32-golden
-        --all --exhaustive --chain-length --whole --full-size --load --steps --minutes --learning-rate --bias-rate
-        --num-threads --follow --anew --skip-compile --undo --mistake --prove --list --captures --text --to
-        --plan-of-names --keep --clear
+        --all --exhaustive --chain-length --whole --full-size --load --follow --anew --skip-compile --undo
+        --mistake --prove --list --captures --to --plan-of-names --keep --clear
     """,
     "Sizes of the model to make": """
         --preset --num-hidden-layers --hidden-size --num-attention-heads --num-key-value-heads --head-dim --rotary-dim
-        --num-local-experts --num-experts-per-tok --intermediate-size --vocab-size --massive-channels --storage
-        --fp8-output --shard-size
+        --num-local-experts --num-experts-per-tok --intermediate-size --vocab-size --shard-size
     """,
     "Inputs": """
         --prompt --prompts-file --chat --input-ids --seq-len --quick --batch-size --last-tokens --padding-side --pad-to

@@ -70,6 +70,12 @@ def test_help_shows_every_option_once_and_the_first_ones_first(words: tuple[str,
     assert required <= set(first) or len(required) > 5
 
 
+def test_groups_list_options_that_commands_have() -> None:
+    params = (param for _, command in leaves() for param in command.params)
+    names = {name for param in params for name in param.opts} | {"--help"}
+    assert {name for group in help_groups._TABLE.values() for name in group.split()} <= names
+
+
 def test_groups_of_a_sweep() -> None:
     found = sections(show(("mm2-test", "sweep")))
     first = found["Options that matter first"]
