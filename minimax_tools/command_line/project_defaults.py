@@ -145,5 +145,11 @@ def _place(folder: Path, text: str, *, kind: str) -> str:
     path = folder / Path(file if kind == _PORT else text).expanduser()
     near = Path(os.path.relpath(path))
     # A path through many folders above is easier to read from the root.
-    shown = path if ".." in near.parts else near
+    shown = _without_parents(path) if ".." in near.parts else near
     return f"{shown}{colon}{name}" if kind == _PORT else str(shown)
+
+
+def _without_parents(path: Path) -> Path:
+    """Return a path without `..`, unless a symbolic link on the way leads elsewhere."""
+    plain = Path(os.path.normpath(path))
+    return plain if plain.resolve() == path.resolve() else path

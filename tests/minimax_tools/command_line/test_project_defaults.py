@@ -76,6 +76,21 @@ def test_command_line_goes_before_environment_and_that_before_the_file(
     assert run("--model", "given").stdout.startswith("given ")
 
 
+def test_path_beside_the_folder_is_shown_without_parents(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below, real = project / "a", project / "real" / "deep"
+    for folder in (below, real):
+        folder.mkdir(parents=True)
+    (project / "link").symlink_to(real)
+    monkeypatch.chdir(below)
+    write(below, 'golden = "../golden"')
+    assert run("--quiet").stdout.split()[1] == str(project / "golden")
+    # The parent of what a link leads to is another folder than that of the link.
+    write(below, 'golden = "../link/../golden"')
+    assert Path(run("--quiet").stdout.split()[1]).resolve() == project / "real" / "golden"
+
+
 def test_paths_of_a_file_above_count_from_its_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     below = project / "a" / "b"
     below.mkdir(parents=True)
