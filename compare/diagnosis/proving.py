@@ -359,8 +359,8 @@ def _prove_finding(
     undone = undo_finding(finding.mistake, parameters)
     if any(undo.may_lie_before(layer.sites) for undo in undone):
         return not_provable(
-            "the layer's output alone is shown, and what the scaled sum is made of may be wrong instead",
-            "Show the sites before it, and run it again.",
+            "the scaled sum itself is not shown, and what it is made of may be wrong instead",
+            "Show the sum and the sites before it, and run it again.",
         )
     return prover.prove(layer.layer, undone)
 

@@ -174,7 +174,8 @@ def _draw_mistake(canvas: Canvas, first: TriedMistake, *alike: TriedMistake) -> 
 def _word_alike(mistake: TriedMistake) -> str:
     name = f"{mistake.name} ({mistake.parameters})" if mistake.parameters else mistake.name
     where = f" {mistake.layers}" if mistake.layers else ""
-    return f"{name}, which leaves ρ {mistake.leaves}{where}"
+    outcomes = f" ({', '.join(mistake.outcomes)})" if mistake.outcomes else ""
+    return f"{name}, which leaves ρ {mistake.leaves}{where}{outcomes}"
 
 
 def _draw_edit(canvas: Canvas, place: str, lines: Sequence[str], advice: str) -> None:

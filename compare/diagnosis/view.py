@@ -215,6 +215,7 @@ def _mistake(findings: Sequence[MistakeFinding], group: LayerGroup | None, *, is
         layers="" if is_everywhere else f"in {word_layers(layers)}",
         sources=first.sources,
         proof=_word_proofs(findings),
+        outcomes=tuple(dict.fromkeys(str(proof.outcome) for _, proof in _proofs(findings))),
         edits=tuple(_proved_edits(findings)),
     )
 

@@ -24,6 +24,7 @@ class TriedMistake:
     layers: str = ""  # layers of the place that it was tried on; empty for all
     sources: tuple[str, ...] = ()  # public threads that report it
     proof: tuple[str, ...] = ()  # sentences on undoing it in the port; () if that was not asked for
+    outcomes: tuple[str, ...] = ()  # outcomes of undoing it, such as `proved`; of several layers each once
     edits: tuple[str, ...] = ()  # lines that undo it in the weights
 
 

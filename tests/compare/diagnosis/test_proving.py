@@ -192,7 +192,7 @@ def test_factor_of_a_hidden_sum_is_not_provable(run: Callable[..., Path], prove:
     (found,) = prove(directory, "--mistake", "moe_delta_scaled")["diagnosis"]
     assert found["parameters"]["factor"] == pytest.approx(0.97, rel=0.005)
     assert found["proof"]["outcome"] == "not provable"
-    assert "the layer's output alone is shown" in found["proof"]["reason"]
+    assert "the scaled sum itself is not shown" in found["proof"]["reason"]
 
 
 class TestDump:

@@ -79,6 +79,22 @@ def test_text_tells_the_mistake_what_is_like_it_and_the_lines_that_undo_it() -> 
     ]
 
 
+def test_text_tells_the_outcomes_of_a_mistake_that_is_like_the_first() -> None:
+    proofs = [MistakeProof(outcome=outcome) for outcome in (ProofOutcome.NOT_PROVED, ProofOutcome.PROVED)]
+    layers = [
+        layer(
+            number,
+            named=(
+                finding("first", layer=number, proof=proofs[0]),
+                finding("second", layer=number, proof=proof),
+            ),
+        )
+        for number, proof in enumerate(proofs)
+    ]
+    text = told(diagnosis(*layers))
+    assert "Cannot be told from: second (eps 0.5), which leaves ρ 1.10 (not proved, proved)." in text
+
+
 def test_nothing_to_prove_is_said_where_proofs_were_asked_for() -> None:
     assert NOTHING in told(diagnosis(), proves=True)
     assert NOTHING not in told(diagnosis())
