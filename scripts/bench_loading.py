@@ -63,10 +63,14 @@ def _stream_names(suffix: str) -> tuple[str, ...]:
 
 
 def _split_names(model_type: str) -> Iterator[str]:
-    for setting in ("on", "off"):
-        for name in ("peak_anonymous_over_model", "peak_resident_over_model", "load_s", "tokens_per_s"):
-            yield f"split_{model_type}_low_memory_{setting}_{name}"
-    yield f"split_{model_type}_logits_equal"
+    names = (
+        "peak_anonymous_over_model",
+        "peak_resident_over_model",
+        "load_s",
+        "tokens_per_s",
+        "logits_equal",
+    )
+    yield from (f"split_{model_type}_{name}" for name in names)
 
 
 _DEQUANTISING = (

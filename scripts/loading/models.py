@@ -31,7 +31,7 @@ _FEW_LAYERS, _MORE_LAYERS = 2, 6
 
 
 def measure_split(bench: LoadingBench) -> Iterator[Figure]:
-    """Yield peak, load time and tokens per second of split models, parts loaded one by one (`low_memory`) or not."""
+    """Yield peak, load time and tokens per second of split models, parts loaded one by one."""
     quantities = bench.scale.qwen2
     with bench.folder("qwen2") as folder:
         shard_bytes = bench.scale.shard_bytes // 3
@@ -99,31 +99,27 @@ def _golden_of(
 def _split_figures(bench: LoadingBench, folder: Path, model_type: str, num_layers: int) -> Iterator[Figure]:
     # Bottom and top have a quarter of the layers each.
     outer = max(1, num_layers // 4)
-    runs: dict[bool, list[ProbeResult]] = {True: [], False: []}
-    for _ in range(bench.scale.rounds):
-        for low_memory, results in runs.items():
-            results.append(
-                bench.probe(
-                    SPLIT,
-                    needs_bytes=3 * tree_bytes(folder),  # with room to spare
-                    model=str(folder),
-                    model_type=model_type,
-                    split_points=[outer, num_layers - outer],
-                    low_memory=low_memory,
-                    num_tokens=sum(bench.seq_lens),
-                    rounds=_PASSES,
-                )
-            )
-    for low_memory, results in runs.items():
-        name = f"split_{model_type}_low_memory_{'on' if low_memory else 'off'}"
-        peak = median(run.peak_bytes / run.values["num_bytes"] for run in results)
-        resident = median(run.peak_resident_bytes / run.values["num_bytes"] for run in results)
-        yield Figure.plain(f"{name}_peak_anonymous_over_model", peak)
-        yield Figure.plain(f"{name}_peak_resident_over_model", resident)
-        yield Figure.plain(f"{name}_load_s", median(run.values["load_s"] for run in results))
-        yield Figure.plain(f"{name}_tokens_per_s", median(run.values["tokens_per_s"] for run in results))
-    equal = len({run.values["logits"] for results in runs.values() for run in results}) == 1
-    yield Figure.exactly(f"split_{model_type}_logits_equal", float(equal), 1)
+    runs = [
+        bench.probe(
+            SPLIT,
+            needs_bytes=3 * tree_bytes(folder),  # with room to spare
+            model=str(folder),
+            model_type=model_type,
+            split_points=[outer, num_layers - outer],
+            num_tokens=sum(bench.seq_lens),
+            rounds=_PASSES,
+        )
+        for _ in range(bench.scale.rounds)
+    ]
+    name = f"split_{model_type}"
+    peak = median(run.peak_bytes / run.values["num_bytes"] for run in runs)
+    resident = median(run.peak_resident_bytes / run.values["num_bytes"] for run in runs)
+    yield Figure.plain(f"{name}_peak_anonymous_over_model", peak)
+    yield Figure.plain(f"{name}_peak_resident_over_model", resident)
+    yield Figure.plain(f"{name}_load_s", median(run.values["load_s"] for run in runs))
+    yield Figure.plain(f"{name}_tokens_per_s", median(run.values["tokens_per_s"] for run in runs))
+    equal = len({run.values["logits"] for run in runs}) == 1
+    yield Figure.exactly(f"{name}_logits_equal", float(equal), 1)
 
 
 def _stored_bytes(checkpoint: Checkpoint, layers: range) -> int:

@@ -37,15 +37,12 @@ def split(
     *,
     model_type: str,
     split_points: tuple[int, int],
-    low_memory: bool,
     num_tokens: int,
     rounds: int,
 ) -> dict[str, Any]:
     """Load and run a model cut before the layers `split_points`; return figures, and a digest of the logits."""
     began_s = time.perf_counter()
-    bottom, trunk, top = ModelFactory.create_split_models(
-        model_type, model, *split_points, device="cpu", low_memory=low_memory
-    )
+    bottom, trunk, top = ModelFactory.create_split_models(model_type, model, *split_points, device="cpu")
     load_s = time.perf_counter() - began_s
     vocab_size = bottom.model.config.vocab_size
     input_ids = torch.arange(num_tokens)[None] * 7 % vocab_size

@@ -53,8 +53,8 @@ TOYS = {
                 "extra_disk_bytes",
             ),
             *(
-                "split_qwen2_low_memory_on_peak_anonymous_over_model",
-                "split_minimax_m2_low_memory_off_load_s",
+                "split_qwen2_peak_anonymous_over_model",
+                "split_minimax_m2_load_s",
             ),
         },
     ),
