@@ -114,6 +114,16 @@ def test_each_choice_within_reach_is_found(site: Site, bias: float, port: tuple[
     assert layer.find(experts, reach=0.035, site=site) == ([[0, 1], [*port], [0, 1]], [True] * 3)
 
 
+def test_a_choice_out_of_reach_is_taken_for_the_nearest_within() -> None:
+    layer = Layer(SCORES[None].repeat(3, 1))
+    experts = layer.experts.clone()
+    experts[1] = torch.tensor([0, 3])
+    found = layer.find(experts, reach=0.015)
+    assert found is not None
+    assert found[0][1] in ([0, 1], [0, 2])
+    assert found[1] == [True] * 3
+
+
 def test_two_experts_may_be_exchanged_at_once() -> None:
     scores = torch.tensor([0.60, 0.59, 0.58, 0.57, *FAR])
     layer = Layer(scores[None].repeat(2, 1))
@@ -142,3 +152,45 @@ def test_a_token_with_too_many_choices_stays_open(num_near: int, is_open: bool) 
     experts = torch.tensor([[0, 2], [5, 6]])
     expected = ([[0, 2], [0, 1]], [True, False]) if is_open else ([[0, 2], [5, 6]], [True, True])
     assert layer.find(experts, reach=0.035) == expected
+
+
+def test_nothing_is_computed_where_all_tokens_stay_open() -> None:
+    layer = Layer(torch.linspace(0.60, 0.59, EXPERTS)[None])
+    assert layer.find(torch.tensor([[5, 6]]), reach=0.035) == ([[0, 1]], [False])
+
+
+@pytest.mark.parametrize("lacking", ["weights", "router_experts", "post_norm", "router_logits", "stream"])
+def test_what_is_not_known_gives_no_choice(lacking: str) -> None:
+    layer = Layer(SCORES[None].repeat(2, 1), lacking=(lacking,))
+    experts = torch.tensor([[0, 2], [0, 1]])
+    assert layer.find(experts, reach=0.035, site=Site.OUTPUT) is None
+    # The stream is needed for the output alone.
+    assert (layer.find(experts, reach=0.035) is None) == (lacking != "stream")
+
+
+def test_tokens_beyond_a_number_of_them_stay_open() -> None:
+    layer = Layer(SCORES[None].repeat(300, 1))
+    experts = torch.tensor([[0, 2]]).repeat(300, 1)
+    found = layer.find(experts, reach=0.035)
+    assert found is not None
+    assert sum(found[1]) == 256
+    assert (found[1][0], found[1][-1]) == (True, True)
+    assert all(chosen == ([0, 2] if is_sure else [0, 1]) for chosen, is_sure in zip(*found, strict=True))
+
+
+def test_a_token_plainly_like_the_golden_is_settled() -> None:
+    layer = Layer(SCORES[None].repeat(2, 1))
+    assert layer.find(layer.experts, reach=0.035) == ([[0, 1], [0, 1]], [True, True])
+
+
+@pytest.mark.parametrize(("ratio", "is_open"), [(1.1, False), (1.3, True)])
+def test_a_token_is_plainly_alike_up_to_a_fifth_beyond_the_floor(ratio: float, is_open: bool) -> None:
+    layer = Layer(SCORES[None])
+    expected = [[0, 2]] if is_open else [[0, 1]]
+    assert layer.find(torch.tensor([[0, 2]]), reach=0.035, ratio=ratio) == (expected, [True])
+
+
+def test_any_number_of_tokens_that_noise_does_not_reach_is_settled() -> None:
+    layer = Layer(SCORES[None].repeat(300, 1))
+    found = layer.find(torch.tensor([[4, 5]]).repeat(300, 1), reach=0.005)
+    assert found == ([[0, 1]] * 300, [True] * 300)

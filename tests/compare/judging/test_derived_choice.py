@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.judging.derived_choice import derive_choice, find_contradictions
+from compare.judging.derived_choice import DerivedChoice, derive_choice, find_contradictions
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE
 
@@ -55,6 +55,11 @@ def test_logits_are_as_sure_as_they_are_precise(logit: float, is_sure: bool) -> 
     assert contradicts([logit, 1.0, -1.0, -1.0], bias=CLOSE, chosen=1) is is_sure
 
 
+def test_nothing_is_derived_from_nan() -> None:
+    sides: Any = OneToken([float("nan"), 1.0, 0.0, 0.0], NO_BIAS)
+    assert find_contradictions(sides, 0, torch.tensor([[1]])) is None
+
+
 class Port:
     """The two sides of a layer of which the port shows some rows: four experts, two of them for each token."""
 
@@ -96,3 +101,62 @@ def test_what_is_no_number_is_left_out() -> None:
     broken[1, 1] = float("nan")
     assert derive(router_logits=broken) is None
     assert derive(router_logits=broken, post_norm=STATES) == [[0, 1], [2, 3]]
+
+
+def test_nothing_shown_or_known_gives_no_choice() -> None:
+    assert derive() is None
+    assert derive(router_logits=LOGITS, has_weights=False) is None
+    assert derive(router_logits=LOGITS, is_classic=True) is None
+    sides: Any = Port(router_logits=LOGITS, has_weights=False)
+    assert find_contradictions(sides, 0, torch.zeros(2, 2, dtype=torch.int64)) is None
+    sides = Port(post_norm=STATES)
+    assert find_contradictions(sides, 0, torch.zeros(2, 2, dtype=torch.int64)) is None
+    assert sides.num_opened == 0
+
+
+def test_contradictions_are_told_token_by_token() -> None:
+    sides: Any = Port(router_logits=LOGITS)
+    experts = torch.tensor([[1, 0], [1, 3]])
+    found = find_contradictions(sides, 0, experts)
+    assert found is not None
+    assert found.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e-4], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("times", "is_sure"), [(0.99, False), (1.01, True)])
+def test_a_choice_is_sure_beyond_twice_the_error_of_the_scores(
+    shift: float, times: float, is_sure: bool
+) -> None:
+    """Token 0 is the one under test; token 1 has smaller logits, a smaller error, and so a smaller margin is sure."""
+    step = 2e-5 if shift else 2.0**-8
+    logits = torch.tensor([[8.0 + shift, 3.0, 2.0, -3.0], [0.0390625 + step, 0.0390625, 0.0390625, 0.0]])
+    scores = logits[0].sigmoid()
+    # The error is one of the logit in BF16, of the token's largest logit in float32.
+    errors = 2.0**-8 * logits[0].abs() if shift == 0.0 else 1e-5 * logits[0].abs().max()
+    reach = float((scores * (1.0 - scores) * errors).max())
+    bias = torch.zeros(4)
+    bias[2] = float(scores[1] - scores[2]) - 2.0 * times * reach
+    sides: Any = Port(router_logits=logits)
+
+    @contextmanager
+    def open_layer(layer: int, reference: object) -> Iterator[Any]:
+        spec = SimpleNamespace(num_experts_per_tok=2)
+        yield SimpleNamespace(tensors={CORRECTION_BIAS: bias}, spec=spec)
+
+    sides.weights = SimpleNamespace(open_layer=open_layer)
+    found = derive_choice(sides, 0)
+    assert found is not None
+    assert found.is_sure.tolist() == [is_sure, True]
+
+
+def test_another_choice_completes_the_tokens_that_are_not_sure() -> None:
+    one = DerivedChoice(
+        experts=torch.tensor([[0, 1], [2, 3], [4, 5]]), is_sure=torch.tensor([True, False, False])
+    )
+    other = DerivedChoice(
+        experts=torch.tensor([[6, 7], [8, 9], [1, 2]]), is_sure=torch.tensor([True, True, False])
+    )
+    assert one.completed(None) is one
+    found = one.completed(other)
+    assert found.experts.tolist() == [[0, 1], [8, 9], [1, 2]]
+    assert found.is_sure.tolist() == [True, True, False]

@@ -137,6 +137,29 @@ class TestFirst:
         [row] = compare_generated(golden, target, noise=size, places=places, first=first)
         return row
 
+    def test_kept_candidates_stay(self) -> None:
+        assert self.compare(port(3, 8), first=self.first(7, 3)).margin == 2.0
+
+    def test_those_of_later_tokens_stay(self) -> None:
+        bare = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=((), LIKELIEST[1])),))
+        first = self.first(7, 7)
+        assert self.compare(port(7, 4), golden=bare, first=first).margin == 0.5
+        assert self.compare(port(3, 8), golden=bare, first=self.first(7, 3)).margin == 5.0
+
+    def test_the_port_s_own_choice_is_not_judged_without_noise(self) -> None:
+        row = self.compare(port(7, 8), first=self.first(7, 2), noise=None)
+        assert (row.status, row.num_alike) == (SiteStatus.PASS, 2)
+
+    def test_a_margin_that_noise_just_reaches_is_the_port_s_choice(self) -> None:
+        first = self.first(7, 2)
+        first.target[0, 7] = 4.0
+        assert self.compare(port(7, 8), first=first, noise=1.0 / REACH).status is SiteStatus.PASS
+        assert self.compare(port(7, 8), first=first, noise=0.99 / REACH).status is SiteStatus.FAIL
+
+    def test_a_row_that_failed_keeps_its_reason(self) -> None:
+        row = self.compare(port(3, 8), first=self.first(7, 2))
+        assert (row.status, row.reason) == (SiteStatus.FAIL, "2 below the golden's token, noise reaches 0.8")
+
     def test_a_later_token_is_held_against_the_port_s_own_candidates(self) -> None:
         target = port(7, 8, 9)
         kept = (*LIKELIEST[:1], (Likely(token=4, behind=0.0), Likely(token=8, behind=1.5)), LIKELIEST[0])
@@ -146,3 +169,54 @@ class TestFirst:
         assert (row.reference, row.target, row.margin) == (8, 8, 1.5)
         assert row.reach == pytest.approx(REACH * SIGMA)
         assert row.reason == "1.5 below token 4 by the port's own logits, noise reaches 0.8"
+
+
+class TestRows:
+    """Two prompts with noise of their own."""
+
+    NOISE = torch.tensor([0.0] * 10 + [0.0, 1.0, 2.0] + [3.0] * 8)
+    PLACES = torch.tensor(
+        [[1, position] for position in range(10)] + [[0, position] for position in range(11)]
+    )
+
+    def test_each_is_held_against_the_noise_behind_its_own_prompt(self) -> None:
+        two = replace(GOLDEN, rows=GOLDEN.rows * 2)
+        target = replace(port(7, 5), rows=port(7, 5).rows * 2)
+        first, second = compare_generated(two, target, noise=self.NOISE, places=self.PLACES)
+        assert (first.row, first.status, first.reach) == (0, SiteStatus.PASS, REACH * 3.0)
+        assert (second.row, second.status, second.reach) == (1, SiteStatus.FAIL, 0.0)
+
+    @pytest.mark.parametrize("is_known", [(True, False), (False, True)])
+    def test_noise_without_places_and_the_reverse_tell_nothing(self, is_known: tuple[bool, bool]) -> None:
+        target = port(7, 5)
+        noise, places = (
+            value if known else None for value, known in zip((self.NOISE, self.PLACES), is_known, strict=True)
+        )
+        [row] = compare_generated(GOLDEN, target, noise=noise, places=places)
+        assert (row.status, row.reach) == (SiteStatus.NOT_JUDGED, None)
+
+    def test_noise_is_that_of_nearly_all_tokens_of_the_prompt(self) -> None:
+        noise = torch.arange(101.0)
+        places = torch.stack((torch.zeros(101), torch.arange(101)), dim=1).long()
+        [row] = compare_generated(GOLDEN, port(7, 5), noise=noise, places=places)
+        assert row.reach == REACH * 95.0
+
+
+def test_a_margin_that_noise_just_reaches_is_explained() -> None:
+    likeliest = (LIKELIEST[0], (Likely(token=8, behind=0.0), Likely(token=4, behind=REACH * 0.125)))
+    golden = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=likeliest),))
+    assert compare(port(7, 4), golden=golden, noise=0.125).status is SiteStatus.PASS
+
+
+@pytest.mark.parametrize("likeliest", [LIKELIEST[:1], (LIKELIEST[0], ())])
+def test_a_golden_that_kept_no_candidates_at_the_place_tells_nothing(
+    likeliest: tuple[tuple[Likely, ...], ...],
+) -> None:
+    golden = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=likeliest),))
+    row = compare(port(7, 4), golden=golden)
+    assert (row.status, row.num_alike, row.margin) == (SiteStatus.NOT_JUDGED, 1, None)
+
+
+def test_no_token_is_no_comparison() -> None:
+    row = compare(port())
+    assert (row.status, row.reason, row.num_compared) == (SiteStatus.NOT_JUDGED, "no token was compared", 0)

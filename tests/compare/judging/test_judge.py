@@ -11,7 +11,7 @@ import torch
 
 from compare.judging.judge import floorless_limit, judge_values
 from compare.judging.routing import count_unflipped
-from compare.limits.criteria import Criteria
+from compare.limits.criteria import OUTPUTS_ALONE, Criteria
 from compare.limits.limits import LimitContext
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.noise.rho import noise_ratio
@@ -56,6 +56,13 @@ def test_right_values_pass_with_their_figures() -> None:
     assert found.relative is None
 
 
+def test_worst_element_is_told_by_row_position_and_channel() -> None:
+    found = judge(rows(with_value(50.0, 23, 7)))
+    assert found.status is SiteStatus.FAIL
+    assert found.metrics is not None
+    assert found.metrics.worst_index == (2, 3, 7)
+
+
 @pytest.mark.parametrize(
     ("result", "place"),
     [(RESULT, "output of layer 3"), (replace(RESULT, layer=None, site="logits"), "logits")],
@@ -72,6 +79,15 @@ def test_port_that_is_no_number_fails_at_its_first() -> None:
     assert found.status is SiteStatus.FAIL
     assert found.reason == "3 NaN or Inf on real tokens, the first at row 2, token 3"
     assert found.noise is None
+
+
+def test_classic_limits_judge_outputs_alone() -> None:
+    classic = replace(CRITERIA, name="classic")
+    assert judge(rows(), criteria=classic).status is SiteStatus.PASS
+    wrong = judge(rows(2 * GOLDEN), criteria=classic)
+    assert (wrong.status, wrong.reason) == (SiteStatus.FAIL, "; ".join(wrong.classic_failures))
+    other = judge(rows(), criteria=classic, result=replace(RESULT, site="moe_delta"))
+    assert (other.status, other.reason) == (SiteStatus.NOT_JUDGED, OUTPUTS_ALONE)
 
 
 @pytest.mark.parametrize(("error", "fails"), [(math.nan, True), (math.inf, True), (0.1, False)])
@@ -144,6 +160,12 @@ class TestWithoutFloor:
         assert (found.nearest.figure, found.nearest.limit) == ("relative_l2", limit)
         assert judge(rows(twin=None)).relative == RelativeError(value=0.0, incoming=0.0)
 
+    def test_error_is_that_of_the_judged_tokens(self) -> None:
+        wrong = GOLDEN.clone()
+        wrong[:5] = 9.0
+        found = judge(rows(wrong, twin=None), set_aside=first(5))
+        assert (found.status, found.relative) == (SiteStatus.PASS, RelativeError(value=0.0, incoming=0.0))
+
     def test_inherited_error_widens_its_limit(self) -> None:
         handed_on = InputError(overall=0.25, tokens=torch.full((TOKENS,), 0.25))
         found = judge(rows(1.2 * GOLDEN, twin=None, input_error=handed_on))
@@ -170,3 +192,13 @@ class TestWithoutFloor:
         # One token more that is off shows.
         port[TOKENS - kept] = 0.1 * reference[TOKENS - kept]
         assert judge(rows(port, reference=reference, twin=None), context=hides).status is SiteStatus.FAIL
+
+    def test_inherited_errors_hide_more(self) -> None:
+        hides = replace(CONTEXT, hides_flips=True)
+        handed_on = InputError(overall=0.05, tokens=torch.full((TOKENS,), 0.05))
+        found = judge(rows(twin=None, input_error=handed_on), context=hides)
+        kept = count_unflipped(TOKENS, CRITERIA.noise, input_error=0.05, context=hides)
+        assert found.num_judged == kept < judge(rows(twin=None), context=hides).num_judged
+
+    def test_with_a_floor_no_flip_is_guessed(self) -> None:
+        assert judge(rows(), context=replace(CONTEXT, hides_flips=True)).num_judged == TOKENS

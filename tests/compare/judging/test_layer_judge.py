@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from minimax_tools.capture.manifest import Description
-from minimax_tools.errors import CaptureError
+from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.run import full_run, single_layer_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
+from reports.terminal import render_comparison
 
 Judge = Callable[..., Comparison]
 
@@ -64,6 +65,21 @@ class TestFailClosed:
         assert result.status is SiteStatus.FAIL
         assert result.reason.startswith("dtype: expected torch.")
 
+    def test_right_values_in_float32_are_one_note(self, copyist: Any, judge: Judge) -> None:
+        places = [(layer, site) for layer in (0, 1) for site in (Site.Q_PROJ, Site.POST_NORM)]
+        comparison = judge(copyist.device_run(dict.fromkeys(places, torch.Tensor.float)))
+        assert comparison.verdict is Verdict.PASS
+        (note,) = (note for note in comparison.notes if "float32" in note)
+        assert note == ("layers 0-1, q_proj, post_norm: shown in float32, where the golden holds bfloat16")
+
+    def test_right_values_in_float16_are_worth_a_warning(self, copyist: Any, judge: Judge) -> None:
+        comparison = judge(copyist.device_run({(0, Site.POST_NORM): torch.Tensor.half}))
+        reason = "dtype: expected torch.bfloat16, found torch.float16"
+        assert site_of(comparison, 0, Site.POST_NORM).reason == reason
+        assert (comparison.verdict, comparison.verdict.exit_code) == (Verdict.WARN, 0)
+        headline = render_comparison(comparison, width=200).partition("\n")[0]
+        assert headline == f"WARN: first at layer 0, post_norm: {reason}"
+
     def test_site_that_was_declared_and_not_stored_is_a_failure(self, copyist: Any, judge: Judge) -> None:
         comparison = judge(copyist.device_run({(1, Site.K_ROPE): None}))
         result = site_of(comparison, 1, Site.K_ROPE)
@@ -94,6 +110,13 @@ class TestFailClosed:
         comparison = judge(copyist.device_run(run=run), reference=reference)
         assert (comparison.compared, comparison.of) == (0, 1)
         assert (comparison.verdict, comparison.verdict.exit_code) == (Verdict.INCOMPARABLE, 3)
+
+    @pytest.mark.parametrize("file", ["layer_2.safetensors", "inputs.safetensors"])
+    def test_missing_file_is_an_error(self, file: str, copyist: Any, judge: Judge) -> None:
+        target = copyist.device_run()
+        (target / file).unlink()
+        with pytest.raises(CaptureError, match=file):
+            judge(target)
 
     def test_damaged_file_is_an_error(self, copyist: Any, judge: Judge) -> None:
         target = copyist.device_run()
@@ -142,6 +165,17 @@ class TestNonfinite:
             changes |= {(layer, site): with_value(garbage, *place) for layer in range(NUM_LAYERS)}
         changes |= {(layer, Site.ROUTER_EXPERTS): with_value(0, *PADDING) for layer in range(NUM_LAYERS)}
         assert judge(copyist.device_run(changes)).sites == judge(copyist.device_run(name="clean")).sites
+
+    def test_nan_on_padding_of_the_golden_does_not_matter_either(self, copyist: Any, judge: Judge) -> None:
+        changes = {(1, site): with_value(math.nan, *PADDING) for site in (Site.MOE_DELTA, Site.POST_NORM)}
+        comparison = judge(copyist.device_run(), reference=copyist.golden(changes))
+        assert comparison.verdict is Verdict.PASS
+
+    @pytest.mark.parametrize("criteria", ["noise", "classic"])
+    def test_nan_in_the_golden_is_nobodys_fault(self, criteria: str, copyist: Any, judge: Judge) -> None:
+        reference = copyist.golden({(1, Site.MOE_DELTA): with_value(math.nan, 0, 3, 5)})
+        with pytest.raises(IncomparableError, match="the golden's moe_delta of layer 1 holds 1 NaN or Inf"):
+            judge(copyist.device_run(), reference=reference, criteria=criteria)
 
 
 class TestRouting:
@@ -230,6 +264,10 @@ class TestRouting:
         comparison = judge(copyist.device_run(self.flip(copyist, 1, rank=-1)))
         assert blamed(comparison) == [(1, ("router_experts",))]
         assert "1 of 81 tokens chose other experts beyond noise" in comparison.blame[0].reason
+
+    def test_fault_of_the_experts_shows_beside_a_flip(self, copyist: Any, judge: Judge) -> None:
+        changes = {**self.flip(copyist, 1, rank=0), (1, Site.MOE_DELTA): scaled(0.9)}
+        assert blamed(judge(copyist.device_run(changes))) == [(1, ("moe_delta",))]
 
     def test_port_that_hides_its_experts_is_judged_on_tokens_that_cannot_flip(
         self, copyist: Any, judge: Judge

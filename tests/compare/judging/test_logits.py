@@ -19,10 +19,10 @@ from compare.judging.logits import (
 from compare.limits.criteria import Judgement
 from compare.limits.limits import LimitContext
 from compare.limits.limits_file import calibrated_limits
-from compare.noise.rows import InputError, Rows
+from compare.noise.rows import InputError, Rows, Squares
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.results import Comparison, LogitsResult, SiteResult, SiteStatus
+from minimax_tools.results.results import Comparison, LogitsResult, SiteResult, SiteStatus, TokenChoice
 
 Judge = Callable[..., Comparison]
 
@@ -66,12 +66,40 @@ def test_golden_itself_diverges_by_nothing() -> None:
     assert result.overlaps == {1: 1.0, 5: 1.0, 10: 1.0}
 
 
+def test_divergence_is_that_of_torch() -> None:
+    mine, theirs = exact_logits() + noise(1), exact_logits() + noise(2, 0.5)
+    expected = torch.nn.functional.kl_div(
+        theirs.double().log_softmax(-1), mine.double().log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    result = compare(theirs)
+    assert result.kl_mean == pytest.approx(float(expected.mean()), rel=1e-9)
+    assert result.kl_p95 == pytest.approx(float(torch.quantile(expected, 0.95)), rel=1e-9)
+    assert result.worst_token == (0, int(expected.argmax()))
+
+
 def test_noise_like_the_goldens_comes_to_what_is_foreseen_and_passes() -> None:
     result = compare(exact_logits() + noise(2))
     assert result.kl_mean_foreseen == pytest.approx(SIGMA**2, rel=0.05)
     assert 0.7 * SIGMA**2 < result.kl_mean < 1.1 * SIGMA**2
     assert 0 < result.num_disagreeing == result.num_explained
     assert judged(result) == (SiteStatus.PASS, "")
+
+
+@pytest.mark.parametrize("backend", ["neuron-xla", None])
+def test_divergence_a_little_beyond_its_limit_warns_on_a_backend_that_was_not_measured(
+    backend: str | None,
+) -> None:
+    found = compare(exact_logits() + noise(2, 3 * SIGMA))
+    assert 4.0 < found.kl_mean / found.kl_mean_foreseen < 9.0
+    assert judged(found)[0] is SiteStatus.FAIL
+    status, reason = judged(found, backend=backend)
+    assert status is SiteStatus.WARN
+    assert ("not measured on neuron-xla" if backend else "its backend is not known") in reason
+
+
+def test_divergence_far_beyond_its_limit_fails_everywhere() -> None:
+    found = compare(exact_logits() + noise(2, 6 * SIGMA))
+    assert judged(found, backend="neuron-xla")[0] is SiteStatus.FAIL
 
 
 def test_one_token_chosen_otherwise_beyond_noise_is_named() -> None:
@@ -173,6 +201,12 @@ class TestNoise:
         factors = torch.tensor([0.5] + [math.hypot(0.3, 0.1)] * 19)
         assert found.tolist() == pytest.approx((factors * per_logit).tolist())
 
+    def test_of_a_floor_it_is_that_of_the_average_logit(self) -> None:
+        floor = Squares(ordinary=torch.full((20,), 28.0).double(), massive=torch.zeros(20).double())
+        assert logit_noise(small_rows(FEW, floor=floor), usual_error=9.0).tolist() == pytest.approx(
+            [2.0] * 20
+        )
+
 
 class TestForeseen:
     NOISE = torch.linspace(0.1, 0.2, 20).double()
@@ -185,6 +219,10 @@ class TestForeseen:
         growth = 2.0 * float(divergences(twin, FEW).mean()) / float(squares.mean())
         assert (growth > 1.0) == (size == 1.0)
         assert found.tolist() == pytest.approx((squares * max(growth, 1.0)).tolist())
+
+    def test_without_a_twin_it_is_the_square_of_the_noise(self) -> None:
+        found = foreseen_divergence(small_rows(FEW), self.NOISE)
+        assert found.tolist() == pytest.approx(self.NOISE.square().tolist())
 
 
 class TestSmallVocabulary:
@@ -209,8 +247,48 @@ class TestSmallVocabulary:
             assert overlaps[k] == pytest.approx(sum(shared) / 20)
         assert (list(overlaps), overlaps[10]) == ([1, 5, 10], 1.0)
 
+    def test_five_unexplained_choices_are_named_the_widest_margin_first(self) -> None:
+        golden = torch.zeros(20, 7)
+        golden[:, 2] = 10.0
+        port = golden.clone()
+        for token in range(12, 19):
+            golden[token, 4] = 10.0 - token / 4.0
+            port[token, 4] = 11.0
+        result = compare_logits(small_rows(port, golden), usual_error=0.0)
+        assert (result.num_disagreeing, result.num_explained, result.num_tokens) == (7, 0, 20)
+        assert result.worst_choices == tuple(
+            TokenChoice(row=2, position=token % 8 + 100, reference=2, target=4, margin=token / 4.0, reach=0.0)
+            for token in (18, 17, 16)
+        ) + tuple(
+            TokenChoice(row=1, position=token % 8 + 100, reference=2, target=4, margin=token / 4.0, reach=0.0)
+            for token in (15, 14)
+        )
+
+    def test_worst_token_and_foreseen_figures_are_told(self) -> None:
+        rows = small_rows(self.PORT)
+        result = compare_logits(rows, usual_error=0.3)
+        each = divergences(FEW, self.PORT)
+        worst = int(each.argmax())
+        assert (result.worst_token, result.kl_worst) == ((worst // 8, worst % 8 + 100), float(each[worst]))
+        foreseen = logit_noise(rows, usual_error=0.3).square()
+        assert result.kl_mean_foreseen == pytest.approx(float(foreseen.mean()))
+        assert result.kl_p95_foreseen == pytest.approx(float(torch.quantile(foreseen, 0.95)))
+
+    def test_margin_that_noise_just_reaches_is_explained(self) -> None:
+        golden, port = torch.zeros(20, 4), torch.zeros(20, 4)
+        golden[:, 0], port[3:, 0], port[:3, 1] = 1.0, 1.0, 1.0
+        size = 4.0 * (1.0 / 8.0) ** 2  # of four logits
+        floor = Squares(ordinary=torch.full((20,), size).double(), massive=torch.zeros(20).double())
+        rows = small_rows(port, golden, floor=floor)
+        assert compare_logits(rows, usual_error=0.0).num_explained == 3
+        smaller = replace(rows, floor=floor.times(0.99))
+        found = compare_logits(smaller, usual_error=0.0)
+        assert (found.num_disagreeing, found.num_explained) == (3, 0)
+        assert [choice.position for choice in found.worst_choices] == [100, 101, 102]
+
 
 class TestLimits:
+    CHOICE = TokenChoice(row=1, position=9, reference=3, target=4, margin=2.0, reach=0.5)
     LIMITS = replace(calibrated_limits(), slack=3.0, backends=frozenset({"cpu"}))
 
     @pytest.mark.parametrize(("num_tokens", "limit"), [(0, 16.0), (1, 16.0), (4, 8.0), (16, 4.0), (99, 4.0)])
@@ -247,3 +325,19 @@ class TestLimits:
         ):
             assert self.judge(**{figure: value})[0] is status, value
             assert self.judge(**{figure: value}, backend="neuron-xla")[0] is elsewhere, value
+
+    def test_one_figure_far_beyond_fails_everywhere_beside_one_that_is_not(self) -> None:
+        for far, near in (("kl_mean", "kl_p95"), ("kl_p95", "kl_mean")):
+            assert self.judge(**{far: 99.0, near: 9.0}, backend="neuron-xla")[0] is SiteStatus.FAIL
+
+    @pytest.mark.parametrize("backend", ["cpu", "neuron-xla"])
+    def test_likeliest_token_beyond_noise_fails_everywhere(self, backend: str) -> None:
+        status, reason = self.judge(
+            num_disagreeing=3, num_explained=2, worst_choices=(self.CHOICE,), backend=backend
+        )
+        assert (status, reason) == (
+            SiteStatus.FAIL,
+            "1 of 16 likeliest tokens are others beyond noise, the worst at row 1, token 9: 4 for 3, 2 below it "
+            "where noise reaches 0.5",
+        )
+        assert self.judge(num_disagreeing=3, num_explained=3, backend=backend)[0] is SiteStatus.PASS

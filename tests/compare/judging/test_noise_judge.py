@@ -90,6 +90,12 @@ class TestNoise:
             assert bool(reason) == (status is SiteStatus.FAIL)
             assert nearest.figure == figure
 
+    @pytest.mark.parametrize("figure", ["whole", "ordinary", "token_median"])
+    def test_independent_error_as_large_as_the_floor_is_beyond_noise(
+        self, figure: str, metrics: PairMetrics
+    ) -> None:
+        assert limit_of(figure, metrics) < math.sqrt(2)
+
     def test_fewer_tokens_and_more_judged_figures_widen_the_limit(self, metrics: PairMetrics) -> None:
         assert limit_of("whole", metrics, num_tokens=4) > limit_of("whole", metrics)
         strict = judge(CLEAN, metrics, context=replace(TERMS, share=1e-2))[2]
@@ -110,6 +116,10 @@ class TestNoise:
 
     def test_four_times_the_noise_fails_in_a_decode_step_of_three_rows(self, metrics: PairMetrics) -> None:
         assert judge(replace(CLEAN, whole=4.0), metrics, num_tokens=3)[0] is SiteStatus.FAIL
+
+    def test_averages_over_a_few_tokens_are_not_judged(self, metrics: PairMetrics) -> None:
+        for figure in STRUCTURE_FIGURES:
+            assert judge(replace(CLEAN, **{figure: 50.0}), metrics, num_tokens=4)[0] is SiteStatus.PASS
 
     def test_failure_of_scale_says_so(self, reference: torch.Tensor) -> None:
         halved = compare_tensors(reference, 0.5 * reference, rtol=1e-2, atol=1e-3)
@@ -136,6 +146,14 @@ class TestOtherBackends:
         assert judge(replace(CLEAN, **{figure: 50.0}), metrics, context=ELSEWHERE)[0] is SiteStatus.WARN
         assert judge(replace(CLEAN, **{figure: 50.0}), metrics)[0] is SiteStatus.FAIL
 
+    def test_a_little_beyond_the_limit_warns_and_says_why(self, metrics: PairMetrics) -> None:
+        beyond = replace(CLEAN, whole=1.2 * limit_of("whole", metrics))
+        status, reason, _ = judge(beyond, metrics, context=ELSEWHERE)
+        assert status is SiteStatus.WARN
+        assert reason.endswith("(not measured on neuron-xla)")
+        unknown = judge(beyond, metrics, context=replace(TERMS, backend=None))
+        assert unknown[0] is SiteStatus.WARN
+
 
 class TestWithoutFloor:
     def limit(
@@ -157,6 +175,26 @@ class TestWithoutFloor:
             assert ("no noise floor" in reason) == (status is SiteStatus.FAIL)
             assert nearest.limit == limit
         assert self.limit("output") < limit
+
+    def test_a_little_beyond_the_limit_warns_where_it_was_not_measured(self) -> None:
+        limit = self.limit("moe_delta")
+        statuses = [
+            judge_without_floor(
+                RelativeError(value=times * limit, incoming=0.0),
+                LIMITS,
+                site="moe_delta",
+                num_tokens=200,
+                context=ELSEWHERE,
+            )[0][0]
+            for times in (0.99, 1.01, 1.01 * LIMITS.slack, float("nan"))
+        ]
+        assert statuses == [SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL, SiteStatus.FAIL]
+
+    def test_float32_has_next_to_no_noise(self) -> None:
+        assert self.limit("moe_delta", context=replace(TERMS, is_float32=True)) == LIMITS.float32
+
+    def test_what_was_handed_on_widens_the_limit(self) -> None:
+        assert self.limit("moe_delta", input_error=0.01) > self.limit("moe_delta")
 
     def test_what_was_handed_on_to_few_tokens_excuses_no_fault(self) -> None:
         # Gate and up exchanged change moe_delta by more than half, another activation by a tenth.
@@ -190,16 +228,32 @@ class TestRouting:
     ) -> tuple[SiteStatus, str]:
         return judge_routing(routing, LIMITS, has_floor=has_floor, input_error=input_error, context=TERMS)
 
+    def test_explained_flips_pass_and_are_told(self) -> None:
+        judgement = self.judge(self.routing(900, explained=900), has_floor=True)
+        assert judgement == (SiteStatus.PASS, "900 flips within noise")
+
     def test_one_unexplained_flip_fails_and_its_margin_is_told(self) -> None:
         status, reason = self.judge(self.routing(9, explained=8), has_floor=True)
         assert status is SiteStatus.FAIL
         assert reason == "1 of 1000 tokens chose other experts beyond noise (widest margin 0.031)"
+
+    def test_without_a_floor_few_flips_pass_and_many_fail(self) -> None:
+        status, reason = self.judge(self.routing(10), has_floor=False)
+        assert status is SiteStatus.PASS
+        assert "no noise floor" in reason
+        status, reason = self.judge(self.routing(500), has_floor=False)
+        assert status is SiteStatus.FAIL
+        assert "limit" in reason
 
     def test_as_many_flips_as_chance_explains_pass_and_one_more_fails(self) -> None:
         reason = self.judge(self.routing(500), has_floor=False)[1]
         most = int(reason.rpartition("limit ")[2])
         assert self.judge(self.routing(most), has_floor=False)[0] is SiteStatus.PASS
         assert self.judge(self.routing(most + 1), has_floor=False)[0] is SiteStatus.FAIL
+
+    def test_one_flip_of_a_few_tokens_is_nobodys_fault(self) -> None:
+        assert self.judge(self.routing(1, tokens=7), has_floor=False)[0] is SiteStatus.PASS
+        assert self.judge(self.routing(7, tokens=7), has_floor=False)[0] is SiteStatus.FAIL
 
     def test_layer_that_was_handed_an_error_may_flip_more(self) -> None:
         many = self.routing(300)
@@ -228,12 +282,33 @@ class TestOwnLimits:
             noise, metrics, limits, site="output", num_tokens=num_tokens, num_channels=256, context=context
         )
 
+    def test_without_a_limited_figure_nothing_fails(self, metrics: PairMetrics) -> None:
+        assert self.judge(replace(CLEAN, whole=99.0), metrics, "massive")[1] is not None
+        assert self.judge(replace(CLEAN, whole=99.0), metrics) == ((SiteStatus.PASS, ""), None)
+
+    def test_figure_at_its_limit_passes(self, metrics: PairMetrics) -> None:
+        assert self.judge(CLEAN, metrics, "whole")[0] == (SiteStatus.PASS, "")
+
     def test_the_whole_error_is_named_before_a_part_further_off(self, metrics: PairMetrics) -> None:
         noise = replace(CLEAN, whole=1.1, ordinary=9.0)
         (_, reason), nearest = self.judge(noise, metrics, "whole", "ordinary", "token_median")
         assert reason == "error 1.1× the noise floor, limit 1"
         assert nearest is not None
         assert (nearest.figure, nearest.value) == ("ordinary", 9.0)
+
+    @pytest.mark.parametrize("figures", [("whole", "ordinary", "token_median"), ("ordinary", "token_median")])
+    def test_the_part_furthest_off_is_named_where_the_whole_is_within(
+        self, figures: tuple[str, ...], metrics: PairMetrics
+    ) -> None:
+        noise = replace(CLEAN, whole=0.9, ordinary=1.1, token_median=9.0)
+        reason = self.judge(noise, metrics, *figures)[0][1]
+        assert reason == "error 9× the noise floor at the median token, limit 1"
+
+    def test_norm_is_told_beyond_two_in_a_hundred(self, reference: torch.Tensor) -> None:
+        for factor, is_told in ((1.019, False), (1.021, True), (0.981, False), (0.979, True)):
+            metrics = compare_tensors(reference, factor * reference, rtol=1e-2, atol=1e-3)
+            reason = self.judge(replace(CLEAN, whole=9.0), metrics, "whole")[0][1]
+            assert ("norm ×" in reason) == is_told, factor
 
     @pytest.mark.parametrize("num_tokens", [15, 16])
     def test_averages_are_judged_from_sixteen_tokens_on(self, num_tokens: int, metrics: PairMetrics) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import sign
 
+from compare.cli import main as mm2_compare
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import Site
@@ -88,6 +89,25 @@ def test_right_experts_behind_a_wrong_choice_are_as_good_as_the_golden(
         assert result.noise.token_worst < 2.5
 
 
+def test_without_weights_the_tokens_are_left_out_and_the_report_says_how_to_judge_them(
+    flipped: Path, judge: Judge
+) -> None:
+    comparison = judge(flipped)
+    assert blamed(comparison) == [("router_experts",)]
+    assert "tokens in 1 layer went to other experts, not judged behind them: --model" in " ".join(
+        comparison.notes
+    )
+
+
+def test_command_with_a_model_judges_them(flipped: Path, golden: Path, toy: Path, command: Command) -> None:
+    arguments = ("--golden", golden, "--run", flipped, "--model", toy, "--quiet")
+    result = command(mm2_compare, *arguments)
+    assert result.exit_code == 1
+    assert "not judged behind them" not in result.stdout
+    # The worst flips are named: where, which experts, and how far apart they are.
+    assert "apart in score" in result.stdout
+
+
 def test_golden_in_float32_is_replayed_without_rounding(tmp_path: Path, command: Command) -> None:
     model, golden = tmp_path / "model", tmp_path / "golden"
     synthesize(model, model=SyntheticModel(), dtype=torch.float32, shard_size_bytes=None, seed=0)
@@ -155,3 +175,8 @@ def test_another_models_weights_are_refused(flipped: Path, judge: Judge, tmp_pat
     synthesize(other, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=1)
     with pytest.raises(IncomparableError, match="layer 2 has other norms, router gate or bias"):
         judge(flipped, model=other)
+
+
+def test_weights_are_not_read_where_no_token_flips(copyist: Any, judge: Judge, tmp_path: Path) -> None:
+    run = copyist.device_run(name="same")
+    assert judge(run, model=tmp_path / "nowhere", pattern="layer_0").blame == ()

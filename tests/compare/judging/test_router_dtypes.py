@@ -60,3 +60,8 @@ def test_the_same_dtype_and_an_unknown_golden_tell_nothing() -> None:
 def test_flips_of_the_run_are_counted(numbers: tuple[int, ...], words: str) -> None:
     [found] = find(GOLDEN, {"router_gate": "bfloat16"}, *numbers)
     assert found.consequence.endswith(f"; {words}")
+
+
+def test_a_golden_in_bfloat16_rounds_too() -> None:
+    [found] = find(reference(router_gate="bfloat16"), {"router_gate": "float32"})
+    assert found.consequence.startswith("no token of this run")

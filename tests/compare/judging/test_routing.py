@@ -67,6 +67,10 @@ class TestExplanation:
         assert (routing.num_flipped, routing.num_unexplained) == (2, 1)
         assert routing.widest_unexplained_margin == 0.25
 
+    def test_fragile_token_that_does_not_flip_counts_for_nothing(self) -> None:
+        routing = compare(EXPERTS, EXPERTS, router_noise(0.0, 0.0, 0.0, 0.0))
+        assert (routing.num_flipped, routing.num_explained) == (0, 0)
+
     def test_unexplained_flips_are_named_the_widest_first(self) -> None:
         target = with_expert(2, 0, 9)
         target[3, 1] = 8
@@ -90,11 +94,24 @@ class TestExplanation:
         tie[:, 3] = tie[:, 2] - 1e-3
         assert compare(first, next_to, replace(near, scores=tie)).num_explained == 1
 
+    def test_without_a_floor_no_flip_is_explained(self) -> None:
+        routing = compare(EXPERTS, with_expert(2, 0, 9), None)
+        assert (routing.num_flipped, routing.num_explained) == (1, 0)
+        assert routing.widest_unexplained_margin is None
+
+    def test_expert_named_twice_is_never_explained(self) -> None:
+        routing = compare(EXPERTS, with_expert(0, 0, 1), router_noise(0.0, 0.5, 0.5, 0.5))
+        assert (routing.num_flipped, routing.num_unexplained) == (1, 1)
+
     @pytest.mark.parametrize("expert", [-1, 10])
     def test_expert_that_does_not_exist_is_never_explained(self, expert: int) -> None:
         noise = replace(router_noise(0.0, 0.5, 0.5, 0.5), scores=torch.zeros(4, 10))
         routing = compare(EXPERTS, with_expert(0, 0, expert), noise)
         assert (routing.num_flipped, routing.num_unexplained) == (1, 1)
+
+    def test_margin_that_cannot_flip_is_never_fragile(self) -> None:
+        noise = router_noise(math.inf, math.inf, noise=0.0)
+        assert not noise.is_fragile().any()
 
     def test_error_handed_on_widens_the_noise_token_by_token(self) -> None:
         margins = (0.02, 0.02)
@@ -109,6 +126,11 @@ class TestWeights:
         aligned = align_by_expert(weights, EXPERTS)
         assert torch.equal(aligned, align_by_expert(weights[:, order], EXPERTS[:, order]))
         assert torch.equal(aligned[0], weights[0, [1, 0, 2]])
+
+    def test_weights_given_to_other_experts_do_not_match(self) -> None:
+        weights = torch.rand(4, 3)
+        swapped = align_by_expert(weights[:, [1, 0, 2]], EXPERTS)
+        assert not torch.equal(align_by_expert(weights, EXPERTS), swapped)
 
     def test_weights_of_unnamed_experts_are_compared_in_any_order(self) -> None:
         weights = torch.rand(4, 3)
@@ -139,6 +161,10 @@ class TestFlipMargin:
         # The third token's new expert has the higher score; the fourth did not flip.
         assert found == pytest.approx([0.9 - 0.7, 0.9 - 0.1, 0.03, 0.04])
 
+    def test_numbers_that_are_no_expert_s_drop_and_add_none(self) -> None:
+        found = self.margins([[0, 1]] * 4, [[1, -1], [1, 5], [1, 4], [0, 4]], (0.01,) * 4)
+        assert found == pytest.approx([0.01, 0.01, 0.9 - 0.1, 0.8 - 0.1])
+
 
 class TestImpossible:
     @pytest.mark.parametrize("repeated", [[1, 1, 2, 3], [1, 2, 2, 3], [1, 2, 3, 3]])
@@ -149,6 +175,29 @@ class TestImpossible:
         routing = compare(golden, port, router_noise(0.0, 0.0, 0.0, 0.0))
         assert (routing.num_flipped, routing.num_explained) == (4, 3)
         assert [(flip.row, flip.position) for flip in routing.worst_flips] == [(1, 0)]
+
+    @pytest.mark.parametrize("expert", [-1, 10])
+    def test_the_last_expert_is_one_and_the_next_number_is_none(self, expert: int) -> None:
+        golden, port = (
+            torch.tensor([[1, 2, 3]] * 4),
+            torch.tensor([[1, 2, 9], [1, 2, 0], [1, 2, 7], [1, 2, 8]]),
+        )
+        noise = replace(router_noise(0.0, 0.0, 0.0, 0.0), scores=torch.zeros(4, 10))
+        assert compare(golden, port, noise).num_explained == 4
+        port[3, 0] = expert
+        assert compare(golden, port, noise).num_explained == 3
+
+    def test_without_scores_no_number_is_too_large(self) -> None:
+        golden, port = torch.tensor([[1, 2, 3]] * 4), torch.tensor([[1, 2, 4_000]] * 4)
+        assert compare(golden, port, router_noise(0.0, 0.0, 0.0, 0.0)).num_explained == 4
+
+
+def test_five_flips_are_named() -> None:
+    golden, port = torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1, dtype=torch.int64)
+    places = torch.stack((torch.zeros(9), torch.arange(9)), dim=1).long()
+    routing = compare_routing(golden, port, None, places=places)
+    assert [flip.position for flip in routing.worst_flips] == [0, 1, 2, 3, 4]
+    assert routing.worst_flips[0] == Flip(row=0, position=0, dropped=(0,), chosen=(1,), margin=None)
 
 
 class TestChance:

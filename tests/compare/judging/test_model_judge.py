@@ -1,0 +1,376 @@
+"""Sites outside the layers, and generated tokens, on a golden and a port that are a few tensors in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compare.judging.model_judge import ModelJudge
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.noise.rows import square_difference
+from compare.sides.sides import Batch, Sides
+from minimax_tools.capture.passes import Continuation, Generation, Likely
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.metrics.noise_floor import (
+    error_name,
+    massive_error_name,
+    ordinary_error_name,
+    variant_name,
+)
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.results.results import SiteStatus
+
+LAYER, WORDS, HIDDEN = 5, 200, 48
+MASK = torch.tensor([[1] * 12, [1] * 9 + [0] * 3])
+REAL = MASK.bool()
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+TWIN = {
+    ModelSite.FINAL_NORM: random(2, 12, HIDDEN, seed=1),
+    ModelSite.LOGITS: 3.0 * random(2, 12, WORDS, seed=2),
+}
+EMBEDDING, OUTPUT = random(2, 12, HIDDEN, seed=3).bfloat16(), random(2, 12, HIDDEN, seed=4).bfloat16()
+
+
+def rounded(seed: int) -> dict[ModelSite, torch.Tensor]:
+    """Return a right implementation's values: rounding errors of its own."""
+    norm, logits = TWIN[ModelSite.FINAL_NORM], TWIN[ModelSite.LOGITS]
+    return {
+        ModelSite.EMBEDDING: EMBEDDING,
+        ModelSite.FINAL_NORM: (norm * (1.0 + 2e-3 * random(*norm.shape, seed=seed))).bfloat16(),
+        ModelSite.LOGITS: logits + 0.02 * random(*logits.shape, seed=seed + 1),
+    }
+
+
+GOLDEN, PORT = rounded(10), rounded(20)
+
+
+def statistics(site: ModelSite, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the norms of a site's errors; no channel is massive."""
+    norms = (values.float() - TWIN[site]).norm(dim=-1)
+    zeros = torch.zeros_like(norms)
+    return {error_name(site): norms, ordinary_error_name(site): norms, massive_error_name(site): zeros}
+
+
+FLOOR = {name: norms for site in TWIN for name, norms in statistics(site, GOLDEN[site]).items()}
+
+
+class ModelCapture(CaptureSource):
+    """A capture of the sites outside the layers, and of the output of its last layer, in memory."""
+
+    def __init__(
+        self,
+        tensors: Mapping[ModelSite, torch.Tensor],
+        *,
+        twin: Mapping[ModelSite, torch.Tensor] | None = None,
+        floor: Mapping[str, torch.Tensor] | None = None,
+        output: torch.Tensor | None = OUTPUT,
+        generation: Generation | None = None,
+        held: torch.Tensor | None = None,
+        is_whole: bool = False,
+        variants: tuple[str, ...] | None = None,
+        dtypes: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory = Path("memory")
+        self._tensors, self._twin, self._floor, self._output = tensors, twin or {}, floor or {}, output
+        self._generation, self._held, self._is_whole = generation, held, is_whole
+        self._described: Any = None
+        if variants is not None or dtypes is not None:
+            provenance = SimpleNamespace(dtypes=dtypes or {}, backend="cpu")
+            self._described = SimpleNamespace(floor_variants=variants or (), provenance=provenance)
+
+    @property
+    def known_description(self) -> Any:
+        return self._described
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return (LAYER,)
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        return () if self._output is None or layer != LAYER else (Site.OUTPUT,)
+
+    def model_sites(self) -> tuple[ModelSite, ...]:
+        return tuple(self._tensors)
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        assert self._output is not None
+        return self._output
+
+    def read_model(self, site: ModelSite) -> torch.Tensor:
+        return self._tensors[site]
+
+    def read_attention_mask(self) -> torch.Tensor:
+        return MASK
+
+    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
+        return self._twin.get(site)
+
+    def read_model_floor(self, name: str) -> torch.Tensor | None:
+        return self._floor.get(name)
+
+    def read_generation(self) -> Generation | None:
+        return self._generation
+
+    def read_passes(self) -> Any:
+        return SimpleNamespace() if self._is_whole else None
+
+    def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
+        return self._held if site is ModelSite.LOGITS else None
+
+
+def judge_of(
+    port: Mapping[ModelSite, torch.Tensor] = PORT,
+    *,
+    golden: Mapping[ModelSite, torch.Tensor] = GOLDEN,
+    floor: str = "full",
+    criteria: str = "noise",
+    reference: Mapping[str, Any] | None = None,
+    **target: Any,
+) -> ModelJudge:
+    kept: dict[str, Any] = {"full": {"twin": TWIN, "floor": FLOOR}, "stats": {"floor": FLOOR}, "off": {}}[
+        floor
+    ]
+    sides = Sides(
+        reference=ModelCapture(golden, **{**kept, **(reference or {})}),
+        target=ModelCapture(port, **{"variants": (), **target}),
+        batch=Batch(MASK),
+        criteria=Criteria(name=criteria, rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+    )
+    return ModelJudge(sides, last_layer=LAYER)
+
+
+def changed(site: ModelSite, values: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
+    return {**PORT, site: values}
+
+
+def without(tensors: Mapping[ModelSite, torch.Tensor], site: ModelSite) -> dict[ModelSite, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name is not site}
+
+
+@pytest.mark.parametrize("floor", ["full", "stats", "off"])
+@pytest.mark.parametrize("site", [*PORT])
+def test_right_port_passes_and_a_wrong_one_fails(site: ModelSite, floor: str) -> None:
+    found = judge_of(floor=floor).judge(site)
+    assert (found.status, found.layer, found.site) == (SiteStatus.PASS, None, str(site))
+    assert found.num_judged == 21
+    assert (found.logits is not None) == (site is ModelSite.LOGITS)
+    wrong = judge_of(changed(site, 1.2 * PORT[site]), floor=floor).judge(site)
+    assert wrong.status is SiteStatus.FAIL
+
+
+@pytest.mark.parametrize("site", [*PORT])
+def test_what_a_side_lacks_is_said(site: ModelSite) -> None:
+    missing = judge_of(without(PORT, site)).judge(site)
+    assert (missing.status, missing.reason) == (
+        SiteStatus.FAIL,
+        "missing: the run declared it and did not store it",
+    )
+    hidden = judge_of(without(PORT, site), is_whole=True).judge(site)
+    assert (hidden.status, hidden.reason) == (SiteStatus.NOT_EXPOSED, "the port does not expose it")
+    lacking = judge_of(golden=without(GOLDEN, site))
+    assert (lacking.judge(site).status, lacking.judge(site).reason) == (
+        SiteStatus.NOT_CAPTURED,
+        "the golden was captured without it",
+    )
+    assert lacking.judged_rows(site) is None
+    assert judge_of(without(PORT, site)).judged_rows(site) is None
+    shorter = judge_of(changed(site, PORT[site][..., :-1]))
+    assert shorter.judge(site).reason.startswith("shape: expected")
+    assert shorter.judged_rows(site) is None
+
+
+def test_rows_are_the_real_tokens_with_their_floor() -> None:
+    rows = judge_of().judged_rows(ModelSite.FINAL_NORM)
+    assert rows is not None
+    assert rows.twin is not None
+    assert rows.floor is not None
+    assert torch.equal(rows.reference, GOLDEN[ModelSite.FINAL_NORM][REAL])
+    assert torch.equal(rows.target, PORT[ModelSite.FINAL_NORM][REAL])
+    assert torch.equal(rows.twin, TWIN[ModelSite.FINAL_NORM][REAL])
+    assert torch.equal(rows.places, REAL.nonzero())
+    measured = square_difference(rows.twin, rows.reference, massive=rows.massive)
+    assert torch.equal(rows.floor.whole, measured.whole)
+    assert (rows.widened_floor, rows.input_error) == (None, None)
+    stats = judge_of(floor="stats").judged_rows(ModelSite.FINAL_NORM)
+    assert stats is not None
+    assert stats.twin is None
+    assert stats.floor is not None
+    assert torch.allclose(stats.floor.whole, measured.whole, rtol=1e-4)
+    off = judge_of(floor="off").judged_rows(ModelSite.FINAL_NORM)
+    assert off is not None
+    assert not off.has_floor
+
+
+def test_embedding_is_its_own_twin_in_any_dtype() -> None:
+    rows = judge_of(floor="off").judged_rows(ModelSite.EMBEDDING)
+    assert rows is not None
+    assert (rows.twin is rows.reference, rows.floor) == (True, None)
+    nudged = EMBEDDING.clone()
+    nudged[0, 0, 0] *= 1.01
+    assert judge_of(changed(ModelSite.EMBEDDING, nudged)).judge(ModelSite.EMBEDDING).status is SiteStatus.FAIL
+    for shown, status in ((EMBEDDING.float(), SiteStatus.PASS), (nudged.float(), SiteStatus.FAIL)):
+        assert judge_of(changed(ModelSite.EMBEDDING, shown)).judge(ModelSite.EMBEDDING).status is status
+
+
+def test_variants_widen_the_floor_by_the_largest() -> None:
+    own = statistics(ModelSite.FINAL_NORM, GOLDEN[ModelSite.FINAL_NORM])
+    floor = {**FLOOR, **{variant_name("one", name): 2.0 * norms for name, norms in own.items()}}
+    floor |= {variant_name("other", name): norms * 3.0 for name, norms in own.items()}
+    judge = judge_of(reference={"floor": floor, "variants": ("one", "other")})
+    rows = judge.judged_rows(ModelSite.FINAL_NORM)
+    assert rows is not None
+    assert rows.floor is not None
+    assert rows.widened_floor is not None
+    assert torch.allclose(rows.widened_floor.whole, 9.0 * rows.floor.whole, rtol=1e-4)
+    logits = judge.judged_rows(ModelSite.LOGITS)
+    assert logits is not None
+    assert logits.widened_floor is None
+
+
+def test_head_inherits_the_error_of_the_last_layer() -> None:
+    judge = judge_of(output=1.1 * OUTPUT)
+    rows = judge.judged_rows(ModelSite.FINAL_NORM)
+    assert rows is not None
+    assert rows.input_error is not None
+    assert rows.input_error.overall == pytest.approx(0.1, rel=0.05)
+    embedding = judge.judged_rows(ModelSite.EMBEDDING)
+    assert embedding is not None
+    assert embedding.input_error is None
+    lacking = judge_of(output=None).judged_rows(ModelSite.FINAL_NORM)
+    assert lacking is not None
+    assert lacking.input_error is None
+
+
+class TestHeldTokens:
+    LAST = torch.zeros(2, 12, dtype=torch.bool).index_put(
+        (torch.tensor([0, 1]), torch.tensor([11, 8])), torch.tensor(True)
+    )
+    FIRST = torch.zeros(2, 12, dtype=torch.bool).index_put(
+        (torch.tensor([0, 1]), torch.tensor([0, 0])), torch.tensor(True)
+    )
+
+    def test_those_that_both_sides_hold_are_judged(self) -> None:
+        for options in ({"held": self.LAST}, {"reference": {"held": self.LAST}}):
+            rows = judge_of(**options).judged_rows(ModelSite.LOGITS)
+            assert rows is not None
+            assert rows.places.tolist() == [[0, 11], [1, 8]]
+        judge = judge_of(held=self.LAST | self.FIRST, reference={"held": self.LAST})
+        assert judge.judge(ModelSite.LOGITS).num_judged == 2
+        assert judge.judge(ModelSite.FINAL_NORM).num_judged == 21
+
+    def test_none_in_common_is_not_judged(self) -> None:
+        found = judge_of(held=self.FIRST, reference={"held": self.LAST}).judge(ModelSite.LOGITS)
+        assert (found.status, found.reason) == (
+            SiteStatus.NOT_JUDGED,
+            "the sides hold it of no token in common",
+        )
+
+
+class TestTokens:
+    """A likeliest token that noise does not explain, in logits whose error is otherwise as usual."""
+
+    @staticmethod
+    def port(size: float = 60.0) -> dict[ModelSite, torch.Tensor]:
+        logits = PORT[ModelSite.LOGITS].clone()
+        logits[0, 3, 7] = size
+        return changed(ModelSite.LOGITS, logits)
+
+    def test_it_fails_the_logits_with_its_place(self) -> None:
+        found = judge_of(self.port(), floor="off").judge(ModelSite.LOGITS)
+        assert found.status is SiteStatus.FAIL
+        assert found.logits is not None
+        assert found.logits.num_unexplained == 1
+        assert "the worst at row 0, token 3: 7 for" in found.reason
+
+    def test_classic_limits_do_not_judge_it(self) -> None:
+        found = judge_of(self.port(), criteria="classic").judge(ModelSite.LOGITS)
+        assert found.status is SiteStatus.NOT_JUDGED
+        assert found.logits is not None
+
+    def test_nan_fails_without_distributions(self) -> None:
+        found = judge_of(self.port(float("nan"))).judge(ModelSite.LOGITS)
+        assert (found.status, found.logits) == (SiteStatus.FAIL, None)
+
+    def test_both_reasons_are_told(self) -> None:
+        found = judge_of(changed(ModelSite.LOGITS, 1.5 * self.port()[ModelSite.LOGITS])).judge(
+            ModelSite.LOGITS
+        )
+        assert found.status is SiteStatus.FAIL
+        assert "the noise floor" in found.reason
+        assert "; 1 of 21 likeliest tokens are others beyond noise" in found.reason
+
+
+def test_usual_error_is_that_of_the_goldens_dtype() -> None:
+    limits = judge_of()._sides.criteria.noise
+    assert judge_of().usual_error == limits.floorless(ModelSite.LOGITS, "relative_l2").usual
+    float32 = judge_of(reference={"dtypes": {"weights": "float32"}})
+    assert float32.usual_error == limits.float32
+
+
+class TestGenerated:
+    @staticmethod
+    def generation(*first: int, keeps: bool = False) -> Generation:
+        kept = ((Likely(token=first[0], behind=0.0), Likely(token=1, behind=9.0)),) if keeps else ()
+        rows = tuple(
+            Continuation(prompt_ids=(1, 2), generated_ids=(token,), text=None, likeliest=kept)
+            for token in first
+        )
+        return Generation(rows=rows, sampling={"do_sample": False})
+
+    BEST = tuple(int(GOLDEN[ModelSite.LOGITS][row, last].argmax()) for row, last in ((0, 11), (1, 8)))
+
+    def test_without_a_side_there_is_none(self) -> None:
+        assert judge_of().judge_generated() == ()
+        assert judge_of(generation=self.generation(1, 2)).judge_generated() == ()
+        assert judge_of(reference={"generation": self.generation(1, 2)}).judge_generated() == ()
+
+    def test_first_token_is_held_against_the_logits_behind_its_prompt(self) -> None:
+        own = self.generation(*self.BEST)
+        right = judge_of(generation=own, reference={"generation": own}).judge_generated()
+        assert [row.status for row in right] == [SiteStatus.PASS] * 2
+        worst = int(GOLDEN[ModelSite.LOGITS][1, 8].argmin())
+        wrong = self.generation(self.BEST[0], worst)
+        found = judge_of(generation=wrong, reference={"generation": own}).judge_generated()
+        assert [row.status for row in found] == [SiteStatus.PASS, SiteStatus.FAIL]
+        assert found[1].margin is not None
+        assert found[1].reach is not None
+        values = GOLDEN[ModelSite.LOGITS][1, 8].float()
+        assert found[1].margin == pytest.approx(float(values.max() - values.min()))
+
+    def test_logits_that_one_prompt_lacks_choose_no_first_token(self) -> None:
+        held = torch.zeros(2, 12, dtype=torch.bool)
+        held[0] = True
+        own = self.generation(*self.BEST)
+        other = self.generation(self.BEST[0] + 1, self.BEST[1])
+        options: dict[str, Any] = {"generation": other, "reference": {"generation": own}}
+        assert judge_of(**options).judge_generated()[0].status is SiteStatus.FAIL
+        judge = judge_of(
+            changed(ModelSite.LOGITS, torch.full_like(PORT[ModelSite.LOGITS], torch.nan)), **options
+        )
+        assert judge.read_logits() is None
+        row = judge.judge_generated()[0]
+        assert (row.status, row.reach) == (SiteStatus.NOT_JUDGED, None)
+        for lacking in (
+            judge_of(without(PORT, ModelSite.LOGITS), **options),
+            judge_of(golden=without(GOLDEN, ModelSite.LOGITS), **options),
+            judge_of(changed(ModelSite.LOGITS, PORT[ModelSite.LOGITS][..., :-1]), **options),
+        ):
+            assert lacking.read_logits() is None
+
+
+def test_logits_are_read_of_both_sides() -> None:
+    rows = judge_of().read_logits()
+    assert rows is not None
+    assert torch.equal(rows.target, PORT[ModelSite.LOGITS][REAL])
+    assert rows.num_tokens == 21
