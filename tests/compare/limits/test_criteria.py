@@ -65,6 +65,18 @@ class TestClassic:
             "the classic limits judge layer outputs alone",
         )
 
+    def test_one_far_element_breaks_the_maximum_alone(self, reference: torch.Tensor) -> None:
+        target = reference.clone()
+        target[3, 4] += 0.02
+        (failure,) = ClassicLimits().failures(metrics_of(target, reference))
+        assert failure == "max_abs_diff 0.02 > 0.01"
+
+    def test_scale_keeps_cosine_and_pearson(self, reference: torch.Tensor) -> None:
+        failures = " ".join(ClassicLimits().failures(metrics_of(0.5 * reference, reference)))
+        assert "cosine" not in failures
+        assert "pearson" not in failures
+        assert "mean_abs_diff" in failures
+
     def test_zeros_for_tiny_numbers_have_no_direction_and_fail(self) -> None:
         reference = 1e-4 * torch.ones(8).cumsum(0)
         failures = ClassicLimits().failures(metrics_of(torch.zeros(8), reference))
@@ -91,3 +103,13 @@ def test_layers_without_a_compared_output_are_told() -> None:
             result(None, "logits", SiteStatus.PASS),
         ]
     ) == (3, 4)
+
+
+def test_a_figure_at_its_limit_passes(reference: torch.Tensor) -> None:
+    metrics = metrics_of(reference + 0.005, reference)
+    exact = ClassicLimits(
+        max_abs_diff=metrics.max_abs_diff,
+        mean_abs_diff=metrics.mean_abs_diff,
+        close_fraction=metrics.close_fraction,
+    )
+    assert exact.failures(metrics) == ()

@@ -40,3 +40,14 @@ def test_hits_are_exceeded_in_less_than_the_share_of_cases(num_trials: int, chan
 
     most = most_hits(num_trials, chance=chance, share=share)
     assert exceeded(most) <= share < exceeded(most - 1)
+
+
+def test_hits_that_are_sure_or_impossible() -> None:
+    assert most_hits(9, chance=1.0, share=0.1) == 9
+    assert most_hits(9, chance=0.0, share=0.1) == 0
+    assert most_hits(0, chance=0.3, share=0.1) == 0
+
+
+def test_number_alone_is_the_limit_of_all_cases() -> None:
+    limit = Limit(usual=1.5)
+    assert limit.at(num_tokens=1, share=1e-9) == limit.at(num_tokens=1000, share=0.4) == 1.5

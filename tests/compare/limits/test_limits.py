@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +10,19 @@ import torch
 from compare.limits.limits import (
     STRUCTURE_FIGURES,
     Limit,
+    LimitContext,
     NoiseLimits,
     SiteLimits,
+    backend_of,
+    computes_in_float32,
 )
 from minimax_tools.errors import UsageError
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
+
+
+def description(**changes: Any) -> Any:
+    provenance = SimpleNamespace(dtypes=changes.pop("dtypes", {}), backend=changes.pop("backend", "cpu"))
+    return SimpleNamespace(known_description=SimpleNamespace(provenance=provenance))
 
 
 @pytest.fixture
@@ -60,6 +70,22 @@ def test_each_kind_of_run_and_golden_has_its_table(
     assert found.find("output", "whole") == Limit(usual=expected)
 
 
+@pytest.mark.parametrize("is_estimated", [False, True])
+def test_without_tables_of_their_own_variants_have_those_of_others(is_estimated: bool) -> None:
+    bare = replace(OWN, isolated_variants=None, isolated_variants_estimated=None)
+    found = bare.of_ratios(is_chained=False, is_estimated=is_estimated, is_widened=True)
+    assert found is (bare.isolated_estimated if is_estimated else bare.isolated)
+
+
+def test_share_is_the_level_divided_among_the_figures() -> None:
+    assert [OWN.share(number) for number in (0, 1, 2, 100)] == [0.01, 0.01, 0.005, 0.0001]
+
+
+def test_limits_are_measured_on_the_backends_that_they_name() -> None:
+    assert [OWN.is_measured_on(backend) for backend in ("cpu", "neuron-xla", None)] == [True, False, False]
+    assert replace(OWN, backends=None).is_measured_on(None)
+
+
 def test_limits_of_noise_alone_have_no_averages_and_hold_everywhere() -> None:
     alone = OWN.of_noise_alone()
     assert alone.backends is None
@@ -73,3 +99,14 @@ def test_limits_of_noise_alone_have_no_averages_and_hold_everywhere() -> None:
 def test_limit_that_a_file_left_out_is_named() -> None:
     with pytest.raises(UsageError, match=r"no limit on flipped_share of output .*without_floor\.all"):
         OWN.floorless("output", "flipped_share")
+
+
+def test_context_is_what_a_capture_says() -> None:
+    silent: Any = SimpleNamespace(known_description=None)
+    assert not computes_in_float32(silent)
+    assert backend_of(silent) is None
+    assert computes_in_float32(description(dtypes={"weights": "float32"}))
+    assert not computes_in_float32(description(dtypes={"weights": "bfloat16"}))
+    assert not computes_in_float32(description())
+    assert backend_of(description(backend="neuron-xla")) == "neuron-xla"
+    assert not LimitContext(backend=None, is_float32=False, share=0.1).hides_flips

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,12 @@ class TestOwnFile:
         assert limits.is_measured_on("neuron-xla")
         assert not limits.is_measured_on("cpu")
 
+    def test_level_alone_can_be_changed(self, limits_file: Path) -> None:
+        limits_file.write_text("level: 1e-2")
+        limits = read_limits(limits_file)
+        assert (limits.level, limits.isolated) == (0.01, calibrated_limits().isolated)
+        assert limits.backends == calibrated_limits().backends
+
     @pytest.mark.parametrize(
         ("text", "where", "found"),
         [
@@ -117,3 +124,38 @@ class TestGoldensWithVariants:
         for is_widened, expected in ((False, 7.0), (True, 5.0)):
             table = limits.of_ratios(is_chained=False, is_estimated=False, is_widened=is_widened)
             assert table.find("output", "whole") == Limit(usual=expected)
+
+    def test_where_none_were_measured_they_are_judged_as_others(self) -> None:
+        limits = replace(calibrated_limits(), isolated_variants=None)
+        table = limits.of_ratios(is_chained=False, is_estimated=False, is_widened=True)
+        assert table is limits.isolated
+
+    def test_own_limits_are_no_wider_than_those_of_others(self) -> None:
+        limits = calibrated_limits()
+        for site in ("attn_context", "attn_delta", "moe_delta"):
+            plain, varied = (
+                limits.of_ratios(is_chained=False, is_estimated=False, is_widened=is_widened).find(
+                    site, "whole"
+                )
+                for is_widened in (False, True)
+            )
+            assert plain is not None
+            assert varied is not None
+            assert varied.usual < 0.95 * plain.usual
+
+    def test_chains_have_the_limits_of_others(self) -> None:
+        limits = calibrated_limits()
+        assert limits.of_ratios(is_chained=True, is_estimated=False, is_widened=True) is limits.chained
+
+    def test_what_a_file_names_for_isolated_layers_holds_for_them_too(self, tmp_path: Path) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text("isolated: {attn_delta: {whole: 7}}", encoding="utf-8")
+        table = read_limits(file).of_ratios(is_chained=False, is_estimated=False, is_widened=True)
+        assert table.find("attn_delta", "whole") == Limit(usual=7.0)
+        assert table.find("output", "whole") == calibrated_limits().isolated_variants.find("output", "whole")  # type: ignore[union-attr]
+
+
+def test_own_slack_and_float32_limit_hold(limits_file: Path) -> None:
+    limits_file.write_text("slack: 2.5\nfloat32: 1e-4\nmeasured: {made_by: me}")
+    limits = read_limits(limits_file)
+    assert (limits.slack, limits.float32, limits.level) == (2.5, 1e-4, calibrated_limits().level)

@@ -22,6 +22,14 @@ def interval(num_prompts: int) -> tuple[float, float]:
     return found
 
 
+def test_two_prompts_are_too_few_and_blocks_stand_in_for_them() -> None:
+    assert interval(2) == interval(1)
+
+
+def test_three_prompts_are_the_groups() -> None:
+    assert interval(3) != interval(1)
+
+
 def jackknife(error: torch.Tensor, floor: torch.Tensor, groups: torch.Tensor) -> tuple[float, float]:
     """Compute the interval as the textbook does, one group after the other."""
     number = len(groups.unique())
@@ -54,6 +62,10 @@ def test_interval_is_that_of_the_textbook(prompts: list[int], groups: list[int])
     assert found == pytest.approx(jackknife(error, floor, torch.tensor(groups)), rel=1e-9)
 
 
+def test_no_token_has_no_interval() -> None:
+    assert rho_interval(torch.zeros(0), torch.zeros(0), torch.zeros(0, 2, dtype=torch.int64)) is None
+
+
 @pytest.mark.parametrize("side", ["error", "floor"])
 def test_a_sum_that_one_group_has_alone_gives_none(side: str) -> None:
     alone = torch.zeros(4).index_fill_(0, torch.tensor(1), 2.0)
@@ -84,3 +96,13 @@ class TestInterval:
             assert found[0] < float((error.sum() / floor.sum()).sqrt()) < found[1]
             widths.append(found[1] / found[0])
         assert widths[0] < widths[1]
+
+    def test_one_prompt_is_told_by_its_tokens(self) -> None:
+        error, floor = self.squares(50, spread=0.5)
+        assert rho_interval(error, floor, self.places(50)) is not None
+
+    def test_too_little_to_tell_gives_none(self) -> None:
+        error, floor = self.squares(2, spread=0.5)
+        assert rho_interval(error, floor, self.places(2)) is None
+        error, floor = self.squares(50, spread=0.5)
+        assert rho_interval(error, torch.zeros_like(floor), self.places(50)) is None

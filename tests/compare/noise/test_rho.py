@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compare.noise.rho import foreseen_error, foreseen_error_at, noise_ratio
+from compare.noise.rho import foreseen_error, foreseen_error_at, noise_ratio, token_ratios
 from compare.noise.rows import InputError, Rows, Squares, measure_input_error, square_difference, square_rows
-from minimax_tools.metrics.noise_floor import massive_channels
+from minimax_tools.metrics.noise_floor import massive_channels, measure_structure
 from minimax_tools.results.results import NoiseRatio
 
 TOKENS, CHANNELS, MASSIVE = 40, 512, 7
@@ -76,6 +76,14 @@ class TestWhole:
         noise = noise_ratio(rows_with(target, reference=exact, twin=exact.float()))
         assert (noise.whole, noise.token_worst, noise.token_median) == (math.inf, math.inf, 0.0)
 
+    def test_rows_without_a_floor_have_no_ratio(self) -> None:
+        rows = Rows(
+            reference=REFERENCE, target=REFERENCE, massive=massive_channels(REFERENCE), places=places()
+        )
+        assert not rows.has_floor
+        with pytest.raises(ValueError, match="no noise floor"):
+            noise_ratio(rows)
+
 
 class TestChannels:
     def test_error_on_ordinary_channels_is_not_hidden_by_massive_ones(self) -> None:
@@ -92,6 +100,12 @@ class TestChannels:
         assert noise.ordinary == 1.0
         assert noise.massive is not None
         assert noise.massive > noise.whole > 2.0
+
+    def test_without_massive_channels_there_is_no_massive_ratio(self) -> None:
+        exact = random(TOKENS, CHANNELS, seed=0)
+        noise = noise_ratio(rows_with(exact.bfloat16(), reference=exact.bfloat16(), twin=exact))
+        assert noise.massive is None
+        assert noise.whole == noise.ordinary
 
     def test_channels_stay_massive_when_tokens_are_set_aside(self) -> None:
         exact = random(TOKENS, CHANNELS, seed=0)
@@ -119,6 +133,15 @@ class TestTokens:
         noise = noise_ratio(rows_with(target, reference=reference, twin=TWIN))
         assert noise.token_worst < 2.0
 
+    def test_median_token_tells_what_a_few_large_floors_outweigh(self) -> None:
+        reference = REFERENCE.float()
+        reference[0] += 50.0 * random(CHANNELS, seed=3)
+        target = TWIN + 5.0 * (reference - TWIN)
+        target[0] = reference[0]
+        noise = noise_ratio(rows_with(target, reference=reference, twin=TWIN))
+        assert noise.whole < 1.1
+        assert noise.token_median > 3.0
+
 
 class TestEstimate:
     @pytest.mark.parametrize("factor", [1.0, 2.0, 6.0])
@@ -132,6 +155,17 @@ class TestEstimate:
         assert estimate.whole == pytest.approx(full.whole, rel=0.05)
         assert estimate.token_median == pytest.approx(full.token_median, rel=0.1)
 
+    def test_estimate_of_the_golden_itself_is_zero(self) -> None:
+        noise = noise_ratio(rows_with(REFERENCE.clone(), reference=REFERENCE, twin=TWIN, stats=True))
+        assert (noise.whole, noise.massive, noise.token_worst) == (0.0, 0.0, 0.0)
+
+    def test_estimate_sees_a_fault_behind_the_rounding_that_both_sides_share(self) -> None:
+        target = REFERENCE.float() + 0.02 * random(TOKENS, CHANNELS, seed=2)
+        full = noise_ratio(rows_with(target, reference=REFERENCE, twin=TWIN))
+        estimate = noise_ratio(rows_with(target, reference=REFERENCE, twin=TWIN, stats=True))
+        assert full.ordinary > 5.0
+        assert math.sqrt(full.ordinary**2 - 2.1) < estimate.ordinary <= full.ordinary
+
 
 class TestChained:
     def test_error_handed_on_widens_the_floor(self) -> None:
@@ -141,6 +175,12 @@ class TestChained:
         assert alone.whole > 5.0
         assert chained.whole < 1.5
         assert chained.incoming == 0.02
+
+    def test_tiny_error_handed_on_widens_next_to_nothing(self) -> None:
+        target = 1.05 * REFERENCE.float()
+        alone = noise_ratio(rows_with(target, reference=REFERENCE, twin=TWIN))
+        chained = noise_ratio(rows_with(target, reference=REFERENCE, twin=TWIN, error=1e-5))
+        assert chained.whole == pytest.approx(alone.whole, rel=1e-3)
 
     def test_token_that_was_upset_before_is_forgiven_alone(self) -> None:
         exact = random(TOKENS, CHANNELS, seed=0)
@@ -170,12 +210,33 @@ class TestIncoming:
         whole = float((handed - TWIN).norm() / TWIN.norm())
         assert measure_input_error(TWIN, handed).overall > 2 * whole
 
+    def test_each_token_has_its_own_error_and_suffers_from_the_others(self) -> None:
+        fed = random(TOKENS, CHANNELS, seed=0)
+        handed = fed.clone()
+        handed[4] *= 1.5
+        input_error = measure_input_error(fed, handed)
+        assert float(input_error.tokens[4]) == pytest.approx(0.5, rel=1e-4)
+        assert float(input_error.tokens[5]) == 0.0
+        assert float(input_error.inherited[5]) == input_error.overall > 0.0
+        assert input_error.select(torch.arange(TOKENS) == 4).inherited.tolist() == pytest.approx(
+            [0.5], rel=1e-4
+        )
+
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_nan_and_infinity_are_told(self, bad: float) -> None:
         fed = random(TOKENS, CHANNELS, seed=0)
         handed = fed.clone()
         handed[0, 0] = bad
         assert not measure_input_error(fed, handed).is_finite
+
+
+def test_averages_of_few_channels_are_told_by_token_alone() -> None:
+    twin = random(TOKENS, 2, seed=0).float()
+    golden, port = (twin * (1 + 2e-3 * random(TOKENS, 2, seed=seed)).float() for seed in (1, 2))
+    noise = noise_ratio(rows_with(port, reference=golden, twin=twin))
+    assert (noise.channel_gain, noise.channel_offset) == (None, None)
+    assert noise.token_gain is not None
+    assert noise.channel_worst is not None
 
 
 class TestStructure:
@@ -189,6 +250,14 @@ class TestStructure:
     def figures(rows: Rows) -> tuple[float | None, ...]:
         noise = noise_ratio(rows)
         return noise.token_gain, noise.channel_gain, noise.channel_offset, noise.channel_worst
+
+    def test_averages_are_those_of_the_three_sides(self, rows: Rows) -> None:
+        assert rows.twin is not None
+        expected = measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
+        assert expected is not None
+        noise = noise_ratio(rows)
+        assert self.figures(rows) == expected.figures
+        assert (noise.worst_channel, noise.is_widened) == (expected.worst_channel, False)
 
     def test_averages_of_variants_divide_them(self, rows: Rows) -> None:
         before = self.figures(rows)
@@ -242,6 +311,9 @@ class TestForeseen:
     def parts(squares: Squares) -> list[list[float]]:
         return [squares.ordinary.tolist(), squares.massive.tolist()]
 
+    def test_it_is_the_floor(self) -> None:
+        assert self.parts(foreseen_error(self.rows())) == [[1.0, 4.0, 2.0], [9.0, 9.0, 9.0]]
+
     def test_roundings_of_a_float32_value_add_to_it(self) -> None:
         rounded = self.rows(target=self.REFERENCE)
         squares = square_rows(self.REFERENCE, massive=rounded.massive)
@@ -260,6 +332,19 @@ class TestForeseen:
         found = self.parts(foreseen_error(self.rows(input_error=handed_on)))
         assert found[0] == pytest.approx([1.0 + 0.01 * 9.0, 4.0 + 0.04 * 16.0, 2.0 + 25.0])
         assert found[1] == pytest.approx([9.0 + 100.0, 9.0 + 400.0, 9.0 + 10_000.0])
+
+    def test_ratio_of_a_token_is_held_against_the_median_floor(self) -> None:
+        floor = Squares(ordinary=torch.tensor([1.0, 4.0, 9.0]).double(), massive=torch.zeros(3).double())
+        error = torch.tensor([[4.0, 0.0], [4.0, 0.0], [6.0, 0.0]])
+        rows = self.rows(twin=self.REFERENCE, target=self.REFERENCE + error + 0.0, floor=floor)
+        rows = replace(rows, stored_dtype=torch.bfloat16)
+        assert token_ratios(rows).tolist() == pytest.approx([2.0, 2.0, 2.0])
+
+    def test_floor_is_told_relative_to_the_values(self) -> None:
+        noise = noise_ratio(self.rows())
+        assert noise.floor == pytest.approx(math.sqrt((7.0 + 27.0) / (50.0 + 30_000.0)))
+        nothing = torch.zeros(3, 2)
+        assert noise_ratio(self.rows(reference=nothing, target=nothing + 0.001)).floor is None
 
     @pytest.mark.parametrize(
         ("factor", "rounding", "expected"),
@@ -287,3 +372,35 @@ class TestForeseen:
         rows = self.rows(floor=squares.times(1e-9), stored_dtype=dtype)
         found = foreseen_error_at(rows, 2.0 * self.REFERENCE)
         assert found.ordinary.tolist() == pytest.approx([36.0 * share, 64.0 * share, 100.0 * share])
+
+
+class TestRows:
+    def test_selected_tokens_keep_all_that_is_known(self) -> None:
+        values = random(3, 4, seed=0)
+        squares = square_rows(values, massive=torch.zeros(4, dtype=torch.bool))
+        rows = Rows(
+            reference=values,
+            target=values + 1.0,
+            massive=torch.zeros(4, dtype=torch.bool),
+            places=places(4)[:3],
+            twin=values + 2.0,
+            floor=squares,
+            widened_floor=squares.times(2.0),
+            input_error=InputError(overall=0.5, tokens=torch.tensor([0.1, 0.2, 0.3])),
+        )
+        chosen = torch.tensor([True, False, True])
+        found = rows.select(chosen)
+        for name in ("reference", "target", "places", "twin"):
+            assert torch.equal(getattr(found, name), getattr(rows, name)[chosen]), name
+        for name, factor in (("floor", 1.0), ("widened_floor", 2.0)):
+            assert torch.equal(getattr(found, name).whole, factor * squares.whole[chosen]), name
+        assert found.input_error is not None
+        assert found.input_error.tokens.tolist() == pytest.approx([0.1, 0.3])
+        bare = replace(rows, twin=None, floor=None, widened_floor=None, input_error=None).select(chosen)
+        assert (bare.twin, bare.floor, bare.widened_floor, bare.input_error) == (None, None, None, None)
+
+    def test_dtype_is_that_of_the_stored_golden(self) -> None:
+        values = random(3, 4, seed=0)
+        rows = Rows(reference=values, target=values, massive=values[0] > 9.0, places=places(4)[:3])
+        assert rows.dtype is torch.float32
+        assert replace(rows, stored_dtype=torch.bfloat16).dtype is torch.bfloat16

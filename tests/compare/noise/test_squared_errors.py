@@ -27,6 +27,13 @@ def test_sums_are_those_of_all_tokens_channel_by_channel(channel: int | None) ->
         assert found.whole.tolist() == pytest.approx(squares.sum(1).tolist(), rel=1e-5)
 
 
+def test_sums_are_in_float64() -> None:
+    large = torch.full((1, 2), 1e30)
+    assert square_rows(large, massive=torch.zeros(2, dtype=torch.bool)).whole.tolist() == pytest.approx(
+        [2e60]
+    )
+
+
 def parts(squares: Squares) -> list[list[float]]:
     return [squares.ordinary.tolist(), squares.massive.tolist()]
 
@@ -40,3 +47,9 @@ def test_arithmetic_is_token_by_token() -> None:
     assert parts(ONE.maximum(TWO)) == [[3.0, 4.0], [9.0, 5.0]]
     assert parts(ONE.select(torch.tensor([False, True]))) == [[4.0], [2.0]]
     assert parts(Squares.of(ordinary=torch.tensor([-3.0]), massive=torch.tensor([2.0]))) == [[9.0], [4.0]]
+
+
+def test_values_are_put_in_a_copy() -> None:
+    one = Squares(ordinary=torch.tensor([7.0]), massive=torch.tensor([8.0]))
+    assert parts(ONE.put(torch.tensor([False, True]), one)) == [[1.0, 7.0], [9.0, 8.0]]
+    assert parts(ONE) == [[1.0, 4.0], [9.0, 2.0]]

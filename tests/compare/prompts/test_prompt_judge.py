@@ -13,8 +13,10 @@ from compare.prompts.prompt_judge import (
     PortLogits,
     PromptJudge,
     PromptLimits,
+    rounding_noise,
+    token_noise,
 )
-from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, following_tokens
+from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, divergence, following_tokens
 from minimax_tools.results.prompt_results import PromptResult, rank_prompts
 from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import AnsweredPrompt
@@ -87,6 +89,18 @@ def test_another_choice_beyond_noise_is_named_with_both_tokens(judge: Callable[.
     assert choice.margin > choice.reach
 
 
+def test_worst_of_several_choices_is_kept_beside_the_first(judge: Callable[..., PromptResult]) -> None:
+    logits = EXACT.clone()
+    for token, rank in ((12, 4), (14, -1)):
+        other = EXACT[token].argsort(descending=True)[rank]
+        logits[token, other] = EXACT[token].max() + 1
+    phase = judge(logits).phases[1]
+    assert phase.first_choice is not None
+    assert phase.worst_choice is not None
+    assert (phase.first_choice.token, phase.worst_choice.token) == (12, 14)
+    assert phase.worst_choice.excess > phase.first_choice.excess > 1.0
+
+
 def test_nan_is_beyond_every_limit(judge: Callable[..., PromptResult]) -> None:
     logits = EXACT.clone()
     logits[13] = torch.nan
@@ -104,6 +118,20 @@ def test_small_error_of_every_token_is_beyond_noise_in_their_number(
     assert not result.prefill.beyond
     assert result.prefill.share_outside > 0.75
     assert result.prefill.is_beyond
+
+
+def test_logits_of_the_last_prompt_token_alone_are_judged(judge: Callable[..., PromptResult]) -> None:
+    result = judge(EXACT + draw(10, SIGMA), torch.arange(NUM_PROMPT - 1, NUM_TOKENS))
+    assert result.prefill.tokens == (NUM_PROMPT - 1,)
+    assert not result.is_beyond
+    assert result.golden_log_likelihood is not None
+
+
+def test_noise_of_rounding_leaves_out_variants_that_flip_experts(golden: GoldenLogits) -> None:
+    # The last two of four variants.
+    by_variant = [divergence(golden.exact, variant) for variant in golden.variants]
+    torch.testing.assert_close(rounding_noise(golden), torch.maximum(*by_variant[:2]))
+    torch.testing.assert_close(token_noise(golden), torch.stack(by_variant).amax(0))
 
 
 def test_likelihood_is_that_of_the_answers_tokens(judge: Callable[..., PromptResult]) -> None:
@@ -133,6 +161,40 @@ def test_one_token_of_a_long_list_may_be_farther(golden: GoldenLogits) -> None:
     assert judge(long, size).prefill.beyond == ()
 
 
+def test_choice_of_one_token_of_a_long_list_may_be_farther(golden: GoldenLogits) -> None:
+    level = NoiseLevel.of([golden])
+
+    def reach(num_tokens: int) -> float:
+        logits = EXACT.clone()
+        logits[3, int(EXACT[3].argmin())] = EXACT[3].max() + 9
+        port = PortLogits(tokens=INPUT_IDS, logits=golden.measure(logits, INPUT_IDS))
+        judge = PromptJudge(level=replace(level, num_tokens=num_tokens))
+        choice = judge.judge(0, PROMPT, golden, port).prefill.worst_choice
+        assert choice is not None
+        return choice.reach
+
+    assert reach(80_000) > 1.2 * reach(level.num_tokens)
+
+
+def test_error_is_beyond_a_golden_without_noise(golden: GoldenLogits) -> None:
+    noiseless = replace(golden, variants=(golden.exact,) * len(golden.variants))
+    logits = EXACT.clone()
+    logits[3] += draw(99, 0.5)[3]
+    port = PortLogits(tokens=INPUT_IDS, logits=noiseless.measure(logits, INPUT_IDS))
+    found = PromptJudge(level=NoiseLevel.of([noiseless])).judge(0, PROMPT, noiseless, port)
+    assert found.prefill.beyond == (3,)
+
+
+def test_limits_on_shares_allow_four_deviations() -> None:
+    limits = PromptLimits()
+    # Of 48 tokens, a quarter: 0.25 and four times √(0.25 · 0.75 / 48).
+    assert limits.limit_alone(48) == pytest.approx(0.5)
+    assert limits.limit_alone(0) == limits.limit_alone(1) > 1
+    # A third, of four tokens of each prompt or all of fewer.
+    assert limits.limit_together(500, num_prompts=32) == pytest.approx(0.5)
+    assert limits.limit_together(32, num_prompts=32) == pytest.approx(2 / 3)
+
+
 def test_small_error_of_few_tokens_shows_in_many_prompts(
     golden: GoldenLogits, judge: Callable[..., PromptResult]
 ) -> None:
@@ -148,6 +210,12 @@ def test_small_error_of_few_tokens_shows_in_many_prompts(
     assert decode.num_tokens == 12 * NUM_DECODED
 
 
+def test_limits_grow_with_the_tokens_of_a_list() -> None:
+    limits = PromptLimits()
+    assert limits.widening(10) == limits.widening(5000) == 1
+    assert limits.widening(80_000) == pytest.approx(2)
+
+
 def test_worst_prompt_is_ranked_first(judge: Callable[..., PromptResult]) -> None:
     right, wrong, worse = EXACT + draw(10, SIGMA), EXACT.clone(), EXACT.clone()
     wrong[3] += draw(99, 0.5)[3]
@@ -157,6 +225,18 @@ def test_worst_prompt_is_ranked_first(judge: Callable[..., PromptResult]) -> Non
     assert ranking.results == (results[2], results[1], results[0])
     assert ranking.differing == (results[2], results[1])
     assert ranking.verdict is Verdict.FAIL
+
+
+def test_margin_of_another_choice_is_told_for_every_token_of_the_vocabulary(
+    judge: Callable[..., PromptResult],
+) -> None:
+    for chosen in (0, 1, VOCABULARY - 1):
+        logits = EXACT.clone()
+        logits[5] = logits[5].roll(chosen - int(logits[5].argmax()))
+        result = judge(logits)
+        assert result.prefill.first_choice is not None
+        assert (result.prefill.first_choice.port, result.prefill.first_choice.token) == (chosen, 5)
+        assert result.prefill.first_choice.margin is not None
 
 
 def test_limits_are_those_that_were_measured() -> None:

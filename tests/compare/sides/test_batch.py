@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from compare.sides.sides import Batch
+from compare.sides.sides import Batch, spread_evenly
 from minimax_tools.errors import IncomparableError
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import ModelSite, Site
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 PLACES = [[0, 0], [0, 1], [0, 2], [1, 0]]
@@ -41,6 +41,20 @@ class TestRows:
         assert torch.equal(batch.rows(flat, Site.OUTPUT), flat)
         assert batch.places(flat, Site.OUTPUT).tolist() == [[0, token] for token in range(6)]
 
+    def test_nothing_is_copied_if_all_tokens_are_real(self) -> None:
+        rows = Batch(torch.ones(2, 3)).rows(self.VALUES, Site.OUTPUT)
+        assert torch.equal(rows, self.VALUES.flatten(0, 1))
+        assert rows.data_ptr() == self.VALUES.data_ptr()
+
+    def test_heads_lie_side_by_side(self) -> None:
+        heads = torch.arange(24.0).reshape(2, 2, 3, 2)
+        rows = Batch(MASK).rows(heads, Site.Q_ROPE)
+        assert rows.shape == (4, 4)
+        assert rows[3].tolist() == [*heads[1, 0, 0].tolist(), *heads[1, 1, 0].tolist()]
+
+    def test_site_outside_the_layers(self) -> None:
+        assert torch.equal(Batch(MASK).rows(self.VALUES, ModelSite.LOGITS), self.ROWS)
+
     @pytest.mark.parametrize("shape", [(2, 4, 2), (5, 2), (3, 2, 2)])
     def test_tensor_of_another_batch_is_refused(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(IncomparableError, match=r"different batches: expected \[B,S\] of \(2, 3\)"):
@@ -57,3 +71,16 @@ class TestMask:
         sentence = r"attention_mask differs: expected rows of 3, 1 tokens \(golden\), found 3, 3"
         with pytest.raises(IncomparableError, match=sentence):
             Batch.of(capture(MASK), capture(torch.ones_like(MASK)))
+
+    def test_mask_of_padding_alone_is_refused(self) -> None:
+        with pytest.raises(IncomparableError, match="no token is real"):
+            Batch(torch.zeros_like(MASK))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "most", "indices"),
+    [(10, 4, [0, 3, 6, 9]), (3, 4, [0, 1, 2]), (9, 1, [0]), (5, 2, [0, 4]), (1, 1, [0])],
+)
+def test_few_tokens_are_evenly_spread(num_tokens: int, most: int, indices: list[int]) -> None:
+    spread = spread_evenly(num_tokens, most)
+    assert (spread.tolist(), spread.dtype) == (indices, torch.int64)

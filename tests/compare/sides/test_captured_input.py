@@ -106,6 +106,12 @@ def test_output_of_the_layer_before_is_inherited() -> None:
     assert (found.known, found.is_recorded) == ((Site.INPUT,), True)
 
 
+def test_output_before_may_hold_nan() -> None:
+    port = off(3.0)
+    port[0, 1] = torch.nan
+    assert read(port, before=port.clone()).is_inherited
+
+
 def test_other_values_than_the_output_before_are_refused() -> None:
     for before in (off(0.2), off(0.1)[:, :, :4], off(0.1)[0]):
         with pytest.raises(IncomparableError, match=r"golden's own, bit for bit, found what dump holds"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,10 +74,25 @@ class TestFinding:
         assert find_weights(None, lost, dump()) is None
         assert find_weights(None, lost, capture(toy)) == CheckpointWeights(model=str(toy))
 
+    def test_first_layer_of_the_run_tells_the_checkpoint(self, toy: Path) -> None:
+        # The golden knows the values of the layers 0 and 3.
+        golden = capture(toy)
+        golden.known_description.provenance.model = replace(
+            golden.known_description.provenance.model,
+            layers={**golden.known_description.provenance.model.layers, 3: "0" * 64},
+        )
+        assert find_weights(None, golden, capture(toy, layers=(3,))) is None
+        assert find_weights(None, golden, capture(toy, layers=(0, 3))) is not None
+        assert find_weights(None, golden, capture(toy, layers=())) is not None
+
     def test_named_folder_must_hold_a_model(self, toy: Path, tmp_path: Path) -> None:
         assert find_weights(str(toy), dump(), dump()) == CheckpointWeights(model=str(toy))
         with pytest.raises(CheckpointError):
             find_weights(str(tmp_path), capture(toy), dump())
+
+    def test_hub_is_not_asked_before_weights_are(self) -> None:
+        weights = find_weights("nobody/no-such-model", dump(), dump())
+        assert weights == CheckpointWeights(model="nobody/no-such-model")
 
 
 class TestRefusal:
@@ -85,6 +101,10 @@ class TestRefusal:
         sentence = rf"the golden golden is not of the checkpoint here: found config\.json differs .*{toy}"
         with pytest.raises(IncomparableError, match=sentence):
             refuse_other_model(golden, fingerprint(toy, 0), "here")
+
+    def test_same_model_and_unknown_ones_pass(self, toy: Path) -> None:
+        refuse_other_model(capture(toy), fingerprint(toy, 0), "here")
+        refuse_other_model(dump(), fingerprint(toy, 0, spec_digest="0" * 64), "here")
 
     def test_layer_and_head_of_another_model_are_refused(self, toy: Path) -> None:
         weights, golden = CheckpointWeights(model=str(toy)), capture(toy, spec_digest="0" * 64)
@@ -130,6 +150,23 @@ class TestReading:
             assert torch.equal(layer.tensors["input_layernorm.weight"], of_layer)
             assert layer.tensors["input_layernorm.weight"].dtype == dtype
 
+    def test_config_is_read_once(self, toy: Path, tmp_path: Path) -> None:
+        shutil.copy(toy / "config.json", tmp_path)
+        weights = CheckpointWeights(model=str(tmp_path))
+        spec = weights.read_spec()
+        (tmp_path / "config.json").unlink()
+        assert weights.read_spec() is spec
+
+    def test_headers_of_a_whole_checkpoint_are_read_once(self, toy: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "toy"
+        shutil.copytree(toy, folder)
+        weights = CheckpointWeights(model=str(folder))
+        with weights.open_layer(0, dump()):
+            pass
+        (folder / "model.safetensors.index.json").write_text("{}")
+        with weights.open_layer(1, dump()) as layer:
+            assert layer.tensors["input_layernorm.weight"].numel() > 0
+
 
 class Source:
     """A source of weights that notes what is opened and closed."""
@@ -168,3 +205,7 @@ class TestKeepingOpen:
             with kept.open_head(one) as head:
                 assert head == "head of dump"  # type: ignore[comparison-overlap]
         assert source.notes[-1] == "close 3 of other"
+
+    def test_no_source_stays_none(self) -> None:
+        with keep_layer_open(None) as kept:
+            assert kept is None

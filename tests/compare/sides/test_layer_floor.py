@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +92,10 @@ class TestSquares:
             with pytest.raises(CaptureError, match=sentence):
                 floor.squares(SITE)
 
+    def test_parts_without_their_sum_are_taken(self) -> None:
+        parts = {name: values for name, values in PARTS.items() if name != "q_proj.error"}
+        assert floor_of(Golden(parts)).squares(SITE) is not None
+
     def test_floor_of_zeros_is_refused_unless_the_values_are_zero_or_float32(self) -> None:
         zeros = {name: torch.zeros(1, 3) for name in PARTS}
         with pytest.raises(
@@ -117,6 +121,12 @@ class TestVariants:
         assert floor_of(Golden(PARTS | of_variant("a", 0.5), variants=("a",))).largest(
             "q_proj.error"
         ).tolist() == [5.0, 10.0]  # type: ignore[union-attr]
+
+    def test_golden_without_variants_is_not_widened(self) -> None:
+        floor = floor_of(Golden(PARTS))
+        assert floor.widened_squares(SITE) is None
+        assert floor.variant_averages(SITE) is None
+        assert floor.largest("nothing") is None
 
     def test_variant_of_which_nothing_is_kept_is_refused(self) -> None:
         with pytest.raises(CaptureError, match=r"no q_proj\.error of variant a of layer 7"):
@@ -150,6 +160,15 @@ class TestProof:
             floor_of(Golden(off)).prove(SITE, self.MEASURED)
         with pytest.raises(CaptureError, match=r"layer_7\.floor\.safetensors holds no q_proj\.error"):
             floor_of(Golden({})).prove(SITE, self.MEASURED)
+
+    def test_token_of_nan_is_left_out(self) -> None:
+        ordinary = torch.tensor([torch.nan, 36.0], dtype=torch.float64)
+        floor_of(Golden(PARTS)).prove(SITE, replace(self.MEASURED, ordinary=ordinary))
+        with pytest.raises(CaptureError, match="not as far apart as"):
+            floor_of(Golden(PARTS)).prove(SITE, replace(self.MEASURED, ordinary=ordinary + 1.0))
+
+    def test_distances_that_agree_pass(self) -> None:
+        floor_of(Golden(PARTS)).prove(SITE, self.MEASURED)
 
 
 class TestRouter:

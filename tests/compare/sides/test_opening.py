@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from pathlib import Path
 
 import click
@@ -10,6 +13,7 @@ import pytest
 
 from compare.options import NamedSides, layers_options, sides_options
 from minimax_tools.capture.store import MANIFEST_NAME
+from minimax_tools.checkpoint.shard_files import is_cached
 from minimax_tools.dumps.opening import DumpReading
 from minimax_tools.errors import CaptureError, UsageError
 
@@ -65,6 +69,19 @@ class TestReadings:
             with pytest.raises(CaptureError, match=f"msprobe.*{dump}|{dump}.*msprobe"):
                 sides.open()
 
+    def test_missing_side_is_the_newest_capture(self, tmp_path: Path) -> None:
+        for golden, run, side in ((None, tmp_path, "gpu_reference"), (tmp_path, None, "neuron")):
+            sides = NamedSides(
+                golden=golden,
+                run=run,
+                captures=tmp_path / "captures",
+                reading=DumpReading(),
+                golden_reading=DumpReading(),
+                run_reading=DumpReading(),
+            )
+            with pytest.raises(CaptureError, match=f"no capture under {tmp_path}/captures/{side}"):
+                sides.open()
+
 
 def run(options: list[str]) -> tuple[NamedSides, str | None]:
     found: list[tuple[NamedSides, str | None]] = []
@@ -95,9 +112,74 @@ def test_layers_are_named_by_number_name_or_pattern(options: list[str], pattern:
     assert run(options)[1] == pattern
 
 
+def test_layer_and_pattern_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="--layer and --layer-pattern were both given"):
+        run(["--layer", "7", "--layer-pattern", "layer_*"])
+
+
 def test_layout_options_are_given_back_as_they_were_taken(tmp_path: Path) -> None:
     (tmp_path / "map.yaml").write_text("sites:\n  moe_delta: layers.{layer}.mlp\n")
     options = ["--golden-format", "msprobe", "--run-map", str(tmp_path / "map.yaml")]
     assert list(run(options)[0].reading_arguments) == options
     assert run(["--format", "nxdi"])[0].reading_arguments == ("--format", "nxdi")
     assert run([])[0].reading_arguments == ()
+
+
+class TestReadingAhead:
+    """Layers that the run holds come into the page cache while a command's options are read."""
+
+    @pytest.fixture
+    def sides(self, tmp_path: Path) -> list[Path]:
+        """A golden of two layers and a run of the second, forgotten by the system."""
+        for name, layers in (("golden", (0, 1)), ("run", (1,))):
+            (tmp_path / name).mkdir()
+            for layer in layers:
+                (tmp_path / name / f"layer_{layer}.safetensors").write_bytes(os.urandom(1_000_000))
+        self.forget(tmp_path)
+        if any(self.cached(tmp_path).values()):
+            pytest.skip("this file system keeps files in memory, or does not tell whether it does")
+        # A look fetches what it looked at.
+        self.forget(tmp_path)
+        return [tmp_path / "golden", tmp_path / "run"]
+
+    def forget(self, folder: Path) -> None:
+        for path in folder.rglob("*.safetensors"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def cached(self, folder: Path, pattern: str = "*.safetensors") -> dict[str, bool]:
+        found = {}
+        for path in sorted(folder.rglob(pattern)):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+                found[str(path.relative_to(folder))] = is_cached(file.fileno(), 0, 1_000_000)
+        return found
+
+    def cached_after(self, options: list[str], folder: Path, *, awaited: str = "") -> dict[str, bool]:
+        """Tell what is cached once the files `awaited`, a pattern, are; a look at any other fetches that one."""
+        run(options)
+        for thread in threading.enumerate():
+            if thread.name == "mm2-read-ahead":
+                thread.join(60)
+        # The system was asked; the disk may still be at it.
+        deadline = time.monotonic() + 60
+        while awaited and not all(self.cached(folder, awaited).values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.cached(folder)
+
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_layers_of_the_run_are_read_of_both_sides(
+        self, sides: list[Path], order: tuple[int, int]
+    ) -> None:
+        words = [["--golden", str(sides[0])], ["--run", str(sides[1])]]
+        cached = self.cached_after([*words[order[0]], *words[order[1]]], sides[0].parent, awaited="layer_1*")
+        assert cached == {
+            "golden/layer_0.safetensors": False,
+            "golden/layer_1.safetensors": True,
+            "run/layer_1.safetensors": True,
+        }
+
+    def test_nothing_is_read_if_layers_are_chosen(self, sides: list[Path]) -> None:
+        words = ["--golden", str(sides[0]), "--run", str(sides[1]), "--layer", "1"]
+        assert not any(self.cached_after(words, sides[0].parent).values())

@@ -2,17 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.writer import open_capture
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.run import multi_layer_run, sweep_run
+from minimax_tools.model.run import Component, component_run, multi_layer_run, single_layer_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
+from minimax_tools.provenance import ModelFingerprint, Provenance
 from minimax_tools.results.results import Comparison, Verdict
 
 Judge = Callable[..., Comparison]
@@ -43,6 +46,14 @@ class TestInputs:
             IncomparableError, match="inputs: attention_mask differs, first at row 1, token 33"
         ):
             judge(copyist.device_run(inputs=inputs))
+
+    def test_other_batch_is_named(self, copyist: Any, judge: Judge) -> None:
+        inputs = copyist.source.read_inputs()
+        shorter = {name: tensor[:, :40] for name, tensor in inputs.tensors().items()}
+        with pytest.raises(
+            IncomparableError, match="2x48 tokens with padding in the golden, 2x40 in the run"
+        ):
+            judge(copyist.device_run(inputs=replace(inputs, **shorter)))
 
     @pytest.mark.parametrize("name", ["input_ids", "position_ids"])
     def test_other_padding_is_no_other_input(self, name: str, copyist: Any, judge: Judge) -> None:
@@ -79,6 +90,13 @@ class TestModel:
         with pytest.raises(IncomparableError, match="layer 2 has other norms, router gate or bias"):
             judge(target)
 
+    def test_layers_that_only_one_side_ran_are_no_difference(self, copyist: Any, judge: Judge) -> None:
+        layers = {1: copyist.source.description.provenance.model.layers[1]}
+        target = copyist.device_run(
+            run=single_layer_run(1, sites_level="all"), describe=self.of_other_model(layers=layers)
+        )
+        assert judge(target).verdict is Verdict.PASS
+
     def test_other_dtype_is_named(self, copyist: Any, judge: Judge) -> None:
         def in_float32(description: Description) -> Description:
             return replace(
@@ -106,13 +124,83 @@ class TestFeed:
             judge(target)
         assert judge(target, pattern="layer_1").verdict is Verdict.PASS
 
+    def test_input_that_differs_on_padding_alone_is_the_goldens(self, copyist: Any, judge: Judge) -> None:
+        def other_padding(tensor: torch.Tensor) -> torch.Tensor:
+            tensor[1, 33:] = torch.nan
+            return tensor
+
+        target = copyist.device_run({(2, Site.INPUT): other_padding})
+        assert judge(target).verdict is Verdict.PASS
+
     def test_chained_run_must_begin_with_the_goldens_input(self, copyist: Any, judge: Judge) -> None:
         run = multi_layer_run(Span(1, 4), sites_level="all")
         target = copyist.device_run({(1, Site.INPUT): self.other}, run=run)
         with pytest.raises(IncomparableError, match="layer 1 got other hidden states"):
             judge(target)
 
+    def test_component_that_was_fed_something_else_is_refused(self, copyist: Any, judge: Judge) -> None:
+        run = component_run(1, Component.MOE)
+        target = copyist.device_run({(1, Site.POST_NORM): self.other}, run=run)
+        with pytest.raises(IncomparableError, match="layer 1 got other post_norm"):
+            judge(target)
+
+    def test_component_that_wants_its_feed_in_another_dtype_is_fed_the_same(
+        self, copyist: Any, judge: Judge
+    ) -> None:
+        run = component_run(1, Component.EXPERTS)
+        changes = {
+            (1, Site.ROUTER_WEIGHTS): torch.Tensor.bfloat16,
+            (1, Site.ROUTER_EXPERTS): torch.Tensor.int,
+        }
+        assert judge(copyist.device_run(changes, run=run)).verdict is Verdict.PASS
+
     def test_run_that_does_not_hold_what_it_was_fed_is_refused(self, copyist: Any, judge: Judge) -> None:
         target = copyist.device_run({(2, Site.INPUT): None}, run=sweep_run(Span(2, 4), sites_level="all"))
         with pytest.raises(IncomparableError, match="device does not hold the input of layer 2"):
             judge(target)
+
+
+class TestTwelveLayers:
+    """Captures of a few numbers: only names, order and counts are looked at."""
+
+    @staticmethod
+    def write(directory: Path, *, side: str, mask: torch.Tensor | None = None) -> Path:
+        ids = torch.arange(4)[None]
+        mask = torch.ones_like(ids) if mask is None else mask
+        inputs = Inputs(input_ids=ids, attention_mask=mask, position_ids=ids.clone(), source="a test")
+        run = sweep_run(Span(0, 12), sites_level="layer")
+        description = Description(
+            side=side,
+            run=run,
+            provenance=Provenance(
+                model=ModelFingerprint(spec_digest="0" * 64, tensors_digest="0" * 64, layers={}),
+                model_source="/models/MiniMax-M2",
+                backend="cpu",
+                device="cpu",
+                dtypes={"weights": "bfloat16"},
+                target="test",
+            ),
+            inputs_digest=inputs.digest(),
+            input_source=inputs.source,
+        )
+        with open_capture(directory, description, inputs=inputs) as writer:
+            for layer in run.span:
+                tensor = torch.full((1, 4, 8), float(layer + 1), dtype=torch.bfloat16)
+                writer.write_layer(layer, {Site.INPUT: tensor, Site.OUTPUT: 2 * tensor})
+            writer.finish()
+        return directory
+
+    def test_layers_are_in_natural_order(self, tmp_path: Path, judge: Judge) -> None:
+        reference = self.write(tmp_path / "golden", side="gpu_reference")
+        target = self.write(tmp_path / "device", side="neuron")
+        comparison = judge(target, reference=reference)
+        assert [site.layer for site in comparison.sites] == list(range(12))
+        for pattern, layers in (("layer_1*", (1, 10, 11)), ("layer_?", tuple(range(10))), ("layer_1", (1,))):
+            assert judge(target, reference=reference, pattern=pattern).layers == layers
+
+    def test_batch_of_padding_alone_is_incomparable(self, tmp_path: Path, judge: Judge) -> None:
+        mask = torch.zeros((1, 4), dtype=torch.int64)
+        reference = self.write(tmp_path / "golden", side="gpu_reference", mask=mask)
+        target = self.write(tmp_path / "device", side="neuron", mask=mask)
+        with pytest.raises(IncomparableError, match="no token is real"):
+            judge(target, reference=reference)

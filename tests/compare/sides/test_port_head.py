@@ -13,7 +13,7 @@ import torch
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights, HeadWeights
-from compare.sides.port_head import on_port_output
+from compare.sides.port_head import PortHeadGolden, on_port_output
 from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
@@ -75,6 +75,13 @@ def test_wrong_final_norm_is_blamed_and_the_logits_behind_it_are_not(
     assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(None, ("final_norm",))]
 
 
+def test_scale_that_the_output_of_the_layers_hides_is_found(
+    run_with_head: Callable[..., Path], judge: Judge, toy: Path, weights: HeadWeights
+) -> None:
+    comparison = judge(run_with_head(lm_head=(weights.lm_head.float() * 1.02).bfloat16()), model=toy)
+    assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(None, ("logits",))]
+
+
 def test_head_of_another_model_is_refused(
     run_with_head: Callable[..., Path], judge: Judge, tmp_path: Path
 ) -> None:
@@ -82,6 +89,31 @@ def test_head_of_another_model_is_refused(
     synthesize(other, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=1)
     with pytest.raises(IncomparableError, match="is not of the checkpoint"):
         judge(run_with_head(), model=other)
+
+
+def test_computed_head_has_twin_and_floor_and_all_else_is_the_goldens(
+    golden: Path, weights: HeadWeights
+) -> None:
+    source = Capture.open(golden)
+    found = PortHeadGolden(source, source, layer=LAST, weights=weights)
+    real = source.read_inputs().attention_mask.bool()
+    for site in (ModelSite.FINAL_NORM, ModelSite.LOGITS):
+        computed, stored = (side.read_model(site)[real].float() for side in (found, source))
+        assert float((computed - stored).norm() / stored.norm()) < 0.01
+        twin = found.read_model_twin(site)
+        assert twin is not None
+        assert (twin.dtype, found.read_model(site).dtype) == (torch.float32, torch.bfloat16)
+        for name in (f"{site}.error", f"random_1/{site}.error"):
+            assert found.read_model_floor(name) is not None
+    embedding = ModelSite.EMBEDDING
+    assert torch.equal(found.read_model(embedding), source.read_model(embedding))
+    assert found.read_model_floor("embedding.error") is None
+    assert found.model_sites() == source.model_sites()
+    output = found.read(LAST, Site.OUTPUT)
+    assert torch.equal(output[real], source.read(LAST, Site.OUTPUT)[real])
+    assert not bool(output[~real].any())
+    assert torch.equal(found.read(1, Site.OUTPUT), source.read(1, Site.OUTPUT))
+    assert (found.description.noise_floor, found.description.floor_variants) == ("full", ("random_1",))
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,18 @@ import click.testing
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+import torch
 from damage.tampering import write_manifest
 
 from compare.cli import main as mm2_compare
+from compare.sides.golden_weights import CheckpointWeights
+from compare.sides.port_head import PortInputGolden
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import MANIFEST_NAME
+from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]
@@ -107,6 +112,15 @@ def test_head_of_a_port_in_float32_is_right(
 def test_right_model_passes_whatever_it_shows(run_full: Callable[[str], Any], shows: str) -> None:
     exit_code, record, _ = run_full(f"Nothing_at_{LAYER}{shows}")
     assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
+
+
+def test_pass_says_what_it_stands_on(run_full: Callable[[str], Any], golden: Path, command: Command) -> None:
+    _, record, run = run_full(f"Nothing_at_{LAYER}_outputs")
+    assert record["tokens"] == "81 at positions 0-47"
+    shown = command(mm2_compare, "--golden", golden, "--run", run)
+    first, *_ = shown.stdout.splitlines()
+    assert first == f"PASS: outputs only, {record['compared']} of {record['of']} sites"
+    assert "81 at positions 0-47" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -197,6 +211,43 @@ class TestWithoutCheckpoint:
         assert record["blame"] == []
         if exit_code == 3:
             assert any("--model DIR" in note for note in record["notes"])
+
+    def test_checkpoint_of_the_golden_is_found_where_it_was(
+        self, run_full: Callable[[str], Any], golden: Path, command: Command
+    ) -> None:
+        _, _, run = run_full(f"SwappedGateUp_at_{LAYER}")
+        result = command(mm2_compare, "--golden", golden, "--run", run, "--json")
+        assert (result.exit_code, places(json.loads(result.stdout))) == (1, [(LAYER, "moe_delta")])
+
+
+def test_computed_layer_has_all_sites_and_a_floor_and_other_layers_are_the_goldens(
+    copyist: Any, toy: Path
+) -> None:
+    run = sweep_run(Span(0, 4), sites_level="layer")
+    source = Capture.open(copyist.golden(run=run, noise_floor="stats"))
+    with CheckpointWeights(model=str(toy)).open_layer(LAYER, source) as weights, torch.no_grad():
+        found = PortInputGolden(source, source, layer=LAYER, weights=weights)
+    assert found.sites(LAYER) == tuple(Site)
+    assert found.sites(1) == source.sites(1) == (Site.INPUT, Site.OUTPUT)
+    assert torch.equal(found.read(1, Site.OUTPUT), source.read(1, Site.OUTPUT))
+    real = source.read_inputs().attention_mask.bool()
+    assert torch.equal(found.read(LAYER, Site.INPUT)[real], source.read(LAYER, Site.INPUT)[real])
+    assert not bool(found.read(LAYER, Site.INPUT)[~real].any())
+    output, stored = (side.read(LAYER, Site.OUTPUT)[real].float() for side in (found, source))
+    assert float((output - stored).norm() / stored.norm()) < 0.01
+    dtypes = {site: found.read(LAYER, site).dtype for site in (Site.OUTPUT, Site.ROUTER_LOGITS)}
+    assert dtypes == {Site.OUTPUT: torch.bfloat16, Site.ROUTER_LOGITS: torch.float32}
+    assert not found.read(LAYER, Site.ROUTER_EXPERTS).is_floating_point()
+    twin = found.read_twin(LAYER, Site.OUTPUT)
+    assert twin is not None
+    assert twin.dtype == torch.float32
+    assert (found.description.noise_floor, found.description.floor_variants) == ("full", ("random_1",))
+    for name in ("output.error", "random_1/output.error", "router_noise"):
+        assert found.read_floor(LAYER, name) is not None
+    floor, stored_floor = (side.read_floor(1, "output.error") for side in (found, source))
+    assert floor is not None
+    assert stored_floor is not None
+    assert torch.equal(floor, stored_floor)
 
 
 def _forget_model(capture: Path, copy: Path) -> None:

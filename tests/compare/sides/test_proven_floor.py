@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import change_tensor, sign
@@ -38,11 +40,47 @@ def test_golden_that_agrees_with_itself_is_taken(copyist: Any, judge: Judge) -> 
         assert judge(copyist.device_run(), reference=golden).verdict is Verdict.PASS
 
 
+@pytest.mark.parametrize("noise_floor", ["full", "stats"])
+def test_variant_whose_parts_do_not_add_up_is_refused(copyist: Any, judge: Judge, noise_floor: str) -> None:
+    def describe(description: Any) -> Any:
+        return replace(description, floor_variants=("eager",))
+
+    golden = copyist.golden(noise_floor=noise_floor, describe=describe)
+    for path in golden.glob("layer_*.floor.safetensors"):
+        own = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        path.unlink()
+        save_file(own | {f"eager/{name}": tensor.clone() for name, tensor in own.items()}, path)
+    sign(golden)
+    assert judge(copyist.device_run(), reference=golden).verdict is Verdict.PASS
+    tampered(golden, FLOOR, "eager/moe_delta.error_ordinary", lambda error: error * 1000)
+    with pytest.raises(
+        CaptureError, match=r"of variant eager do not add up to moe_delta\.error at moe_delta"
+    ):
+        judge(copyist.device_run(), reference=golden)
+
+
+def test_floor_that_says_that_bf16_cost_nothing_is_refused(copyist: Any, judge: Judge) -> None:
+    golden = copyist.golden(noise_floor="stats")
+    for part in ("error", "error_ordinary", "error_massive"):
+        tampered(golden, FLOOR, f"q_proj.{part}", torch.zeros_like)
+    with pytest.raises(CaptureError, match="says that BF16 cost nothing at q_proj of layer 1"):
+        judge(copyist.device_run(), reference=golden)
+
+
 def test_experts_that_its_logits_do_not_choose_are_refused(copyist: Any, judge: Judge) -> None:
     golden = tampered(
         copyist.golden(), "layer_1.safetensors", "router_experts", lambda experts: (experts + 1) % 32
     )
     with pytest.raises(CaptureError, match=r"router_experts of layer 1 .* do not follow from its logits"):
+        judge(copyist.device_run(), reference=golden)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1000.0])
+def test_noise_of_scores_that_its_logits_do_not_give_is_refused(
+    copyist: Any, judge: Judge, factor: float
+) -> None:
+    golden = tampered(copyist.golden(), FLOOR, "router_noise", lambda noise: noise * factor)
+    with pytest.raises(CaptureError, match="another noise on the router's scores of layer 1"):
         judge(copyist.device_run(), reference=golden)
 
 

@@ -19,7 +19,7 @@ from compare.sides.pairing import find_mismatch, is_of_shape, refuse_other_runs,
 from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.source import DumpListing
 from minimax_tools.capture.store import MANIFEST_NAME
-from minimax_tools.errors import IncomparableError
+from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.sites import Site
 from minimax_tools.provenance import digest_sources
 
@@ -75,6 +75,19 @@ class TestRows:
         assert found is not None
         assert [rows.tolist() for rows in found] == [[[1.0, 1.0]] * 2, [[2.0, 2.0]] * 2]
 
+    @pytest.mark.parametrize(
+        ("golden", "port"),
+        [
+            ({}, {OUTPUT: filled(1.0)}),
+            ({OUTPUT: filled(1.0)}, {}),
+            ({OUTPUT: filled(1.0)}, {OUTPUT: filled(1.0, width=3)}),
+        ],
+    )
+    def test_none_if_a_side_lacks_them_or_has_another_shape(
+        self, golden: dict[Site, torch.Tensor], port: dict[Site, torch.Tensor]
+    ) -> None:
+        assert sides(Side(golden), Side(port)).read_rows(5, OUTPUT) is None
+
     def test_twin_is_more_exact_than_the_golden(self) -> None:
         both = sides(Side({OUTPUT: filled(1.0)}, {OUTPUT: filled(1.5).float()}))
         for rows, value in ((both.read_golden(5, OUTPUT), 1.0), (both.read_exact(5, OUTPUT), 1.5)):
@@ -84,6 +97,13 @@ class TestRows:
         assert without is not None
         assert without.tolist() == [[1.0, 1.0]] * 2
         assert sides(Side()).read_golden(5, OUTPUT) is None
+
+    def test_criteria(self) -> None:
+        assert sides(Side(), criteria="classic").is_classic
+        assert not sides(Side()).is_classic
+        context = sides(Side()).limit_context()
+        assert (context.hides_flips, context.backend, context.is_float32) == (False, None, False)
+        assert sides(Side()).limit_context(hides_flips=True).hides_flips
 
 
 class TestStream:
@@ -124,12 +144,36 @@ class TestMismatch:
         assert found == reason
         assert found is None or is_of_shape(found)
 
+    def test_numbers_and_floats(self) -> None:
+        found = find_mismatch(torch.zeros(2, dtype=torch.int64), torch.zeros(2))
+        assert found == "dtype: expected torch.int64, found torch.float32"
+        assert not is_of_shape(found)
+        assert find_mismatch(torch.zeros(2).bfloat16(), torch.zeros(2)) is None
+
 
 class TestLayers:
     @staticmethod
     def select(golden: Side, port: Side, pattern: str = "layer_*") -> tuple[int, ...]:
         both = sides(golden, port)
         return select_layers(both.reference, both.target, pattern)
+
+    def test_layers_that_match_and_both_sides_have(self) -> None:
+        assert self.select(Side(layers=(1, 2, 3)), Side(layers=(2, 3))) == (2, 3)
+        assert self.select(Side(layers=(1, 2)), Side(layers=(2, 3)), "layer_2") == (2,)
+
+    @pytest.mark.parametrize(
+        ("layers", "words"),
+        [
+            ((0, 1), "the run has layer_0, layer_1"),
+            ((0, 1, 2, 3), "the run has layer_0, layer_1, layer_2, layer_3"),
+            ((0, 1, 2, 3, 9), "the run has layer_0, layer_1, layer_2, layer_3 … layer_9"),
+            ((), "the run has no layer"),
+        ],
+    )
+    def test_pattern_that_matches_none_is_refused(self, layers: tuple[int, ...], words: str) -> None:
+        with pytest.raises(UsageError) as error:
+            self.select(Side(layers=(0,)), Side(layers=layers), "layer_77")
+        assert words in str(error.value).replace("\n", " ")
 
     def test_layers_that_the_golden_lacks_are_named(self) -> None:
         with pytest.raises(
@@ -186,3 +230,19 @@ class TestPortSource:
         os.utime(file, (time, time))
         digest = "0" * 64 if has_other_digest else digest_sources({"port.py": file})
         assert has_changed(self.run(tmp_path, target=f"{file}:Layer", digest=digest)) is is_changed
+
+    def test_nothing_is_told_without_a_digest_or_a_python_file(self, tmp_path: Path) -> None:
+        for name in ("port.py", "port.txt"):
+            (tmp_path / name).write_text("")
+        file = tmp_path / "port.py"
+        assert has_changed(self.run(tmp_path, target=f"{file}:Layer", digest="0" * 64))
+        assert not has_changed(self.run(tmp_path, target=f"{file}:Layer", digest=None))
+        for target in (
+            f"{tmp_path}/port.txt:Layer",
+            f"{tmp_path}/lost.py:Layer",
+            "package.module:Layer",
+            "test",
+        ):
+            assert not has_changed(self.run(tmp_path, target=target, digest="0" * 64))
+        unknown: Any = SimpleNamespace(known_description=None)
+        assert not has_changed(unknown)
