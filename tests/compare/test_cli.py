@@ -135,6 +135,11 @@ class TestVerdict:
         assert result.exit_code == 3
         assert "there is no capture directory" in result.stderr
 
+    def test_progress_goes_to_stderr(self, golden: Path, passing: Path, command: Command) -> None:
+        result = command(mm2_compare, "--golden", golden, "--run", passing, "--json")
+        assert read_record(result)["verdict"] == "pass"
+        assert result.stderr.splitlines() == [f"Layer {layer} compared." for layer in range(NUM_LAYERS)]
+
 
 class TestJson:
     def test_one_object_holds_verdict_extent_and_blame(
@@ -178,6 +183,14 @@ class TestCriteria:
         assert sites["moe_delta"]["metrics"]["cosine_similarity"] < 0.9
         assert any("cosine" in failure for failure in sites["moe_delta"]["classic_failures"])
 
+    def test_classic_sees_no_flip(self, golden: Path, copyist: Any, command: Command) -> None:
+        target = copyist.device_run(
+            {(1, Site.ROUTER_EXPERTS): lambda experts: (experts + 1) % 32}, not_exposed=(Site.ROUTER_WEIGHTS,)
+        )
+        sides = ("--golden", golden, "--run", target, "--quiet")
+        assert command(mm2_compare, *sides, "--criteria", "classic").exit_code == 0
+        assert command(mm2_compare, *sides).exit_code == 1
+
     def test_tolerances_decide_what_is_close(self, failing: Path, compare: Any) -> None:
         def close_fraction(*options: str) -> float:
             _, record = compare(failing, None, *options)
@@ -201,6 +214,31 @@ class TestClassic:
         assert all(site["noise"] is None for site in record["sites"])
         assert any("max_abs_diff <= 0.01, mean_abs_diff <= 0.001" in note for note in record["notes"])
 
+    def test_all_five_limits_can_be_set(self, golden: Path, wrong_output: Path, command: Command) -> None:
+        sides = ("--golden", golden, "--run", wrong_output, "--criteria", "classic", "--quiet")
+        wide: dict[str, str] = {
+            "--max-abs-diff": "1e9",
+            "--mean-abs-diff": "1e9",
+            "--similarity-percentage": "0",
+            "--cosine-similarity": "-1",
+            "--pearson-correlation": "-1",
+        }
+        strict = {
+            "--max-abs-diff": ("0", "max_abs_diff"),
+            "--mean-abs-diff": ("0", "mean_abs_diff"),
+            "--similarity-percentage": ("99.99", "close_fraction"),
+            "--cosine-similarity": ("0.99", "cosine_similarity"),
+            "--pearson-correlation": ("0.99", "pearson_correlation"),
+        }
+        assert command(mm2_compare, *sides, *(word for pair in wide.items() for word in pair)).exit_code == 0
+        for option, (value, name) in strict.items():
+            words = [word for pair in {**wide, option: value}.items() for word in pair]
+            result = command(mm2_compare, *sides, *words, "--json")
+            (blame,) = read_record(result)["blame"]
+            assert result.exit_code == 1
+            assert blame["reason"].startswith(f"output: {name}")
+            assert [other for _, other in strict.values() if other in blame["reason"]] == [name]
+
     def test_limit_without_classic_is_refused(self, golden: Path, passing: Path, command: Command) -> None:
         sides = ("--golden", golden, "--run", passing, "--quiet")
         result = command(mm2_compare, *sides, "--max-abs-diff", "1")
@@ -223,6 +261,49 @@ class TestClassic:
         assert (exit_code, record["verdict"]) == (3, "incomparable")
         assert any("no output of layers 0-3 was compared" in note for note in record["notes"])
 
+    def test_nan_at_a_site_fails_by_any_criteria(self, golden: Path, copyist: Any, command: Command) -> None:
+        target = copyist.device_run({(1, Site.MOE_DELTA): lambda delta: delta * float("nan")})
+        sides = ("--golden", golden, "--run", target, "--criteria", "classic", "--json", "--quiet")
+        result = command(mm2_compare, *sides)
+        assert (result.exit_code, read_record(result)["blame"][0]["sites"][-1]) == (1, "moe_delta")
+
+    def test_device_command_takes_the_limits_too(
+        self, toy: Path, golden: Path, command: Command, tmp_path: Path
+    ) -> None:
+        words = ("single-layer", "--layer", "1", "--model", toy, "--golden", golden, "--backend", "cpu")
+        saved = (
+            *words,
+            "--output-dir",
+            tmp_path / "run",
+            "--criteria",
+            "classic",
+            "--quiet",
+            "--max-abs-diff",
+            "0.1",
+        )
+        right = command(mm2_test, *saved)
+        assert right.exit_code == 0, right.output
+        assert "cosine" in right.stdout
+        strict = command(
+            mm2_test, *saved, "--skip-compile", "--cosine-similarity", "1", "--max-abs-diff", "0"
+        )
+        assert strict.exit_code == 1
+        assert "max_abs_diff" in strict.stdout
+
+    def test_device_layer_passes_at_its_outputs(self, golden: Path, passing: Path, command: Command) -> None:
+        options = ("--criteria", "classic", "--json", "--quiet")
+        result = command(mm2_compare, "--golden", golden, "--run", passing, *options)
+        record = read_record(result)
+        assert (result.exit_code, record["verdict"], record["compared"], record["of"]) == (
+            0,
+            "pass",
+            NUM_LAYERS,
+            68,
+        )
+        statuses = {(site["site"] == "output", site["status"]) for site in record["sites"]}
+        assert statuses == {(True, "pass"), (False, "not judged")}
+        assert all(site["metrics"] for site in record["sites"] if site["site"] != "router_experts")
+
 
 class TestLayers:
     @pytest.mark.parametrize("layer", ["layer_1", "1"])
@@ -230,6 +311,11 @@ class TestLayers:
         _, record = compare(failing, None, "--layer", layer)
         assert (record["verdict"], record["of"]) == ("pass", 17)
         assert {site["layer"] for site in record["sites"]} == {1}
+
+    def test_pattern_chooses_several(self, golden: Path, failing: Path, command: Command) -> None:
+        sides = ("--golden", golden, "--run", failing, "--json", "--quiet")
+        record = read_record(command(mm2_compare, *sides, "--layer-pattern", "layer_[0-1]"))
+        assert [site["layer"] for site in record["sites"]] == [0] * 17 + [1] * 17
 
 
 class TestReports:
@@ -251,6 +337,15 @@ class TestReports:
             rows = list(csv.DictReader(file))
         assert [row["site"] for row in rows if row["status"] == "fail"] == ["moe_delta"]
 
+    def test_report_that_cannot_be_written_exits_with_3(
+        self, golden: Path, passing: Path, command: Command, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").touch()
+        sides = ("--golden", golden, "--run", passing, "--quiet")
+        result = command(mm2_compare, *sides, "--report-path", tmp_path / "file" / "reports")
+        assert result.exit_code == 3
+        assert "cannot write the report" in result.stderr
+
 
 class TestNewestCaptures:
     @pytest.fixture
@@ -271,6 +366,12 @@ class TestNewestCaptures:
         assert (result.exit_code, record["blame"][0]["layer"]) == (1, 2)
         assert record["reference"] == str(captures / "gpu_reference" / "full_model")
         assert record["target"] == str(captures / "neuron" / "single_layer_2")
+
+    def test_named_capture_wins_over_the_newest(self, captures: Path, command: Command) -> None:
+        old = captures / "neuron" / "sweep_0_to_3"
+        result = command(mm2_compare, "--captures", captures, "--run", old, "--json", "--quiet")
+        record = read_record(result)
+        assert (result.exit_code, record["target"]) == (0, str(old))
 
     def test_folder_without_captures_says_how_to_make_one(self, command: Command, tmp_path: Path) -> None:
         result = command(mm2_compare, "--captures", tmp_path)
@@ -309,6 +410,12 @@ class TestNamesOfTheSides:
         assert result.exit_code == 3
         assert "or name one with --golden" in result.stderr
 
+    def test_one_side_under_both_names_is_the_last_given(
+        self, command: Any, golden: Path, passing: Path, tmp_path: Path
+    ) -> None:
+        sides = ("--golden", tmp_path / "gone", self.OLD[0], golden, "--run", passing)
+        assert command(mm2_compare, *sides, "--quiet").exit_code == 0
+
 
 class TestSummary:
     """`--json=summary`: the small form."""
@@ -336,6 +443,11 @@ class TestSummary:
             read_record(whole)
         ) - {"sites"}
 
+    def test_summary_of_a_pass_names_no_cause(self, command: Command, golden: Path, passing: Path) -> None:
+        record = read_record(command(mm2_compare, "--golden", golden, "--run", passing, "--json=summary"))
+        assert (record["verdict"], record["cause"]) == ("pass", [])
+        assert all(limit["value"] < limit["limit"] for limit in record["limits"])
+
     def test_place_is_told_as_numbers_too(self, copyist: Any, compare: Any) -> None:
         def spoilt(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.clone()
@@ -355,3 +467,8 @@ class TestSummary:
         result = command(mm2_compare, "--golden", tmp_path / "gone", "--run", tmp_path, "--json=summary")
         assert result.exit_code == 3
         assert "error" in read_record(result)
+
+    def test_other_forms_are_refused(self, command: Command) -> None:
+        result = command(mm2_compare, "--json=sumary")
+        assert result.exit_code == 2
+        assert "Did you mean summary?" in result.stderr

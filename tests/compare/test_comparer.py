@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.run import Component, component_run, full_run, multi_layer_run, sweep_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
@@ -74,6 +75,12 @@ class TestIsolated:
         assert noise.worst_token == (1, 20)
         assert blamed(comparison) == [(0, ("v_proj",))]
 
+    def test_worst_element_is_named_by_row_position_and_channel(self, copyist: Any, judge: Judge) -> None:
+        comparison = judge(copyist.device_run({(0, Site.V_PROJ): with_value(50.0, 1, 20, 3)}))
+        metrics = site_of(comparison, 0, Site.V_PROJ).metrics
+        assert metrics is not None
+        assert metrics.worst_index == (1, 20, 3)
+
     def test_component_run_is_judged_within_its_border(self, copyist: Any, judge: Judge) -> None:
         run = component_run(1, Component.MOE)
         assert judge(copyist.device_run(run=run)).verdict is Verdict.PASS
@@ -81,6 +88,16 @@ class TestIsolated:
         comparison = judge(faulty)
         assert blamed(comparison) == [(1, ("moe_delta",))]
         assert comparison.of == 4
+
+    def test_run_that_repeats_the_golden_passes_everywhere(self, copyist: Any, judge: Judge) -> None:
+        comparison = judge(copyist.device_run())
+        assert (comparison.verdict, comparison.blame, comparison.notes) == (Verdict.PASS, (), ())
+        assert comparison.compared == comparison.of == NUM_LAYERS * NUM_SITES
+        assert all(site.status is SiteStatus.PASS for site in comparison.sites)
+        noises = [site.noise for site in comparison.sites if site.noise]
+        assert len(noises) == NUM_LAYERS * (NUM_SITES - 1)
+        # In units of the golden's variants, of which some stray further than the golden.
+        assert 0.6 < max(noise.whole for noise in noises) <= 1.0
 
 
 class TestUnfinishedRun:
@@ -92,6 +109,14 @@ class TestUnfinishedRun:
         assert (comparison.verdict, comparison.blame) == (Verdict.INCOMPARABLE, ())
         assert comparison.notes == ("the run is not complete: run it again and it resumes",)
         assert site_of(comparison, 3, Site.OUTPUT).reason == "not run: the run stopped before it"
+
+    def test_fault_in_the_layers_that_ran_is_a_failure(self, copyist: Any, judge: Judge) -> None:
+        comparison = judge(copyist.device_run({(0, Site.Q_PROJ): scaled(0.9)}, stop_before=2))
+        assert (comparison.verdict, blamed(comparison)) == (Verdict.FAIL, [(0, ("q_proj",))])
+
+    def test_layers_that_ran_can_be_judged_alone(self, copyist: Any, judge: Judge) -> None:
+        comparison = judge(copyist.device_run(stop_before=2), pattern="layer_[01]")
+        assert (comparison.verdict, comparison.of) == (Verdict.PASS, 2 * NUM_SITES)
 
     def test_missing_model_sites_keep_the_verdict_open_too(self, copyist: Any, judge: Judge) -> None:
         run = full_run(NUM_LAYERS, sites_level="all")
@@ -206,6 +231,11 @@ class TestModelSites:
         changes = {(None, ModelSite.EMBEDDING): wrong, (0, Site.INPUT): wrong, (0, Site.Q_PROJ): scaled(9.0)}
         assert blamed(judge(copyist.device_run(changes, run=run)))[0] == (None, ("embedding",))
 
+    def test_nan_in_the_goldens_head_is_nobodys_fault(self, copyist: Any, judge: Judge) -> None:
+        reference = copyist.golden({(None, ModelSite.LOGITS): with_value(math.nan, 0, 3, 5)})
+        with pytest.raises(IncomparableError, match="the golden's logits holds 1 NaN or Inf"):
+            judge(copyist.device_run(run=full_run(NUM_LAYERS, sites_level="all")), reference=reference)
+
     def test_golden_of_layers_alone_leaves_the_head_uncompared(self, copyist: Any, judge: Judge) -> None:
         reference = copyist.golden(run=multi_layer_run(Span(0, NUM_LAYERS), sites_level="all"))
         comparison = judge(
@@ -228,6 +258,25 @@ class TestLayers:
         assert comparison.verdict is Verdict.PASS
         assert comparison.notes == ("the golden is not complete: run it again and it resumes",)
 
+    @pytest.mark.parametrize(
+        ("pattern", "layers"), [("layer_*", (0, 1, 2, 3)), ("layer_2", (2,)), ("*_[13]", (1, 3))]
+    )
+    def test_pattern_chooses_layers(
+        self, pattern: str, layers: tuple[int, ...], copyist: Any, judge: Judge
+    ) -> None:
+        assert judge(copyist.device_run(), pattern=pattern).layers == layers
+
+    def test_pattern_that_matches_nothing_is_wrong_usage(self, copyist: Any, judge: Judge) -> None:
+        with pytest.raises(UsageError, match=r"no layer matches 'layer_9': found the run has layer_0"):
+            judge(copyist.device_run(), pattern="layer_9")
+
+    def test_golden_that_lacks_a_layer_is_incomparable(self, copyist: Any, judge: Judge) -> None:
+        reference = copyist.golden(run=multi_layer_run(Span(0, 2), sites_level="all"))
+        with pytest.raises(IncomparableError, match=r"holds no layer_2, layer_3: found layer_0, layer_1"):
+            judge(copyist.device_run(), reference=reference)
+        comparison = judge(copyist.device_run(), reference=reference, pattern="layer_[01]")
+        assert comparison.verdict is Verdict.PASS
+
 
 def test_router_dtypes_that_change_experts_are_told(copyist: Any, judge: Judge) -> None:
     dtypes = {"correction_bias": "bfloat16", "router_gate": "float32"}
@@ -238,3 +287,11 @@ def test_router_dtypes_that_change_experts_are_told(copyist: Any, judge: Judge) 
     assert comparison.verdict is Verdict.WARN
     told = "the port holds correction_bias in bfloat16, the golden in float32: in BF16 it moves"
     assert any(note.startswith(told) for note in comparison.notes)
+
+
+def test_device_run_in_the_goldens_place_is_told(copyist: Any, judge: Judge) -> None:
+    run = copyist.device_run()
+    comparison = judge(copyist.device_run(name="other"), reference=run)
+    assert comparison.verdict is Verdict.PASS
+    assert any(note.endswith("on a device, not a golden") for note in comparison.notes)
+    assert judge(run).notes == ()

@@ -11,6 +11,7 @@ import click.testing
 import pytest
 import torch
 
+from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import ModelSite, Site
@@ -51,6 +52,19 @@ class TestWholeDump:
         exit_code, record = compare(write(name, "swapped"))
         assert (exit_code, record["verdict"]) == (1, "fail")
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
+
+    @pytest.mark.parametrize(
+        "name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:])]
+    )
+    def test_report_of_a_dump_has_all_files(
+        self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.WRITERS[name](tmp_path / "dump", runs["swapped"])
+        compare(tmp_path / "dump", None, "--report-path", tmp_path / "report")
+        markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+        assert "layer 1, " in markdown
+        assert "Not exposed by the port" in markdown
+        assert (tmp_path / "report" / "junit.xml").exists()
 
     def test_dump_stands_for_the_golden_where_there_is_none(
         self, write: Any, dumps: Any, compare: Any, copyist: Any, tmp_path: Path
@@ -104,6 +118,29 @@ class TestWrongMap:
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 0
         assert "one side does not record its model: that they agree was not checked" in record["notes"]
+
+    def test_map_for_mm2s_own_capture_is_refused(
+        self, golden: Path, runs: Any, command: Command, tmp_path: Path
+    ) -> None:
+        (tmp_path / "map.yaml").write_text("ranks: 2")
+        result = command(
+            mm2_compare,
+            *("--golden", golden, "--run", runs["right"].directory, "--map", tmp_path / "map.yaml"),
+        )
+        assert result.exit_code == 2
+        assert "mm2 wrote both sides. Leave them out." in result.stderr
+
+    def test_map_for_one_of_two_dumps_is_refused(self, command: Command, tmp_path: Path) -> None:
+        (tmp_path / "map.yaml").write_text("ranks: 2")
+        sides = (tmp_path / "golden_dump", tmp_path / "device_dump")
+        for side in sides:
+            side.mkdir()
+        result = command(
+            mm2_compare,
+            *("--golden", sides[0], "--run", sides[1], "--map", tmp_path / "map.yaml"),
+        )
+        assert result.exit_code == 2
+        assert "which side --format or --map is meant for cannot be told" in result.stderr
 
 
 class TestUnknownNames:
@@ -463,6 +500,31 @@ class TestPasses:
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
         # Neither what attention is called with, nor a pass behind the first, counts as one that is left.
         assert not any("passes" in note for note in record["notes"])
+
+    @pytest.mark.parametrize(
+        ("passes", "steps"),
+        [
+            ([[(0, 0, 48)], [(1, 0, 33)]], "[['0'], ['1']]"),
+            ([[(1, 0, 33)], [(0, 0, 30)], [(0, 30, 48)]], "[['1', '2'], ['0']]"),
+            (
+                [[(0, 0, 43), (1, 0, 28)], *([(0, 43 + n, 44 + n), (1, 28 + n, 29 + n)] for n in range(5))],
+                None,
+            ),
+        ],
+    )
+    def test_steps_that_an_error_names_are_those_that_work(
+        self, passes: Any, steps: str | None, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_sglang(tmp_path / "dump", runs["right"], passes=passes, has_request_ids=False)
+        for name in ("positions", "seq_lens", "req_pool_indices"):
+            for file in (tmp_path / "dump").glob(f"*name={name}___*"):
+                file.unlink()
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 3
+        line = "steps: " + record["error"].partition("steps: ")[2].rstrip(".")
+        assert line == f"steps: {steps or [[str(step) for step in range(6)]]}"
+        exit_code, record = compare(tmp_path / "dump", line)
+        assert (exit_code, record["compared"]) == (0, COMPARED["sglang"])
 
     @pytest.mark.parametrize(
         ("passes", "steps"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,16 @@ class TestChainedRuns:
         assert curve is not None
         assert (curve.onset, curve.command) == (None, "")
 
+    def test_both_reports_have_it(self, chained: Path, golden: Path, command: Command) -> None:
+        sides = ("--golden", golden, "--run", chained)
+        text = command(mm2_compare, *sides).stdout
+        assert "Error along the chain" in text
+        assert "Errors beyond noise begin at layer 1." in text
+        record = json.loads(command(mm2_compare, *sides, "--json", "--quiet").stdout)
+        assert record["curve"]["onset"] == 1
+        assert set(record["curve"]["points"][0]) == {"layer", "error", "handed_on", "floor", "ratio"}
+        assert record["blame_groups"][0]["layers"] == [1]
+
 
 class TestGoldenWithoutFloor:
     """Flips without a floor: nobody can tell whether noise explains them, so a few may occur."""
@@ -159,6 +170,29 @@ class TestCriteria:
         result = command(mm2_compare, *sides, "--criteria", tmp_path / "bad.yaml")
         assert result.exit_code == 2
         assert "line 2, isolated.moe" in result.stderr
+
+    def test_template_is_a_file_that_criteria_reads(
+        self, copyist: Any, golden: Path, tmp_path: Path, command: Command
+    ) -> None:
+        template = command(mm2_compare, "--criteria-template")
+        assert template.exit_code == 0
+        (tmp_path / "limits.yaml").write_text(template.stdout, encoding="utf-8")
+        sides = ("--golden", golden, "--run", copyist.device_run())
+        result = command(mm2_compare, *sides, "--criteria", tmp_path / "limits.yaml", "--json", "--quiet")
+        record = json.loads(result.stdout)
+        assert (record["verdict"], record["criteria"]) == ("pass", str(tmp_path / "limits.yaml"))
+
+    def test_limits_of_ones_own_decide(
+        self, copyist: Any, golden: Path, tmp_path: Path, command: Command
+    ) -> None:
+        faulty = copyist.device_run({(2, Site.MOE_DELTA): scaled(0.98)})
+        sides = ("--golden", golden, "--run", faulty)
+        assert command(mm2_compare, *sides).exit_code == 1
+        figures = ("whole", "ordinary", "token_median", "token_p99", "token_worst")
+        averages = ("token_gain", "channel_gain", "channel_offset", "channel_worst")
+        loose = ", ".join(f"{figure}: 1000" for figure in (*figures, *averages))
+        (tmp_path / "loose.yml").write_text(f"isolated:\n  moe_delta: {{{loose}}}\n")
+        assert command(mm2_compare, *sides, "--criteria", tmp_path / "loose.yml").exit_code == 0
 
 
 class TestBackends:

@@ -41,6 +41,38 @@ def test_positions_that_are_wrong_are_told_in_text_and_data(copyist: Any, judge:
     assert [site["where"] for site in sites if site["where"]] == [[sentence]]
 
 
+def test_an_expert_is_told_where_the_port_shows_no_experts(copyist: Any, judge: Any) -> None:
+    experts = copyist.source.read(1, Site.ROUTER_EXPERTS)
+    number = int(experts[0, 0, 0])
+    takes = (experts == number).any(dim=-1)
+
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.where(takes[..., None], tensor * -0.5, tensor)
+
+    comparison = judge(
+        copyist.device_run({(1, Site.MOE_DELTA): spoil}, not_exposed=(Site.ROUTER_EXPERTS,), name="blind")
+    )
+
+    assert any(f"of expert {number};" in sentence for sentence in where(comparison, 1, Site.MOE_DELTA))
+
+
+def test_channels_are_heads_where_a_site_has_heads(copyist: Any, judge: Any) -> None:
+    num_channels = copyist.source.read(1, Site.K_ROPE).shape[-1]
+
+    def scale(tensor: torch.Tensor) -> torch.Tensor:
+        wrong = tensor.clone()
+        wrong[..., num_channels : 2 * num_channels] *= 1.5
+        return wrong
+
+    changes = {(1, Site.Q_PROJ): scale, (2, Site.MOE_DELTA): scale}
+    comparison = judge(copyist.device_run(changes))
+
+    assert "of head 1;" in where(comparison, 1, Site.Q_PROJ)[0]
+    assert (
+        f"from channels {num_channels} to {2 * num_channels - 1};" in where(comparison, 2, Site.MOE_DELTA)[0]
+    )
+
+
 def test_nothing_is_told_of_runs_that_pass(copyist: Any, judge: Any) -> None:
     assert not any(site.where for site in judge(copyist.device_run()).sites)
 

@@ -95,6 +95,10 @@ class TestMadeUpResults:
             ((0,), ("k_rope",), ""),
         ]
 
+    def test_projections_are_operations_of_their_own(self) -> None:
+        found = causes(failing(0, "q_proj", 90.0), failing(0, "k_proj", 90.0), failing(0, "v_proj", 90.0))
+        assert [sites for _, sites, _ in found] == [("q_proj",), ("k_proj",), ("v_proj",)]
+
     def test_layers_in_which_one_site_alone_is_to_blame_are_apart(self) -> None:
         found = causes(failing(0, "q_norm", 90.0), failing(0, "k_norm", 80.0), failing(1, "k_norm", 80.0))
         assert found == [((0,), ("q_norm", "k_norm"), "norm of queries and keys"), ((1,), ("k_norm",), "")]
@@ -103,6 +107,9 @@ class TestMadeUpResults:
         results = [failing(0, site, 90.0) for site in ("q_norm", "k_norm", "k_proj")]
         blamed = blame_of(results[0], results[2])
         assert [one.operation for one in join_alike(blamed, results)] == ["", ""]
+
+    def test_sites_blamed_in_other_layers_stay_two_causes(self) -> None:
+        assert len(causes(failing(0, "q_norm", 90.0), failing(1, "k_norm", 90.0))) == 2
 
     @pytest.mark.parametrize(("rho", "num_causes"), [(140.0, 1), (70.0, 1), (160.0, 2), (60.0, 2)])
     def test_errors_must_be_about_as_large(self, rho: float, num_causes: int) -> None:
@@ -123,6 +130,12 @@ class TestMadeUpResults:
     ) -> None:
         other = [replace(DIMS, dims=(), **regions)] if "dims" not in regions else [replace(DIMS, **regions)]
         found = causes(failing(0, "q_rope", 90.0, DIMS), failing(0, "k_rope", 90.0, *other))
+        assert len(found) == num_causes
+
+    @pytest.mark.parametrize(("rows", "num_causes"), [((0,), 1), ((1,), 2)])
+    def test_errors_must_lie_in_the_same_rows(self, rows: tuple[int, ...], num_causes: int) -> None:
+        first, second = (replace(DIMS, dims=(), rows=named) for named in ((0,), rows))
+        found = causes(failing(0, "q_rope", 90.0, first), failing(0, "k_rope", 90.0, second))
         assert len(found) == num_causes
 
     def test_keys_have_fewer_heads(self) -> None:
@@ -192,6 +205,11 @@ class TestCaptures:
             ("q_norm",),
             ("k_norm",),
         ]
+
+    def test_norm_and_rotation_are_two(self, copyist: Any, judge: Callable[..., Comparison]) -> None:
+        changes = {(1, Site.Q_NORM): scaled(0.8), (1, Site.K_ROPE): scaled(0.8)}
+        groups = judge(copyist.device_run(changes)).blame_groups
+        assert [(group.sites, group.operation) for group in groups] == [(("q_norm",), ""), (("k_rope",), "")]
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,12 @@ import torch
 from compare.blame.regions import (
     Region,
     TokenList,
+    channel_regions,
     expert_regions,
     likeliest,
     list_channels,
+    range_regions,
+    row_regions,
     step_regions,
 )
 from minimax_tools.results.results import WrongRegion
@@ -184,3 +187,76 @@ def test_intersection_has_all_choices_of_both() -> None:
     result = both.as_result(items(3))
     assert (result.num_wrong, result.num_held, result.of) == (1, 2, 100)
     assert (result.rows, result.tokens) == ((1,), ((2, 2),))
+
+
+class TestRanges:
+    NUMBERS = torch.arange(100) % 50
+
+    def find(self, *wrong: int, within: torch.Tensor | None = None, kind: str = "tokens") -> list[Region]:
+        within = torch.ones(100, dtype=torch.bool) if within is None else within
+        return [*range_regions(items(*wrong), self.NUMBERS, within, word="at token", kind=kind)]
+
+    def test_range_to_the_end_and_range_between(self) -> None:
+        onwards, between = self.find(4, 56)
+        assert (onwards.words, onwards.num_choices, onwards.numbers) == (
+            "at tokens from 4 on",
+            50.0,
+            {"tokens": ((4, 49),)},
+        )
+        assert (between.words, between.num_choices, between.numbers) == (
+            "at tokens 4 to 6",
+            2500.0,
+            {"tokens": ((4, 6),)},
+        )
+        assert onwards.items.tolist() == (self.NUMBERS >= 4).tolist()
+        assert between.items.tolist() == ((self.NUMBERS >= 4) & (self.NUMBERS <= 6)).tolist()
+
+    def test_single_number(self) -> None:
+        assert [found.words for found in self.find(4, 54)] == ["at tokens from 4 on", "at token 4"]
+
+    def test_range_of_all_numbers_is_none(self) -> None:
+        assert self.find(0, 49) == []
+        assert [found.words for found in self.find(0, 48)] == ["at tokens 0 to 48"]
+        assert [found.words for found in self.find(1, 49)] == ["at tokens from 1 on"]
+
+    def test_items_within_tell_how_many_ranges_there_are(self) -> None:
+        within = (self.NUMBERS >= 10) & (self.NUMBERS < 30)
+        onwards, between = self.find(15, 20, within=within)
+        assert (onwards.num_choices, onwards.numbers) == (20.0, {"tokens": ((15, 29),)})
+        assert between.num_choices == 400.0
+        assert self.find(10, 29, within=within) == []
+
+    def test_some_kinds_list_all_numbers(self) -> None:
+        _, between = self.find(4, 6, kind="experts")
+        assert between.numbers == {"experts": (4, 5, 6)}
+
+
+class TestRowsAndHeads:
+    @pytest.mark.parametrize(
+        ("rows", "words", "num_choices"),
+        [
+            ((2,), "in row 2", 5),
+            ((1, 2), "in rows 1-2", 10),
+            ((0, 2), "in rows 0, 2", 10),
+            ((0, 1, 3, 4), "in rows 0-1, 3-4", 5),
+        ],
+    )
+    def test_rows_with_wrong_tokens(self, rows: tuple[int, ...], words: str, num_choices: int) -> None:
+        row_of = torch.arange(100) // 20
+        (found,) = row_regions(items(*(20 * row for row in rows)), row_of)
+        assert (found.words, found.num_choices, found.numbers) == (words, num_choices, {"rows": rows})
+        assert found.items.tolist() == torch.isin(row_of, torch.tensor(rows)).tolist()
+
+    def test_heads_and_their_dims(self) -> None:
+        heads, dims_on, dims, onwards, between = channel_regions(items(23, 43), 10, "channel")
+        assert (heads.words, heads.num_choices, heads.numbers) == ("of heads 2, 4", 45, {"heads": (2, 4)})
+        assert (dims_on.words, dims.words) == ("in dims from 3 on of each head", "in dim 3 of each head")
+        assert (dims.size, dims.numbers, dims.num_choices) == (10, {"dims": ((3, 3),)}, 100.0)
+        assert (onwards.words, between.words) == ("from channels from 23 on", "from channels 23 to 43")
+
+    def test_channels_that_are_no_whole_heads_have_no_heads(self) -> None:
+        for head_dim in (None, 30):
+            assert [found.words for found in channel_regions(items(23, 43), head_dim, "channel")] == [
+                "from channels from 23 on",
+                "from channels 23 to 43",
+            ]

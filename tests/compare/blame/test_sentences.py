@@ -162,6 +162,13 @@ class TestScale:
         assert sentence.startswith("no token is near the floor")
 
 
+def test_rows_of_the_batch_are_named() -> None:
+    places = right_rows().places
+    assert describe(spoilt(places[:, 0] > 0)) == (
+        "wrong tokens: all 80 in rows 1-2; the 40 others are right",
+    )
+
+
 def test_a_place_within_another_needs_a_reason_of_its_own() -> None:
     places = right_rows().places
     tokens = (places[:, 0] > 0) & (places[:, 1] < 38) & (torch.arange(ROWS * LENGTH) % 3 > 0)
@@ -195,6 +202,14 @@ def test_the_tokens_of_an_expert_are_named_where_not_all_are_wrong() -> None:
     assert sentence == (
         f"wrong tokens: {int(tokens.sum())} of the {int(of_expert.sum())} of expert 11; "
         f"the {int((~of_expert).sum())} others are right"
+    )
+
+
+def test_decoded_tokens_are_named() -> None:
+    places = right_rows().places
+    decoded = (places[:, 1] % 7) == 3
+    assert describe(spoilt(decoded), decoded=decoded)[0].startswith(
+        "wrong tokens: all 18 decoded one at a time;"
     )
 
 
@@ -243,6 +258,13 @@ def test_heads_that_changed_places_are_named() -> None:
         "wrong channels: all 32 of heads 1-2; the 32 others are right",
         "the port holds in head 1 the golden's head 2, in head 2 the golden's head 1",
     )
+
+
+def test_values_of_the_other_sign_are_a_multiple_too() -> None:
+    rows = right_rows()
+    target = rows.target.clone()
+    target[:, 20:30] *= -1.0
+    assert "the port's values there are -1 times the golden's" in describe(replace(rows, target=target))
 
 
 def test_tokens_of_nan_are_named() -> None:

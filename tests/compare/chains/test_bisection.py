@@ -72,12 +72,33 @@ def test_first_wrong_layer_is_found_wherever_it_is_in_at_most_so_many_runs(
         assert len(port.probes) <= most
 
 
+def test_runs_over_62_layers_are_seven_at_most() -> None:
+    counts = []
+    for layer in range(62):
+        port = Port({layer})
+        find_first(Span(0, 62), port.run)
+        counts.append(len(port.probes))
+    assert max(counts) == 7
+
+
 def test_clean_range_is_covered_by_chains_that_were_judged() -> None:
     port = Port(set())
     assert find_first(Span(5, 67), port.run) is None
     assert len(port.probes) == 7
     covered = [layer for probe in port.probes for chain in probe.chains for layer in chain.span]
     assert covered == list(range(5, 67))
+
+
+def test_both_sides_of_the_cut_were_run() -> None:
+    port = Port({37}, chain_length=4)
+    finding = find_first(Span(0, 62), port.run)
+    assert finding is not None
+    right = {
+        layer for probe in port.probes for chain in probe.chains if chain.is_right for layer in chain.span
+    }
+    assert set(range(37)) <= right
+    assert port.probes[-1].chains[-1] == finding.chain
+    assert port.probes[-1].chains[-1].span == Span.single(37)
 
 
 def test_random_culprits_are_all_found_in_order() -> None:
@@ -107,11 +128,26 @@ def test_chain_that_is_wrong_of_layers_that_are_right_is_no_culprit() -> None:
     assert singles, "it was tried alone"
 
 
+def test_search_goes_on_behind_a_drift() -> None:
+    port = Port({13}, chain_length=2, drifting=(Span(4, 6),))
+    findings = list(find_all(Span(0, 16), port.run))
+    assert [finding.is_culprit for finding in findings] == [False, True]
+    assert findings[1].chain.span == Span.single(13)
+
+
 def test_search_for_a_proof_goes_on_behind_a_faint_drift() -> None:
     port = Port({40, 50}, drifting=(Span(2, 4),), drift=1.1)
     findings = list(find_until_proof(Span(0, 62), port.run))
     assert [finding.chain.span for finding in findings] == [Span(2, 4), Span.single(40)]
     assert [finding.is_proof for finding in findings] == [False, True]
+
+
+def test_search_for_a_proof_that_meets_none_covers_every_layer() -> None:
+    port = Port(set(), drifting=(Span(2, 4), Span(30, 32)), drift=1.1)
+    findings = list(find_until_proof(Span(0, 62), port.run))
+    assert [finding.chain.span for finding in findings] == [Span(2, 4), Span(30, 32)]
+    ran = {layer for probe in port.probes for chain in probe.chains for layer in chain.span}
+    assert ran == set(range(62))
 
 
 @pytest.mark.parametrize("wrong", [{2, 40}, {40}])

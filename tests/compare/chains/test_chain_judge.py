@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import sign
 
-from compare.chains.chain_judge import ChainJudge, chain_limits, default_chain_length
+from compare.chains.chain_judge import PARTS, ChainJudge, chain_limits, default_chain_length
 from compare.limits.criteria import Criteria
-from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL, LONGEST_CHAIN
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, massive_channels
@@ -101,6 +101,12 @@ def test_layer_whose_tokens_are_all_set_aside_is_not_called_right(
         judge(Capture.open(folder), Span.single(2), capture.read(2, Site.OUTPUT))
 
 
+def test_longer_chains_see_less(capture: Capture) -> None:
+    visible = [judge(capture, span, capture.read(2, Site.OUTPUT)).visible for span in SPANS]
+    assert visible == sorted(visible)
+    assert visible[0] < 0.01 < visible[-1]
+
+
 @pytest.mark.parametrize("span", SPANS, ids=str)
 def test_nan_on_a_real_row_is_wrong_and_in_padding_is_nobodys_business(capture: Capture, span: Span) -> None:
     output = capture.read(2, Site.OUTPUT).clone()
@@ -147,6 +153,24 @@ def test_float32_golden_without_a_floor_sees_a_thousand_times_less(golden: Path,
         capture = Capture.open(folder)
         visible.append(judge(capture, Span(1, 3), capture.read(2, Site.OUTPUT)).visible)
     assert 1000 < visible[0] / visible[1] < 10_000
+
+
+def test_limits_are_twice_what_right_ports_were_measured_to_reach() -> None:
+    """The table of `scripts/bench_chained_ends.py`: who widens a limit measures again."""
+    measured = (
+        (0.640, 0.726, 0.833, 1.01, 0.714),
+        (0.938, 2.39, 8.64, 23.0, 2.07),
+        (3.73, 12.2, 23.0, 31.7, 4.11),
+        (12.8, 24.4, 38.2, 53.6, 4.11),
+        (27.8, 39.4, 53.8, 71.1, 4.11),
+        (33.2, 44.9, 60.1, 83.4, 4.40),
+        (38.5, 51.1, 74.7, 93.5, 7.33),
+        (42.9, 58.8, 82.5, 97.7, 9.09),
+    )
+    assert len(measured) == LONGEST_CHAIN
+    for length, errors in enumerate(measured, start=1):
+        limits = chain_limits(length, torch.bfloat16)
+        assert [getattr(limits, part) for part in PARTS] == [2 * error for error in errors]
 
 
 def test_limits_do_not_widen_in_float32() -> None:

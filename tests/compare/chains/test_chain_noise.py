@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def test_unit_of_a_chain_adds_the_floors_of_its_layers(golden: Path) -> None:
     chain = unit_of(golden, Span(0, 3)).squares.whole
     layers = [unit_of(golden, Span.single(layer)).squares.whole for layer in range(3)]
     torch.testing.assert_close(chain, sum(layers, torch.zeros_like(chain)))
+
+
+def test_unit_of_a_golden_without_a_floor_is_the_usual_error_of_a_layer(golden: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "golden"
+    shutil.copytree(golden, folder)
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"noise_floor": "full"', '"noise_floor": "off"'))
+    assert unit_of(folder, Span.single(2)).relative == pytest.approx(0.01)
 
 
 def test_output_without_massive_channels_has_no_error_there() -> None:

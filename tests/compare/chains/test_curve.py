@@ -10,7 +10,8 @@ import pytest
 from compare.chains.curve import trace_curve
 from minimax_tools.capture.passes import ModelPasses
 from minimax_tools.capture.reader import Capture
-from minimax_tools.model.run import full_run
+from minimax_tools.model.run import full_run, sweep_run
+from minimax_tools.model.span import Span
 from minimax_tools.results.results import Curve, CurvePoint, SiteResult, SiteStatus
 
 POINTS = tuple(CurvePoint(layer=layer, error=0.1, handed_on=0.0, floor=0.01, ratio=9.0) for layer in range(4))
@@ -51,7 +52,18 @@ def test_error_begins_at_the_first_failing_layer(golden: Path, chained: Capture)
     assert "single-layer --layer 2" in found.command
 
 
+def test_right_run_has_a_curve_and_no_command(golden: Path, chained: Capture) -> None:
+    found = trace(golden, chained, *WRONG[:2])
+    assert found is not None
+    assert (found.onset, found.command) == (None, "")
+
+
 def test_whole_port_is_not_run_as_a_layer(golden: Path, chained: Capture) -> None:
     found = trace(golden, WholePort(chained.directory, chained.manifest), *WRONG)
     assert found is not None
     assert (found.onset, found.command) == (2, "")
+
+
+def test_isolated_run_has_no_curve(golden: Path, copyist: Any) -> None:
+    isolated = Capture.open(copyist.device_run(run=sweep_run(Span(0, 4), sites_level="layer")))
+    assert trace(golden, isolated, *WRONG) is None

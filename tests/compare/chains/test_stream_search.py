@@ -59,6 +59,11 @@ def test_right_model_passes_with_few_runs() -> None:
     assert found.runs[-1].point is None
 
 
+def test_no_run_is_asked_for_twice() -> None:
+    points = [run.point for run in search({17}).runs]
+    assert len(points) == len(set(points))
+
+
 def test_search_waits_for_one_run_after_the_other() -> None:
     made: set[Point] = set()
     for _ in range(MOST_RUNS):
@@ -85,6 +90,15 @@ def test_error_just_below_the_limit_behind_the_finding_makes_another_suspect(is_
     found = search_stream(NUM_LAYERS, judge_run, reference="golden", target="", is_exhaustive=is_exhaustive)
     assert found.finding is not None
     assert (found.finding.point, found.suspects) == (18, (18, 19, 20))
+
+
+def test_large_error_behind_a_small_one_makes_no_suspect() -> None:
+    def judge_run(point: Point) -> ReplacedRun:
+        is_right = depth(point) > 18
+        return ReplacedRun(point=point, is_right=is_right, excess=0.9 if is_right else 9.0)
+
+    found = search_stream(NUM_LAYERS, judge_run, reference="golden", target="")
+    assert found.suspects == (18,)
 
 
 def test_all_parts_behind_may_be_suspect() -> None:

@@ -136,6 +136,14 @@ def test_model_must_be_named(golden: Path, swapped: Path, command: Command) -> N
     assert "no checkpoint was named" in result.output
 
 
+def test_mistake_must_be_in_the_catalogue(toy: Path, golden: Path, swapped: Path, command: Command) -> None:
+    paths = ("--model", toy, "--golden", golden, "--run", swapped)
+    result = command(mm2_diagnose, *paths, "--mistake", "too_many_cooks")
+    assert result.exit_code == 2
+    assert "no mistake is called 'too_many_cooks'" in result.output
+    assert "Did you mean" not in result.output
+
+
 @pytest.mark.parametrize(
     ("name", "meant"), [("gate_up_swap", "gate_up_swapped"), ("final_norm_mising", "final_norm_missing")]
 )

@@ -13,7 +13,7 @@ from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding,
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.evaluation import replace_stage
-from minimax_tools.results.results import Verdict
+from minimax_tools.results.results import Blame, Verdict
 
 SPEC: Any = "spec"
 
@@ -138,6 +138,18 @@ class TestRight:
             named=(FINDING,) if is_named else (),
         )
         assert site.is_right is is_right
+
+    def test_parts_count_as_blamed_and_not_of_shape_unless_told(self) -> None:
+        layer = LayerDiagnosis(layer=1, sites=(), unexplained=1.0)
+        assert (layer.is_blamed, layer.is_of_shape, layer.num_hypotheses) == (True, False, 0)
+
+    def test_layers_are_alike_by_the_sites_of_their_blame(self) -> None:
+        blame = (
+            Blame(layer=1, sites=("q_proj", "q_norm"), reason=""),
+            Blame(layer=1, sites=("output",), reason=""),
+        )
+        layer = LayerDiagnosis(layer=1, sites=(), unexplained=1.0, blame=blame)
+        assert layer.place == (("q_proj", "q_norm"), ("output",))
 
 
 class TestDiagnosis:

@@ -90,6 +90,40 @@ def test_value_between_and_beyond_the_candidates_is_found(right: float) -> None:
     assert Search(right).fit_from(nearest, 0.5, 2.0, 8.0) == pytest.approx(right, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("value", "low", "high"),
+    [
+        (2.0, 0.5, 8.0),
+        (0.5, 0.125, 2.0),
+        (8.0, 2.0, 32.0),
+        (3.0, 2.0, 8.0),
+        (0.25, 0.0625, 0.5),
+        (16.0, 8.0, 64.0),
+    ],
+)
+def test_first_values_lie_between_the_neighbours_of_the_candidate(
+    value: float, low: float, high: float
+) -> None:
+    search = Search(value)
+    search.fit_from(value, 2.0, 0.5, 8.0)
+    tried = [factor for (factor,) in search.rounds[0]]
+    assert tried == pytest.approx([low * (high / low) ** (number / 6) for number in range(1, 6)])
+
+
+def test_next_values_lie_between_the_neighbours_of_the_best() -> None:
+    search = Search(2.0)
+    search.fit_from(2.0, 0.5, 2.0, 8.0)
+    # The middle value is the candidate itself, so the next bracket is 16^(1/6) to either side of it.
+    side = 16 ** (1 / 6)
+    tried = [factor for (factor,) in search.rounds[1]]
+    assert tried == pytest.approx([2.0 / side * side ** (number / 3) for number in range(1, 6)])
+    first = Search(0.5)
+    first.fit_from(2.0, 0.5, 2.0, 8.0)
+    tried = [factor for (factor,) in first.rounds[1]]
+    low, high = 0.5, 0.5 * 16 ** (2 / 6)
+    assert tried == pytest.approx([low * (high / low) ** (number / 6) for number in range(1, 6)])
+
+
 @pytest.mark.parametrize(("amplitude", "num_rounds"), [(1.0, 4), (1.09, 4), (0.91, 4), (1.11, 7), (0.89, 7)])
 def test_search_goes_on_while_the_amplitude_is_off(amplitude: float, num_rounds: int) -> None:
     search = Search(1.9, amplitude=lambda *_: amplitude)
@@ -109,6 +143,11 @@ def test_whole_numbers_are_tried_once_and_are_at_least_1() -> None:
     assert search.fit_from(2.0, 2.0, is_whole=True) == 3
     # Between 0.5 and 8 these are 0.79, 1.3, 2, 3.2 and 5.0.
     assert search.rounds[0] == [(1,), (2,), (3,), (5,)]
+
+
+@pytest.mark.parametrize("right", [3.0, 5.0])
+def test_whole_number_may_be_a_neighbouring_candidate(right: float) -> None:
+    assert Search(right).fit_from(4.0, 3.0, 4.0, 5.0, is_whole=True) == right
 
 
 @pytest.mark.parametrize(("misfit", "stays"), [(2.039, True), (2.041, False)])

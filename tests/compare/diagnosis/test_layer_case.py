@@ -118,6 +118,10 @@ class TestNotes:
         assert case.notes[0].startswith(self.WORDS)
         assert case.inputs.decode_start < 48
 
+    def test_inherited_input_is_told(self, open_case: Callable[..., LayerCase]) -> None:
+        (note,) = open_case(is_inherited=True).notes
+        assert note.startswith("its input is the output of other layers")
+
 
 @pytest.mark.parametrize(("is_by_row", "start"), [(False, 30), (True, 48)])
 def test_columns_are_decoded_unless_rows_are(

@@ -128,6 +128,18 @@ class TestJudging:
         variance = 1.0 + 0.006**2 * (1001**2 - 3**2 + 1000**2 - 2**2)
         assert found.leaves == pytest.approx(1001.0 / math.sqrt(variance), rel=1e-4)
 
+    def test_smaller_values_do_not_err_less(self) -> None:
+        base = layer(attention=1000.0, experts=-1000.0)
+        (found,) = trial(5.0, base=base).judge([set_to(Site.MOE_DELTA, -900.0)])
+        # The output alone has grown; the deltas are no larger.
+        assert found.leaves == pytest.approx(95.0 / math.sqrt(1.0 + 0.006**2 * 100**2), rel=1e-4)
+
+    def test_values_as_large_as_right_ones_err_as_much(self) -> None:
+        right = trial(3.0 + 1e-3)
+        small = replace(right.yardsticks[Site.OUTPUT], variance=torch.full((NUM_TOKENS, WIDTH), 1e-6))
+        (found,) = replace(right, yardsticks={Site.OUTPUT: small}).judge([set_to(Site.MOE_DELTA, 2.0)])
+        assert found.leaves == pytest.approx(1.0, rel=1e-3)
+
     def test_other_sites_err_by_their_own_size_alone(self) -> None:
         (found,) = trial(0.0, site=Site.MOE_DELTA).judge([set_to(Site.MOE_DELTA, 1000.0)])
         variance = 1.0 + 0.006**2 * (1000**2 - 2**2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
+from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import Span
 from minimax_tools.results.results import SiteStatus
 
 
@@ -62,6 +65,13 @@ def test_of_layers_with_one_mistake_the_worst_and_the_first_are_shown(golden: Pa
     ]
 
 
+def test_heads_are_told_apart(golden: Path, copyist: Any) -> None:
+    target = copyist.device_run({(1, Site.Q_ROPE): scaled(1.5)})
+    found = collect_evidence(judged(golden, target))
+    shown = {errors.site: errors for errors in found.sites}
+    assert "(head " in shown["q_rope"].worst[0].place
+
+
 def test_pass_shows_the_site_that_is_nearest_to_its_limit(golden: Path, copyist: Any) -> None:
     run = judged(golden, copyist.device_run())
     (errors,) = collect_evidence(run).sites
@@ -96,6 +106,22 @@ def test_experts_of_every_layer_are_counted_on_both_sides(golden: Path, copyist:
     assert (flip.row, flip.position) == (0, 0)
     assert wrong.reach is not None
     assert flip.is_explained == (flip.margin <= wrong.reach)
+
+
+def test_numbers_that_are_no_experts_are_not_counted(golden: Path, copyist: Any) -> None:
+    def lost(experts: torch.Tensor) -> torch.Tensor:
+        experts[0, 0, 0] = -1
+        return experts
+
+    run = replace(sweep_run(Span(1, 2), sites_level="all"), sites=(Site.INPUT, Site.ROUTER_EXPERTS))
+    target = copyist.device_run({(1, Site.ROUTER_EXPERTS): lost}, run=run)
+    (routing,) = collect_evidence(judged(golden, target)).routing
+    assert sum(routing.port_load) == sum(routing.golden_load) - 1
+
+
+def test_port_that_hides_its_experts_shows_no_routing(golden: Path, copyist: Any) -> None:
+    hidden = (Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.ROUTER_LOGITS)
+    assert collect_evidence(judged(golden, copyist.device_run(not_exposed=hidden))).routing == ()
 
 
 def test_next_tokens_are_told_with_their_text_where_a_tokenizer_is(

@@ -453,6 +453,16 @@ class TestChoices:
         assert "have 56 columns" in found[0].reason
         assert words in found[0].reason
 
+    def test_all_faults_are_told_in_turn(self) -> None:
+        found = self.judge(
+            choices=(self.choice(chosen=7, behind=1.0),),
+            misplaced=(MisplacedLogits(row=0, column=0, is_padding=False),),
+            num_padded_logits=1,
+            padded_logits_above=0.0,
+        )
+        assert [finding.sites[0] for finding in found] == ["logits", "chosen_token", "padded_logits"]
+        assert "only -0 below" in found[2].reason or "only 0 below" in found[2].reason
+
 
 class TestRepetitions:
     @staticmethod
@@ -489,6 +499,16 @@ class TestRepetitions:
         if is_wrong:
             assert (found[0].number, found[0].mistake) == (2, None)
             assert f"prompt 1 differ by {difference:.3g} of their norm" in found[0].reason
+
+    def test_tokens_that_are_not_held_tell_no_noise(self) -> None:
+        golden, port = torch.ones(2, 5, 4), torch.zeros(2, 5, 4)
+        held = torch.zeros(2, 5, dtype=torch.bool)
+        held[1, 2] = True
+        port[1, 2] = 1.0
+        repeated = (Repetition(number=0, row=0, difference=0.2),)
+        for holds, is_wrong in ((held, True), (None, False)):
+            target = Side({LOGITS: port}, held=holds)
+            assert bool(self.judge(Side({LOGITS: golden}), target, repetitions=repeated)) is is_wrong
 
     @pytest.mark.parametrize("port", [None, torch.zeros(2, 5, 3), torch.full((2, 5, 4), torch.nan)])
     def test_logits_that_cannot_be_compared_allow_no_noise(self, port: torch.Tensor | None) -> None:

@@ -112,6 +112,15 @@ def test_heads_of_the_chosen_tokens_lie_side_by_side() -> None:
     ]
 
 
+def test_other_value_at_a_node_keeps_the_change() -> None:
+    changed = Layer().base().changed(replace_stage(Q_NORM, lambda found: found[Q_PROJ] + 3.0))
+    other = changed.with_value(DELTA, torch.full((5, 2), 9.0))
+    assert other[DELTA].tolist() == [[9.0, 9.0]] * 5
+    assert other[CONTEXT].tolist() == [[3.0, 3.0]] * 5
+    changed.set_value(CONTEXT, torch.zeros(5, 2))
+    assert changed[DELTA].tolist() == [[0.0, 0.0]] * 5
+
+
 def test_some_tokens_keep_the_values_that_are_known() -> None:
     layer = Layer()
     base = layer.base()
@@ -233,6 +242,17 @@ class TestChange:
         assert first.and_also(second).stages[Q_PROJ] is second.stages[Q_PROJ]
         both = first.and_also(replace_stage(K_PROJ, lambda _: torch.zeros(1)))
         assert both.sites == {Q_PROJ, K_PROJ}
+
+    def test_one_of_two_recipes_is_kept(self) -> None:
+        one, other = Recipe(changed=("w1",)), Recipe(changed=("w2",))
+        assert Change(recipe=one).and_also(Change()).recipe is one
+        assert Change().and_also(Change(recipe=other)).recipe is other
+        assert Change(recipe=one).and_also(Change(recipe=other)).recipe is other
+
+    def test_experts_show_at_their_sum(self) -> None:
+        change = replace_stage(ExpertValue.EXPERT_NUMBERS, lambda _: torch.zeros(1))
+        assert change.sites == {Site.MOE_DELTA}
+        assert Change().sites == frozenset()
 
 
 class TestGiven:
