@@ -88,6 +88,24 @@ OWN_ROWS = ("--golden gives the token rows", "Leave out --prompt")
             ("4 ranks do not divide into 3 groups", "--ep-degree that divides 4"),
             2,
         ),
+        ("single-layer --layer -1 --model {toy}", ("--layer", "-1"), 2),
+        ("single-layer --layer 0 --model {toy} --dtype float16", ("--dtype", "bfloat16"), 2),
+        ("single-layer --layer 0 --model {toy} --backend tpu", ("'tpu'", "neuron-xla"), 2),
+        (
+            "single-layer --layer 0 --model {toy} --target nosuch",
+            ("'nosuch' is unknown", "builtin, reference, nxdi:PATH.py:NAME", "port.py:DecoderLayer"),
+            2,
+        ),
+        (
+            "single-layer --layer 0 --model {toy} --target no.such:Port",
+            ("cannot be imported", "PYTHONPATH"),
+            3,
+        ),
+        (
+            "single-layer --layer 0 --model {toy} --target nowhere.py:Port",
+            ("nowhere.py, named by --target, does not exist", "--target PATH.py:NAME"),
+            3,
+        ),
         (
             "single-layer --layer 0 --model {toy} --output-dir {tmp}/file/below",
             ("{tmp}/file/below", "another --output-dir"),
@@ -193,6 +211,31 @@ class Port(ReferenceLayer):
         result = run(*arguments, "--target", write_port(source))
         refused(result, "took no golden value at post_norm", "`sites`", exit_code=3)
 
+    def test_no_such_name(self, run: Any, write_port: Any, toy: Path) -> None:
+        target = write_port("class Layer(ReferenceLayer): pass\n")
+        result = run(*LAYER_0, "--model", toy, "--target", target)
+        refused(result, "has no 'Port' to call", "the classes Layer", ":NAME", exit_code=3)
+
+    def test_names_and_shapes_of_weights(self, run: Any, write_port: Any, toy: Path) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.self_attn.q_norm.weight = nn.Parameter(torch.empty(64))
+        self.shared_expert = nn.Linear(256, 256)
+        del self.input_layernorm
+"""
+        result = run(*LAYER_0, "--model", toy, "--target", write_port(source))
+        refused(
+            result,
+            "Port, layer 0: the weights do not fit",
+            "2 missing: shared_expert.weight, shared_expert.bias",
+            "1 unexpected: input_layernorm.weight",
+            "1 of another shape: self_attn.q_norm.weight (expected [64], found [512])",
+            "convert_state_dict(tensors, config, layer_idx)",
+            exit_code=3,
+        )
+
 
 class TestBackend:
     @pytest.mark.skipif(
@@ -225,6 +268,12 @@ class TestBackend:
         result = run(*LAYER_0, "--model", toy, "--backend", "cpu", "--tp-degree", asked_for)
         found = f"expected WORLD_SIZE={asked_for}, found WORLD_SIZE={launched}"
         refused(result, found, f"torchrun --nproc-per-node {asked_for}", exit_code=2)
+
+    @pytest.mark.parametrize("backend", ["neuron", "neuron-xla"])
+    @pytest.mark.skipif(any(Path("/dev").glob("neuron*")), reason="this machine has a Neuron device")
+    def test_not_here(self, run: Any, toy: Path, backend: str) -> None:
+        result = run(*LAYER_0, "--model", toy, "--backend", backend)
+        refused(result, f"the backend {backend} is not available here", "--backend", exit_code=3)
 
 
 class TestOutput:

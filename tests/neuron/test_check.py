@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,21 @@ def test_other_logical_cores_are_not_guessed(machine: Any, monkeypatch: pytest.M
     found = Machine.current(root=machine("trn2.48xlarge", 16))
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     assert (found.num_cores, found.hbm_bytes_per_core) == (None, None)
+
+
+def test_a_laptop_is_no_instance(machine: Any) -> None:
+    found = Machine.current(root=machine("Latitude 7420", 0))
+    assert found == Machine(instance_type=None, num_devices=0)
+    assert (found.num_cores, found.hbm_bytes_per_core, found.has_native_backend) == (None, None, None)
+
+
+def test_a_machine_without_devices_is_a_note(machine: Any) -> None:
+    findings = check(machine("Latitude 7420", 0))
+    assert findings["machine"][0].level is Level.NOTE
+    assert "no Neuron device" in findings["machine"][0].found
+    assert [finding.level for finding in findings["backend"]] == [Level.OK]
+    assert "compile cache" not in findings
+    assert "device memory" not in findings
 
 
 def test_a_laptop_is_no_instance_which_is_a_note(machine: Any) -> None:
@@ -204,6 +220,13 @@ def test_a_layer_is_held_against_a_core(machine: Any) -> None:
     assert "--tp-degree" in found.next_step
 
 
+def test_a_layer_that_is_too_large_for_a_core_fails(machine: Any) -> None:
+    larger = SyntheticModel(hidden_size=6144, intermediate_size=4096, num_local_experts=256).spec()
+    (found,) = check(machine("trn1.2xlarge", 1), spec=larger)["device memory"]
+    assert found.level is Level.FAIL
+    assert "among cores with --tp-degree" in found.next_step
+
+
 def test_a_tensor_over_four_gibibytes_is_noted_and_a_small_one_is_not(machine: Any) -> None:
     root = machine("Latitude 7420", 0)
     (found,) = check(root, spec=TRUE_SIZE)["tensor size"]
@@ -257,3 +280,9 @@ def test_a_length_past_the_models_positions_is_refused_by_its_option(command: Ru
     result = command(main, "check", "--model", toy, "--seq-len", "128,10000000")
     assert result.exit_code == 2
     assert "--seq-len is 10000000: expected at most the model's" in " ".join(result.stderr.split())
+
+
+def test_this_machine_has_versions(tmp_path: Path) -> None:
+    found = check(tmp_path)["versions"]
+    assert f"torch {torch.__version__.partition('+')[0]}" in found[0].found
+    assert f"python {sys.version_info.major}.{sys.version_info.minor}" in found[0].found

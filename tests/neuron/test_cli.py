@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def test_statistics_are_those_of_the_stored_tensors(run: Any, small_fp8: Path) -
         assert (site["min"], site["max"]) == (float(tensor.min()), float(tensor.max()))
 
 
+def test_text_names_the_directory_the_statistics_and_the_verdict(
+    run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
+) -> None:
+    result = run("single-layer", "--layer", 0, "--model", small_fp8, "--golden", small_golden, "--verbose")
+    assert str(tmp_path / "captures/neuron/single_layer_0") in result.stdout.replace("\n", "")
+    for word in ("mean", "std", "min", "max", "NaN", "Inf", "moe_delta", "2x24x64", "bfloat16", "PASS"):
+        assert word in result.stdout
+    assert re.search(r"Layer 0 \(1 of 1\): took \d+:\d\d.*, memory ", result.stderr)
+
+
 def test_nan_is_counted(run: Any, write_port: Any, small_fp8: Path) -> None:
     source = """
 class Port(ReferenceLayer):
@@ -123,6 +134,19 @@ class Port(ReferenceLayer):
     sites = {site["site"]: site for site in json.loads(result.stdout)["layers"][0]["sites"]}
     assert (sites["output"]["num_nan"], sites["output"]["num_inf"]) == (5, 1)
     assert (sites["moe_delta"]["num_nan"], sites["moe_delta"]["num_inf"]) == (0, 0)
+
+
+def test_standard_output_is_json_alone(forked: Any, small_fp8: Path) -> None:
+    done = forked("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["complete"] is True
+
+
+def test_backend_is_the_cpu_where_nothing_else_is(run: Any, small_fp8: Path) -> None:
+    record = json.loads(
+        run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--json").stdout
+    )
+    assert record["description"]["provenance"]["backend"] == "cpu"
 
 
 @pytest.mark.parametrize("level", ["layer", "component"])
@@ -183,6 +207,13 @@ class TestReport:
         assert result.exit_code == 2
         assert "mm2-diagnose --prove --report-path FOLDER" in result.stderr
 
+    def test_json_says_nothing_of_the_files(
+        self, run: Any, on_small: tuple[object, ...], tmp_path: Path
+    ) -> None:
+        sides = (*on_small, "--report-path", tmp_path / "report", "--json")
+        assert json.loads(run("single-layer", "--layer", 0, *sides).stdout)["verdict"] == "pass"
+        assert (tmp_path / "report" / "junit.xml").exists()
+
 
 class TestSavedRun:
     def test_show_prints_what_the_run_printed(self, run: Any, command: Any, small_fp8: Path) -> None:
@@ -226,6 +257,11 @@ class TestSavedRun:
         )
         assert result.exit_code == 3
         assert "another run than --skip-compile asks for" in result.stderr
+
+    def test_skip_compile_without_a_saved_run_says_so(self, run: Any, small_fp8: Path) -> None:
+        result = run("single-layer", "--layer", 0, "--model", small_fp8, "--skip-compile")
+        assert result.exit_code == 3
+        assert "no capture at" in result.stderr
 
 
 class TestWhereInputsComeFrom:
@@ -274,6 +310,26 @@ class TestWhereInputsComeFrom:
         assert (judged.exit_code, skipped.exit_code) == (3, 3)
         assert "random numbers of seed 0" in judged.stderr
         assert "random numbers of seed 0" in skipped.stderr
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_prompts_are_padded_on_the_side_asked_for(self, run: Any, small_fp8: Path, side: str) -> None:
+        arguments = (
+            "single-layer",
+            "--layer",
+            0,
+            "--model",
+            small_fp8,
+            "--input-ids",
+            "1,2,3",
+            "--input-ids",
+            "4",
+        )
+        record = json.loads(run(*arguments, "--padding-side", side, "--pad-to", 5, "--json").stdout)
+        mask = load_file(Path(record["directory"]) / "inputs.safetensors")["attention_mask"].tolist()
+        assert (
+            mask
+            == {"right": [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], "left": [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]}[side]
+        )
 
 
 class TestSummary:

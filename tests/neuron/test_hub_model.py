@@ -77,6 +77,13 @@ def test_a_layer_of_a_partial_folder_is_judged_against_the_whole_models_golden(
     assert json.loads(result.stdout)["verdict"] == "pass"
 
 
+def test_a_run_that_needs_absent_shards_names_them(run: Any, part: Path, toy: Path, golden: Path) -> None:
+    (absent, *_) = sorted(_shards_of(toy, 0) - _shards_of(toy, 3))
+    result = run("sweep", "--model", part, "--golden", golden)
+    assert result.exit_code == 3
+    assert f"shard {absent} is missing" in result.stderr
+
+
 def test_without_a_golden_the_layers_before_are_needed_too(run: Any, part: Path) -> None:
     result = run("single-layer", "--layer", 3, "--model", part, "--seq-len", 5)
     assert result.exit_code == 3

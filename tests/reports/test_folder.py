@@ -5,6 +5,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -26,6 +27,22 @@ NAMES = [
     "comparison_summary.json",
     "comparison.csv",
 ]
+
+
+@contextmanager
+def removing(removed: Path, *, when: Path) -> Iterator[None]:
+    """Removes a file at the moment when another one is renamed into place: Python announces each rename."""
+    is_awaited = True
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal is_awaited
+        if is_awaited and event == "os.rename" and str(arguments[1]) == str(when):
+            is_awaited = False
+            removed.unlink()
+
+    sys.addaudithook(hear)  # it cannot be taken away again
+    yield
+    assert not is_awaited, f"{when} was not renamed"
 
 
 @pytest.fixture
@@ -94,10 +111,27 @@ class TestWithoutThePage:
         assert json.loads(read["comparison_summary.json"]) == summary_record(failing) | around
         assert read["comparison.csv"] == comparison_table(failing)
 
+    def test_report_replaces_an_earlier_one_and_leaves_nothing_else(
+        self, failing: Comparison, passing: Comparison, tmp_path: Path
+    ) -> None:
+        write(failing, tmp_path)
+        write(passing, tmp_path)
+        report = json.loads((tmp_path / "comparison_report.json").read_text(encoding="utf-8"))
+        assert report["verdict"] == "pass"
+        assert len(list(tmp_path.iterdir())) == len(NAMES)
+
     def test_same_comparison_writes_the_same_bytes(self, warning: Comparison, tmp_path: Path) -> None:
         first = [path.read_bytes() for path in write(warning, tmp_path / "a").paths]
         second = [path.read_bytes() for path in write(warning, tmp_path / "b").paths]
         assert first == second
+
+    def test_file_that_is_removed_meanwhile_is_named(self, passing: Comparison, tmp_path: Path) -> None:
+        # The last file is renamed first.
+        with (
+            removing(tmp_path / NAMES[-1], when=tmp_path / NAMES[0]),
+            pytest.raises(CannotRunError, match=rf"the report's {NAMES[-1]} .* was removed while"),
+        ):
+            write(passing, tmp_path)
 
     def test_directory_that_cannot_be_made_is_named(self, passing: Comparison, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way", encoding="utf-8")
@@ -105,6 +139,12 @@ class TestWithoutThePage:
             write(passing, tmp_path / "file" / "reports")
         assert caught.value.next_step is not None
         assert caught.value.exit_code == 3
+
+    def test_file_that_cannot_be_replaced_is_named(self, passing: Comparison, tmp_path: Path) -> None:
+        (tmp_path / "report.md" / "full").mkdir(parents=True)
+        with pytest.raises(CannotRunError, match=r"report\.md"):
+            write(passing, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
 
 
 class TestJunit:

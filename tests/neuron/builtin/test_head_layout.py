@@ -50,6 +50,23 @@ def test_every_kv_head_is_counted_once(layout: HeadLayout) -> None:
     assert None not in counted
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "queries", "keys"),
+    [
+        (1, [(0, 1), (2, 3), (4, 5), (None, None)], [(0,), (0,), (0,), (0,)]),
+        (2, [(0, 1), (2, None), (3, 4), (5, None)], [(0,), (0,), (1,), (1,)]),
+        (3, [(0, 1), (2, 3), (4, 5), (None, None)], [(0, 0), (1, 1), (2, 2), (None, None)]),
+        (6, [(0, 1), (2, 3), (4, 5), (None, None)], [(0, 1), (2, 3), (4, 5), (None, None)]),
+    ],
+)
+def test_six_heads_on_four_ranks(
+    kv_heads: int, queries: list[tuple[int | None, ...]], keys: list[tuple[int | None, ...]]
+) -> None:
+    layout = HeadLayout(num_heads=6, num_kv_heads=kv_heads, num_ranks=4)
+    assert [layout.query_heads(rank) for rank in range(4)] == queries
+    assert [layout.kv_heads(rank) for rank in range(4)] == keys
+
+
 def test_groups_of_unequal_size_are_refused() -> None:
     with pytest.raises(ValueError, match="6 heads in 4 groups on 2 ranks: expected"):
         HeadLayout(num_heads=6, num_kv_heads=4, num_ranks=2)

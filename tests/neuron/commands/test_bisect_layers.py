@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.provenance import numeric_environment
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -323,12 +324,58 @@ def test_interrupted_bisection_goes_on_where_it_stopped(
     assert whole["probes"] == record["probes"]
 
 
+def test_killed_bisection_goes_on_where_it_stopped(
+    forked: Any,
+    bisect: Any,
+    write_port: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    deep: Path,
+    deep_golden: Path,
+    tmp_path: Path,
+) -> None:
+    ran, target = tmp_path / "ran", write_port(STUMBLING)
+    # What earlier tests left in this process must not tell it from the one that is killed.
+    for name in numeric_environment():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RAN", str(ran))
+    sides = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", target)
+    killed = forked("bisect", *sides, "--captures", tmp_path / "captures", DIE_AT="8")
+    assert killed.returncode == 3
+    assert "the process was ended by SIGKILL" in killed.stderr
+    assert "while converting the weights of layer 8 of port" in killed.stderr
+    ran.unlink()
+    resumed = bisect(target, "--json")
+    record = json.loads(resumed.stdout)
+    assert (resumed.exit_code, layers_blamed(record), record["runs_resumed"]) == (1, [10], 1)
+    assert ran.read_text().split() == ["6", "7", "8", "9", "10"]
+
+
 def test_edited_port_is_searched_anew(bisect: Any, write_port: Any) -> None:
     assert bisect(write_port(UNLOADED.format(layers={3}))).exit_code == 1
     mended = bisect(write_port(UNLOADED.format(layers={99})))
     assert mended.exit_code == 0
     assert "Starting anew" in mended.stderr
     assert "has other target_digest" in mended.stderr
+
+
+def test_damaged_journal_is_begun_anew(bisect: Any, tmp_path: Path) -> None:
+    journal = tmp_path / "captures" / "neuron" / "bisect_0_to_11" / "bisection.json"
+    bisect("builtin")
+    journal.write_text(journal.read_text()[:-40])
+    again = bisect("builtin")
+    assert again.exit_code == 0
+    assert "Starting anew" in again.stderr
+    assert "cannot be read" in again.stderr
+
+
+def test_journal_of_another_version_is_begun_anew_and_called_so(bisect: Any, tmp_path: Path) -> None:
+    journal = tmp_path / "captures" / "neuron" / "bisect_0_to_11" / "bisection.json"
+    bisect("builtin")
+    journal.write_text(json.dumps({"schema_version": 0, "probes": [{"unknown": 1}]}))
+    again = bisect("builtin")
+    assert again.exit_code == 0
+    assert "another version of mm2 wrote the journal there" in again.stderr
 
 
 def test_other_files_in_the_directory_are_left_alone(bisect: Any, tmp_path: Path) -> None:

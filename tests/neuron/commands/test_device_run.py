@@ -28,6 +28,7 @@ def test_compiler_that_made_no_graph_is_warned_of() -> None:
     (warning,) = find_warnings(report(first_layer=0, compiler="eager"))
     assert warning.startswith("torch.compile made no graph")
     assert list(find_warnings(report(first_layer=0))) == []
+    assert list(find_warnings(report(compiler="eager"))) == []
     # Breaks say why there is none.
     (warning,) = find_warnings(report(first_layer=0, compiler="eager", graph_breaks=(BREAK,)))
     assert warning.startswith("the graph breaks at")

@@ -183,3 +183,23 @@ def test_parameters_of_another_kind_are_refused(undo: Undo) -> None:
     exit_code, record = undo(f"{PLANTED}:DefaultTheta", "rope_theta,base=10000.0")
     assert exit_code == 2
     assert "expected theta, found base=10000.0" in record["error"]
+
+
+def test_golden_is_needed(small_fp8: Path, command: Command) -> None:
+    result = command(
+        mm2_test, "single-layer", "--layer", 1, "--model", small_fp8, "--undo", "gate_up_swapped"
+    )
+    assert result.exit_code == 2
+    assert "--undo needs a golden" in result.output
+
+
+def test_text_tells_the_outcome_and_the_lines(
+    small_fp8: Path, small_golden: Path, command: Command, tmp_path: Path
+) -> None:
+    paths = ("--model", small_fp8, "--golden", small_golden, "--output-dir", tmp_path / "undone")
+    target = ("--target", f"{PLANTED}:SwappedGateUp", "--backend", "cpu", "--undo", "gate_up_swapped")
+    result = command(mm2_test, "single-layer", "--layer", LAYER, *paths, *target, "--quiet")
+    assert result.exit_code == 0
+    assert "Layer 1 without gate_up_swapped: proved" in result.stdout
+    assert "Lines that undo it, at the beginning of convert_state_dict:" in result.stdout
+    assert "tensors[gate], tensors[up] = tensors[up], tensors[gate]" in result.stdout

@@ -15,6 +15,7 @@ from minimax_tools.errors import BackendError
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.backend import Backend, choose_backend
+from neuron.devices.compiler import CompileCounts
 from neuron.devices.distributed import probe_group, process_group
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime, to_host
@@ -150,6 +151,12 @@ class TestGraphs:
         assert "warning: aten::_local_scalar_dense ran on the CPU instead of the device" in stderr
 
 
+def test_counts_since_an_earlier_time_are_what_came_after() -> None:
+    earlier = CompileCounts(compiles=3, fallbacks={"aten::a": 2, "aten::b": 1})
+    later = CompileCounts(compiles=5, fallbacks={"aten::a": 2, "aten::b": 4, "aten::c": 1})
+    assert later.since(earlier) == CompileCounts(compiles=2, fallbacks={"aten::b": 3, "aten::c": 1})
+
+
 class TestProcessGroup:
     def test_is_one_rank_that_adds_up_while_open_and_gone_after(self) -> None:
         with open_runtime("cpu") as runtime:
@@ -158,6 +165,12 @@ class TestProcessGroup:
             torch.distributed.all_reduce(value)
             assert value.tolist() == [1, 1]
             assert (runtime.backend, runtime.device.type) == (Backend.CPU, "cpu")
+        assert not torch.distributed.is_initialized()
+
+    def test_can_be_opened_again(self) -> None:
+        for _ in range(2):
+            with open_runtime("cpu"):
+                pass
         assert not torch.distributed.is_initialized()
 
     def test_is_gone_after_an_error(self) -> None:

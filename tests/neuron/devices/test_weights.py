@@ -173,6 +173,11 @@ def test_nothing_is_loaded_where_something_does_not_fit() -> None:
     assert torch.equal(module.weight, before)
 
 
+def test_value_that_is_no_tensor_is_named() -> None:
+    with pytest.raises(TargetError, match="1 no tensor: weight"):
+        load(nn.Linear(3, 2, bias=False), {"weight": [[1.0] * 3] * 2})
+
+
 def test_weight_that_cannot_be_written_is_named() -> None:
     def fill(storage: torch.Tensor) -> None:
         raise ValueError("other layout")

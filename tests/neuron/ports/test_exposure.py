@@ -78,6 +78,12 @@ def test_declared_sites_are_the_only_ones(run_port: Any) -> None:
     assert record["compared"] == 2
 
 
+def test_black_box_shows_input_and_output(run_port: Any) -> None:
+    result, record = run_port("class Port(ReferenceLayer):\n    sites = {}\n")
+    assert result.exit_code == 0
+    assert stored(record) == {"input", "output"}
+
+
 def test_inputs_and_elements_of_outputs_can_be_named(run_port: Any) -> None:
     source = """
 class Port(ReferenceLayer):

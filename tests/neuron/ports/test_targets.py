@@ -44,6 +44,21 @@ class TestNotation:
         assert isinstance(found, PortTarget)
         assert getattr(found.factory, "__name__", None) == "Port"
 
+    def test_package_module_and_name(self, tensors_of: Any) -> None:
+        by_name = tensors_of("minimax_tools.reference.layer:ReferenceLayer")
+        own = tensors_of("reference")
+        assert all(torch.equal(by_name[site], own[site]) for site in own)
+
+    def test_file_and_name(self, tensors_of: Any, write_port: Any) -> None:
+        mine = tensors_of(write_port("class Port(ReferenceLayer): pass\n"))
+        own = tensors_of("reference")
+        assert all(torch.equal(mine[site], own[site]) for site in own)
+
+    def test_function_is_a_target_too(self, tensors_of: Any, write_port: Any) -> None:
+        source = "def build(config, layer_idx):\n    return ReferenceLayer(config, layer_idx)\n"
+        target = write_port(source, name="build")
+        assert "moe_delta" in tensors_of(target)
+
     @pytest.mark.parametrize("is_file", [True, False])
     def test_file_or_module_and_name(self, tensors_of: Any, write_port: Any, is_file: bool) -> None:
         port = (
@@ -368,7 +383,29 @@ class TestPortsOwnErrors:
                 "            self.register_buffer('inv_freq', torch.ones(4), persistent=False)\n",
                 ("built without memory", "device meta: inv_freq", "torch.device('meta')"),
             ),
+            ("def Port(config):\n    pass\n", ("cannot be built", "TypeError", "1 positional argument")),
+            (
+                "class Port(ReferenceLayer):\n    def forward(self, states):\n        return states\n",
+                ("failed while it ran", "TypeError"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n    def __init__(self, config, layer_idx):\n        quit()\n",
+                ("cannot be built for layer 0", "SystemExit"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def train(self, mode=True):\n"
+                "        raise ValueError('no modes')\n",
+                ("cannot be built for layer 0", "ValueError: no modes"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def to(self, device):\n"
+                "        raise ValueError('stays here')\n",
+                ("layer 0 cannot be loaded", "ValueError: stays here"),
+            ),
             ("import nosuchpackage\n", ("cannot be imported", "ModuleNotFoundError", "nosuchpackage")),
+            ("def Port(:\n", ("cannot be imported", "SyntaxError")),
         ],
     )
     def test_its_message_is_passed_on(

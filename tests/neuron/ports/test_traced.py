@@ -288,6 +288,11 @@ class Port(ReferenceLayer):
 @pytest.mark.parametrize(
     ("returned", "text"),
     [
+        (
+            "output.transpose(0, 1)",
+            "returned another shape: expected [2, 12, 64] or [24, 64], found [12, 2, 64]",
+        ),
+        ("output.transpose(1, 2)", "found [2, 64, 12]"),
         ("{'output': output}", "returned no tensor: expected the layer's output"),
         # Another shape only where the compiler looks.
         (
@@ -326,6 +331,22 @@ class Port(ReferenceLayer):
         directory = json.loads(run_traced(target).stdout)["directory"]
         outputs.append(load_file(Path(directory) / "layer_1.safetensors")["output"])
     assert torch.equal(*outputs)
+
+
+def test_graph_that_cannot_be_compiled_is_shown_under_debug_alone(
+    trace: Trace, write_port: Any, small: Path
+) -> None:
+    source = """
+class Port(ReferenceLayer):
+    def forward(self, states, mask, positions):
+        output = super().forward(states, mask, positions)
+        return output + 1 if float(output.sum()) > 0 else output
+"""
+    for debug, shows_graph in (((), False), (("--debug",), True)):
+        result = trace(small, "--target", write_port(source), *ROWS, *debug)
+        assert result.exit_code == 3
+        assert "cannot be compiled by torch.export" in result.stderr
+        assert ("torch.ops.aten" in result.stderr) is shows_graph
 
 
 def test_cannot_decode(run_traced: Any, traced: Path, small: Path) -> None:

@@ -43,3 +43,14 @@ def test_what_a_port_changes_is_mm2s_again_and_the_ports_in_its_next_block(tmp_p
         signal.signal(signal.SIGTERM, before[4])  # type: ignore[arg-type]
     with port_state():
         assert process_state() == before
+
+
+def test_folder_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    before = Path.cwd()
+    with port_state():
+        (tmp_path / "gone").mkdir()
+        os.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+    assert Path.cwd() == before
+    with port_state():
+        assert Path.cwd() == before

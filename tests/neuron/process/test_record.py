@@ -36,11 +36,24 @@ os._exit(0)
     assert record.read() == told
 
 
+def test_record_of_another_process_is_attached_by_its_descriptor(record: StatusRecord) -> None:
+    other = StatusRecord.attach(os.dup(record.descriptor))
+    other.write(Status(exit_code=1))
+    assert record.read().exit_code == 1
+    other.close()
+
+
 def test_half_a_status_is_not_taken_for_one(record: StatusRecord) -> None:
     record.write(Status(activity="building"))
     assert record.read().activity == "building"
     os.pwrite(record.descriptor, b"????", 20)
     assert record.read() == Status(activity="building")
+
+
+def test_names_of_any_length_fit(record: StatusRecord) -> None:
+    record.write(Status(activity="\U0001f600" * 100_000, last_activity="\udcff" * 100_000, exit_code=3))
+    assert record.read().exit_code == 3
+    assert record.read_stack() == ""
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -53,3 +54,13 @@ def test_golden_logits_begin_with_the_real_tokens(stream: GoldenStream) -> None:
     assert start.layer == 2
     for row, mask, states in zip(rows, stream.inputs.attention_mask, stream.read(2), strict=True):
         assert torch.equal(start.states[tuple(row)], states[mask.bool()])
+
+
+def test_run_in_float32_is_refused(golden: Path, toy: Path) -> None:
+    with pytest.raises(UsageError, match="expected --dtype bfloat16"):
+        open_stream(golden, toy, dtype=torch.float32)
+
+
+def test_golden_of_another_model_is_refused(golden: Path, small: Path) -> None:
+    with pytest.raises(IncomparableError, match="of another model"):
+        open_stream(golden, small)

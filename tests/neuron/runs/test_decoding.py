@@ -152,6 +152,26 @@ def test_rows_that_are_decoded_are_each_prompts_own(
         assert (side, wrong["verdict"]) == (side, "fail")
 
 
+def test_saved_run_that_decoded_nothing_is_not_shown_as_one_that_did(
+    run: Any, small_fp8: Path, tmp_path: Path
+) -> None:
+    common = (
+        "single-layer",
+        "--layer",
+        0,
+        "--model",
+        small_fp8,
+        "--seq-len",
+        9,
+        "--output-dir",
+        tmp_path / "saved",
+    )
+    assert run(*common).exit_code == 0
+    result = run(*common, "--decode", 2, "--skip-compile")
+    assert result.exit_code == 3
+    assert "last 2 tokens of each prompt decoded" in result.stderr
+
+
 def test_mistake_of_a_decode_step_is_not_seen_without_decoding(decode: Any) -> None:
     assert json.loads(decode("Forgets", rows=0).stdout)["verdict"] == "pass"
 

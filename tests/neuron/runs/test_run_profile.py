@@ -168,6 +168,11 @@ class TestEstimate:
         assert result.exit_code == 3
         assert f"the profile is of {message}" in result.stderr
 
+    def test_run_that_kept_no_profile_is_refused(self, command: Any, golden: Path) -> None:
+        result = command(main, "check", "--profile-of", golden)
+        assert result.exit_code == 3
+        assert "holds no profile that can be read" in result.stderr
+
 
 class TestCheckCapture:
     """`--check-capture`."""
