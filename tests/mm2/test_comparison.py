@@ -13,6 +13,7 @@ from compare.cli import main as mm2_compare
 from neuron.cli import main as mm2_test
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
+OLD = Path(__file__).parents[1] / "old_files"
 Run = Callable[..., mm2.Recording]
 Example = Callable[[str], Any]
 
@@ -148,3 +149,36 @@ def test_site_that_the_golden_lacks_is_an_error(toy: Path, tmp_path: Path, comma
             mm2.IncomparableError, match="moe_delta was not judged: found the golden was captured"
         ):
             mm2.assert_site(layer.input, layer, "moe_delta")
+
+
+def test_captures_at_addresses_are_compared(s3: Any) -> None:
+    for name in ("golden", "swapped"):
+        for path in (OLD / name).iterdir():
+            s3.objects.put_object(Bucket="lab", Key=f"{name}/{path.name}", Body=path.read_bytes())
+    comparison = mm2.compare("s3://lab/golden", "s3://lab/swapped")
+    here = mm2.compare(OLD / "golden", OLD / "swapped")
+    assert (comparison.verdict, comparison.blame) == (here.verdict, here.blame)
+    assert "golden  s3://lab/golden" in str(comparison)
+    golden = mm2.open_golden("s3://lab/golden")
+    assert repr(golden).startswith("GoldenLayers(s3://lab/golden, ")
+    assert mm2.compare(golden, "s3://lab/swapped").blame == here.blame
+    with pytest.raises(mm2.UsageError, match="'gs://lab/run' is no address that mm2 reads"):
+        mm2.compare(golden, "gs://lab/run")
+
+
+def test_recording_needs_to_know_its_layer(run: Run, example: Example, layers: mm2.GoldenLayers) -> None:
+    with pytest.raises(mm2.UsageError, match=r"does not say which.*golden.layer\(NUMBER\)"):
+        mm2.compare(layers, run(example("minimal_port.py")))
+
+
+def test_padding_is_not_judged(layer: mm2.GoldenLayer) -> None:
+    states = layer.read("attn_delta").clone()
+    states[1, 40:] = torch.nan  # row 1 has 33 tokens
+    assert mm2.assert_site(states, layer, "attn_delta").num_judged == 48 + 33
+
+
+def test_unknown_site_lists_the_sites(layer: mm2.GoldenLayer) -> None:
+    with pytest.raises(mm2.UsageError, match="'moe' is no site of a decoder layer: expected one of input"):
+        mm2.assert_site(layer.input, layer, "moe")
+    with pytest.raises(mm2.UsageError, match="input is given to it"):
+        mm2.assert_site(layer.input, layer, "input")

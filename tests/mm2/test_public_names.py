@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import mm2
 
 
@@ -15,3 +17,8 @@ def test_every_public_name_is_there() -> None:
 def test_import_does_not_wait_for_torch() -> None:
     code = "import sys, mm2, mm2.pytest_plugin; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'mm2' has no attribute 'recrod'"):
+        _ = mm2.recrod  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from torch import nn
 
 import mm2
 from minimax_tools.errors import TargetError
+from mm2.recording import backend_name
 from neuron.ports.sources import import_callable
 
 PORTS = Path(__file__).parents[1] / "ports"
@@ -92,3 +93,13 @@ def test_heads_may_come_behind_the_tokens(
     comparison = mm2.compare(layer, recording)
     assert (comparison.verdict, comparison.compared) == ("pass", 17)
     assert mm2.compare(right, recording).site("q_rope").metrics.max_abs_diff == 0.0
+
+
+def test_backends_have_the_names_of_mm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend_name(torch.device("cpu")) == "cpu"
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert backend_name(torch.device("xla")) == "xla-cpu"
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")
+    assert backend_name(torch.device("xla")) == "neuron-xla"
+    # Limits were not measured there: a comparison says so.
+    assert backend_name(torch.device("cuda")) == "cuda"

@@ -68,6 +68,7 @@ def test_help_shows_every_option_once_and_the_first_ones_first(words: tuple[str,
     assert all(listed.intersection(option.opts) for option in options)
     required = {option.opts[0] for option in options if option.required}
     assert required <= set(first) or len(required) > 5
+    assert f"  Example: {' '.join(words)} " in show(words)
 
 
 def test_groups_list_options_that_commands_have() -> None:

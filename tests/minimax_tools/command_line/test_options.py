@@ -98,3 +98,11 @@ def test_memory_budget_that_is_no_size_is_refused(text: str) -> None:
     result = click.testing.CliRunner().invoke(command, ["--memory-budget", text])
     assert result.exit_code == 2
     assert f"'--memory-budget': {text!r}: expected a size, for example 500MB, 2GB or 64MiB" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "-4", "1.5"])
+def test_start_positions_that_are_none_are_refused(text: str) -> None:
+    command = click.command()(options.input_options(lambda **_: None))
+    result = click.testing.CliRunner().invoke(command, ["--start-positions", text])
+    assert result.exit_code == 2
+    assert "expected positions from 0 on, for example 0,4096,65536" in result.stderr
