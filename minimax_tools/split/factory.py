@@ -13,7 +13,9 @@ import torch
 
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
+from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.memory_tracker import MemoryTracker
+from minimax_tools.machine.size import parse_size
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, read_causal_config
 from minimax_tools.split.causal_part import Division, ModelPart
@@ -49,6 +51,7 @@ class ModelFactory:
         dtype: torch.dtype | None = None,
         attn_implementation: str | None = None,
         experts_implementation: str | None = None,
+        memory_budget: int | str | None = None,
     ) -> tuple[SplitModel, SplitModel, SplitModel]:
         """Load bottom, trunk and top of a model, ready for inference.
 
@@ -70,6 +73,7 @@ class ModelFactory:
                 FP8.
             attn_implementation: Attention implementation of transformers. Default: transformers' choice.
             experts_implementation: Experts implementation of transformers. Default: transformers' choice.
+            memory_budget: Limit on the process's anonymous memory, in bytes or as `12GB`.
 
         Raises:
             UsageError: An argument is wrong, or contradicts config.json, or a folder in `storage_path` holds something
@@ -77,11 +81,13 @@ class ModelFactory:
             CheckpointError: The checkpoint is missing or damaged, contradicts config.json, cannot be split, or a
                 component cannot be saved.
             BackendError: A device is not on this machine.
+            MemoryBudgetError: The next step would break the budget.
             MissingExtraError: transformers is missing.
         """
         require_golden_extra("a split model")
         devices = choose_devices(device, device_map, num_gpus=torch.cuda.device_count())
         storage = _parse_storage(storage_path, auto_save=auto_save)
+        budget = _parse_budget(memory_budget)
         if dtype is not None and dtype not in _DTYPES:
             raise UsageError(f"dtype is {dtype}", expected="one of " + ", ".join(map(str, _DTYPES)))
         with logging_to_stderr(verbose):
@@ -94,7 +100,7 @@ class ModelFactory:
                 experts=experts_implementation,
             )
             division = Division.of(config, implementation)
-            loaded = (stored.load(division, part, device=devices[part.role]) for part in parts)
+            loaded = (stored.load(division, part, device=devices[part.role], budget=budget) for part in parts)
             bottom, trunk, top = _finish(loaded, storage)
         return bottom, trunk, top
 
@@ -151,6 +157,14 @@ def _parse_storage(storage_path: str | Path | None, *, auto_save: bool) -> Path 
     if storage_path is None:
         raise UsageError("auto_save needs storage_path", next_step="Give the folder to save to.")
     return Path(storage_path).expanduser()
+
+
+def _parse_budget(memory_budget: int | str | None) -> MemoryBudget:
+    try:
+        size = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+        return MemoryBudget(size)
+    except ValueError as error:
+        raise UsageError(f"memory_budget is {memory_budget!r}", found=str(error)) from error
 
 
 @contextlib.contextmanager

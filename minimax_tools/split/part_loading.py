@@ -22,6 +22,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.checkpoint_folder import resolve_config
+from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.architecture import (
     ARCHITECTURES,
@@ -71,12 +72,15 @@ class StoredModel:
         with self._open({min(self.weight_map.values())}) as reader:
             return first_dtype(reader)
 
-    def load(self, division: Division, part: Part, *, device: torch.device) -> ModelPart:
+    def load(
+        self, division: Division, part: Part, *, device: torch.device, budget: MemoryBudget
+    ) -> ModelPart:
         """Load a component from the shards that it needs, into its own memory.
 
         Raises:
             CheckpointError: A shard cannot be fetched or read. Or tensors are missing, have another shape or are left
                 over: the message lists them all.
+            MemoryBudgetError: The component does not fit the budget; nothing was allocated.
         """
         logger.info("Loading component: %s", part)
         by_part = names_by_part(self.weight_map, self.architecture)
@@ -100,6 +104,12 @@ class StoredModel:
             if part.has_head and division.tied_head is not None:
                 for name in set(by_part[PART_HEAD]) & set(by_part.get(PART_EMBEDDING, ())):
                     tensors[division.tied_head] = tensors.pop(name)
+            num_experts = max(
+                _num_experts_values(reader.index, by_part.get(layer, ())) for layer in part.layers
+            )
+            budget.require(
+                num_bytes + num_experts * division.implementation.dtype.itemsize, f"loading {part}"
+            )
             logger.info("Loading parameters: %s from %d tensors", format_size(num_bytes), len(tensors))
             started_s = time.monotonic()
             # A log gets no bar.
@@ -155,6 +165,13 @@ def stored_weights(reader: CheckpointReader, names: Iterable[str], *, dtype: tor
         for entry in entries
         if not _is_scale(reader.index, entry.name)
     }
+
+
+def _num_experts_values(index: TensorIndex, names: Iterable[str]) -> int:
+    """Count the values of a layer's experts, which are held twice while transformers fuses them."""
+    return sum(
+        math.prod(index[name].shape) for name in names if ".experts." in name and not _is_scale(index, name)
+    )
 
 
 def _is_scale(index: TensorIndex, name: str) -> bool:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import BackendError, CheckpointError, UsageError
+from minimax_tools.machine.memory import MemoryBudgetError
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory, logging_to_stderr
@@ -315,6 +316,14 @@ class TestArguments:
     def test_nothing_is_saved_unless_asked(self, make: Any, tmp_path: Path) -> None:
         split(make("llama"), storage_path=tmp_path)
         assert list(tmp_path.iterdir()) == []
+
+    def test_budget_that_would_be_broken_stops_it(self, make: Any) -> None:
+        with pytest.raises(MemoryBudgetError, match="would break the memory budget"):
+            split(make("minimax_m2"), memory_budget="1MB")
+
+    def test_budget_that_is_no_size_is_refused(self, make: Any) -> None:
+        with pytest.raises(UsageError, match="memory_budget is '12'"):
+            split(make("llama"), memory_budget="12")
 
     def test_dtype_that_no_model_runs_in_is_refused(self, make: Any) -> None:
         with pytest.raises(UsageError, match="dtype is torch.float8_e4m3fn"):
