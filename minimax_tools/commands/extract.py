@@ -106,6 +106,9 @@ def extract_command(
         folder = output if output is not None and len(names) == 1 else (output or DEFAULT_FOLDER) / name
         with LayerProgress(len(cut.shards), label=name, unit="file") as progress:
             slices.append(write_slice(cut, folder, with_digests=with_digests, progress=progress))
+    # The first slices may be hours old.
+    for slice_ in slices:
+        slice_.require_files()
     # `mm2-split verify` takes a plan of stages, and looks for a slice in a folder of its node's name.
     following = [
         _verify(plan_file, slice_.folder)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -211,7 +211,17 @@ class SliceFolder:
     description: SliceDescription  # content of its slice.json
     files: tuple[Path, ...]  # paths of its weight files
     size_bytes: int  # size of its tensors' data
+    file_sizes: Mapping[str, int] = field(repr=False)  # size in bytes of every file in the folder, by name
     is_new: bool  # True if it was written now, False if it was there already
+
+    def require_files(self) -> None:
+        """Check that all files are there still, of the sizes that they had when the slice was written or found.
+
+        Raises:
+            CheckpointError: Something removed or cut one since.
+        """
+        step = "remove the folder and run the same command again"
+        _require_files(self.folder, self.file_sizes, named=self.folder, step=step)
 
 
 def write_slice(
@@ -255,13 +265,13 @@ def _write_new_slice(cut: SliceCut, output: Path, *, with_digests: bool, progres
     describing = tuple(_describing_files(cut.source.folder))
     size_bytes = cut.size_bytes + sum(file.stat().st_size for file in describing)
     with new_folder(output, size_bytes=size_bytes, remedy=_REMEDY) as folder:
-        for file in describing:
-            shutil.copyfile(file, folder / file.name)
+        sizes = {file.name: shutil.copyfile(file, folder / file.name).stat().st_size for file in describing}
         write_file = _write_safetensors if _is_safetensors(cut) else _write_pth
         for number, (name, entries) in enumerate(cut.shards.items(), start=1):
             write_file(folder / name, cut.source.headers, entries)
             # Each at once: all of a large slice would fill the memory first.
             sync_path(folder / name)
+            sizes[name] = (folder / name).stat().st_size
             progress.advance(number, num_bytes=sum(entry.size_bytes for entry in entries))
         if _is_safetensors(cut):
             _write_index(folder, cut)
@@ -270,13 +280,36 @@ def _write_new_slice(cut: SliceCut, output: Path, *, with_digests: bool, progres
         # Without its digest, a tensor's value is None.
         description = replace(cut.description, tensors={**cut.description.tensors, **digests})
         description.write(folder)
+        sizes = _sizes_in(folder) | sizes
+        _require_files(folder, sizes, named=output, step="run the same command again")
     return SliceFolder(
         folder=output,
         description=description,
         files=tuple(output / name for name in cut.shards),
         size_bytes=cut.size_bytes,
+        file_sizes=sizes,
         is_new=True,
     )
+
+
+def _sizes_in(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+
+
+def _require_files(folder: Path, sizes: Mapping[str, int], *, named: Path, step: str) -> None:
+    """Raise if a file of the slice in `folder` is missing, or has another size; the error names the folder `named`."""
+    found = _sizes_in(folder) if folder.is_dir() else {}
+    faults = [
+        f"{name} has {found[name]} bytes, not {size_bytes}" if name in found else f"{name} is missing"
+        for name, size_bytes in sizes.items()
+        if found.get(name) != size_bytes
+    ]
+    if faults:
+        raise CheckpointError(
+            f"files of the slice {named} were removed or changed after they were written",
+            found=list_faults(faults),
+            next_step=f"Find out what else writes or cleans up there, then {step}.",
+        )
 
 
 def _write_safetensors(path: Path, index: TensorIndex, entries: Sequence[TensorEntry]) -> None:
@@ -342,6 +375,7 @@ def _reuse_slice(cut: SliceCut, output: Path, *, with_digests: bool) -> SliceFol
         description=description,
         files=existing.files,
         size_bytes=cut.size_bytes,
+        file_sizes=_sizes_in(output),
         is_new=False,
     )
 

@@ -26,6 +26,7 @@ from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.machine.progress import NoProgress
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
@@ -455,6 +456,34 @@ def test_a_source_that_is_cut_short_meanwhile_leaves_nothing(
     with pytest.raises(CheckpointError, match=f"{shard.name} cannot be opened"):
         write_slice(made, tmp_path / "a")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+class _Removing(NoProgress):
+    """A progress that removes files of the slice being written, as a clean-up script would."""
+
+    def __init__(self, parent: Path) -> None:
+        self._parent = parent
+
+    def advance(self, layer: int, *, num_bytes: int) -> None:
+        for path in self._parent.rglob("model-00001-of-*.safetensors"):
+            path.unlink()
+
+
+def test_a_slice_whose_files_are_removed_or_cut_is_told(sources: dict[str, Path], tmp_path: Path) -> None:
+    made = cut(sources["fp8"], "a", plan_of(sources["fp8"], 1, 3), shard_size_bytes=100_000)
+    fault = "files of the slice .*/slice were removed or changed .*: found model-00001-of.* is missing"
+    with pytest.raises(CheckpointError, match=fault):
+        write_slice(made, tmp_path / "slice", progress=_Removing(tmp_path))
+    assert not list(tmp_path.iterdir())
+    # Later, while the next slices are cut.
+    written = write_slice(made, tmp_path / "slice")
+    written.require_files()
+    written.files[0].write_bytes(written.files[0].read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"{written.files[0].name} has \d+ bytes, not"):
+        written.require_files()
+    shutil.rmtree(written.folder)
+    with pytest.raises(CheckpointError, match="remove the folder and run the same command again"):
+        written.require_files()
 
 
 def test_a_damaged_bin_file_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
