@@ -118,6 +118,17 @@ class S3Folder(RemoteFolder):
                 verb="removed",
             )
         for name in sorted(absent, key=lambda name: (name == last, name)):
+            if name == last:
+                # Another process may have put others of their names meanwhile.
+                lost = [
+                    one for one in files if one != last and not self._holds(one, files[one], digests[one])
+                ]
+                if lost:
+                    raise RemoteError(
+                        f"another process puts files at {self.address} at the same time",
+                        found=f"another content of {list_names(lost, most=_MAX_NAMED)}",
+                        next_step="Choose another address, or run again when it has ended.",
+                    )
             logger.info("Putting %s (%s) at %s.", name, format_size(files[name].stat().st_size), self.address)
             self._put_file(name, files[name], digests[name])
         return tuple(absent)

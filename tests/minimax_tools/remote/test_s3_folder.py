@@ -223,3 +223,23 @@ def test_a_machine_without_s3fs_is_told_what_to_install(s3: Any, monkeypatch: py
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(MissingExtraError, match="pip install 's3fs"):
         at("s3://lab/golden").find("x")
+
+
+def test_two_captures_that_are_put_at_once_do_not_mix(s3: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a", "manifest.json", "z")}
+    for name, path in files.items():
+        path.write_text(name)
+
+    class Crossed(S3Folder):
+        def _put_file(self, name: str, path: Path, sha256: str) -> None:
+            super()._put_file(name, path, sha256)
+            if name == "z":
+                s3.objects.put_object(Bucket="lab", Key="new/a", Body=b"another's")
+
+    crossed = Crossed(address=RemoteAddress.parse("s3://lab/new"))
+    with pytest.raises(
+        RemoteError, match="another process puts files at s3://lab/new at the same time: .* a"
+    ):
+        crossed.put(files, last="manifest.json")
+    assert sorted(crossed.files()) == ["a", "z"]
+    assert sorted(at("s3://lab/new").put(files, last="manifest.json")) == ["a", "manifest.json"]
