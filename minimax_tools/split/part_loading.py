@@ -22,7 +22,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.checkpoint_folder import resolve_config
-from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.memory import MemoryBudget, give_back_freed_pages
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.architecture import (
     ARCHITECTURES,
@@ -115,6 +115,8 @@ class StoredModel:
             # A log gets no bar.
             shows_bar = logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()
             loaded = division.load(part, tensors, where=reader.folder, device=device, shows_bar=shows_bar)
+        # The allocator would keep what fused experts were made of.
+        give_back_freed_pages()
         logger.info("Loaded %s in %.1f s", format_size(num_bytes), time.monotonic() - started_s)
         return loaded
 

@@ -26,7 +26,7 @@ folder, tiny = sys.argv[1:]
 ModelFactory.create_split_models("mixtral", tiny, 1, 3)
 with MemoryTracker(interval_s=0.001) as tracker:
     before = tracker.get_current_usage()["anonymous_bytes"]
-    parts = ModelFactory.create_split_models("mixtral", folder, 8, 16)
+    parts = ModelFactory.create_split_models("mixtral", folder, 2, 4)
     after = tracker.get_current_usage()["anonymous_bytes"]
 print(json.dumps({
     "peak": tracker.peak.anonymous_bytes - before,
@@ -38,14 +38,14 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 MB of mixtral, 24 layers with sixteen experts each, in seven shards."""
+    """300 MB of mixtral, six layers with sixteen experts each, in seven shards."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
         vocab_size=64,
         hidden_size=512,
-        intermediate_size=256,
-        num_hidden_layers=24,
+        intermediate_size=1024,
+        num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=4,
         num_local_experts=16,
@@ -73,7 +73,7 @@ def test_components_loaded_by_themselves_take_their_own_memory_and_nothing_twice
 ) -> None:
     found = measure(large, make("mixtral").folder)
     assert found["model"] > 300e6
-    # Experts of one layer, which transformers fuses, are held twice: 12 MB.
+    # Matrices of some experts on their way, 1 MB each.
     assert found["peak"] <= 1.05 * found["model"] + 8e6
-    # Experts are fused; other weights stay mapped.
-    assert found["left"] >= 0.8 * found["model"]
+    # Weights that are not fused stay mapped: attention, 4 % of this model.
+    assert found["left"] >= 0.95 * found["model"]
