@@ -73,3 +73,10 @@ def test_same_certified_golden_is_left_as_it_is(make: Any, tmp_path: Path) -> No
     # Asked for, it is made again, and must be certified again.
     assert make("--seq-len", 8, "--overwrite").exit_code == 0
     assert not Capture.open(tmp_path / "golden").manifest.is_certified
+
+
+def test_difference_that_only_the_model_tells_is_refused_too(make: Any) -> None:
+    assert make("--seq-len", 8).exit_code == 0
+    refused = make("--seq-len", 8, "--attn-implementation", "eager")
+    assert refused.exit_code == 3
+    assert "other options.attn_implementation" in refused.stderr

@@ -275,3 +275,10 @@ def test_a_device_run_is_no_golden(command: Any, tampered: Path) -> None:
     result = command(mm2_gpu, "certify", "--golden", tampered)
     assert result.exit_code == 3
     assert "is no golden" in result.stderr
+
+
+def test_a_file_that_is_cut_off_is_found(certify: Certify, tampered: Path) -> None:
+    path = tampered / "layer_1.fp32.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    code, checks = certify(tampered)
+    assert (code, failed(checks)) == (1, {"digests"})

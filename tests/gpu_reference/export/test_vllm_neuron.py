@@ -153,3 +153,12 @@ def test_damaged_golden_is_not_exported(
     assert result.exit_code == 3
     assert "was damaged or changed after it was" in result.stderr
     assert not (tmp_path / "report").exists()
+
+
+def test_nothing_is_overwritten(golden: Path, float32_golden: Path, tmp_path: Path, command: Any) -> None:
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "mine.txt").write_text("mine")
+    result = export(command, golden, float32_golden, tmp_path / "report")
+    assert result.exit_code == 2
+    assert "exists: expected a new or empty folder" in result.stderr
+    assert [path.name for path in (tmp_path / "report").iterdir()] == ["mine.txt"]

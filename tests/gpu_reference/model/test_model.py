@@ -104,3 +104,12 @@ def test_report_of_the_loaded_weights_follows_quiet(
     quiet, told, _ = done.stderr.split("\nNEXT\n")
     assert quiet == ""
     assert "LOAD REPORT" in told
+
+
+def test_missing_shard_is_told_before_anything_is_loaded(ask: Any, toy: Path, tmp_path: Path) -> None:
+    for path in toy.iterdir():
+        if "00002-of" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    with pytest.raises(CheckpointError, match="model-00002-of"):
+        with open_golden(ask(folder=tmp_path)):
+            pass

@@ -459,3 +459,11 @@ def test_shards_of_other_slices_may_be_absent_and_folders_differ(tmp_path: Path,
     manifests[1]["provenance"].pop("model_source")
     assert manifests[0] == manifests[1]
     assert found == expected
+
+
+@pytest.mark.slow
+def test_more_ranks_than_slices_are_refused_once(toy: Path, one_slice: Path, tmp_path: Path) -> None:
+    ran = wait(start(2, "--plan", one_slice, "--model", toy, *ROWS, "--output-dir", tmp_path))
+    assert ran.exit_code != 0
+    (line,) = errors(ran)
+    assert "the plan has 1 slice for 2 ranks" in line

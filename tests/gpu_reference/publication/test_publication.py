@@ -123,3 +123,17 @@ def test_another_golden_is_replaced_only_when_told(s3: Any, command: Any, uncert
     assert f"another capture is at {ADDRESS}" in refused.stderr
     assert publish(command, uncertified, "--quiet", "--allow-uncertified", "--replace").exit_code == 0
     assert Capture.open(ADDRESS).certificate is None
+
+
+def test_an_uncertified_golden_is_put_when_told(s3: Any, command: Any, uncertified: Path) -> None:
+    done = publish(command, uncertified, "--quiet", "--allow-uncertified")
+    assert done.exit_code == 0, done.output
+    assert "certificate  none" in done.stdout
+    card = s3.objects.get_object(Bucket="lab", Key="goldens/toy/README.md")["Body"].read().decode()
+    assert "None: this golden was published without a check" in card
+
+
+def test_a_run_of_a_port_is_no_golden(s3: Any, command: Any) -> None:
+    done = publish(command, OLD.parent / "chained", "--quiet")
+    assert done.exit_code == 3
+    assert "is no golden" in done.stderr

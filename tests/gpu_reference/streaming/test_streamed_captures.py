@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from minimax_tools.model.weight_names import layer_prefix
 from minimax_tools.text.input_request import InputRequest
 
 sys.path.append(str(Path(__file__).parents[2]))
+from moments import KILL, words_of
 
 CPU = torch.device("cpu")
 STREAMS = {
@@ -221,3 +224,30 @@ def test_auto_streams_what_does_not_fit_and_says_why(
     assert result.exit_code == 0
     assert ("Streaming a layer at a time: the whole model takes" in result.stderr) == is_streamed
     assert ("Loading 4 layers" in result.stderr) != is_streamed
+
+
+def test_bfloat16_checkpoint_streams_to_the_same_bytes(ask: Any, toy_bf16: Path, tmp_path: Path) -> None:
+    request = ask(folder=toy_bf16, noise_floor="full")
+    whole = capture(request, tmp_path / "whole")
+    assert capture(replace(request, streaming=STREAMS["alone"]), tmp_path / "streamed") == whole
+
+
+@pytest.mark.slow
+def test_stream_killed_in_mid_run_resumes_to_the_same_bytes(toy: Path, tmp_path: Path, command: Any) -> None:
+    arguments = ["extract-all", "--model", str(toy), "--seq-len", "24,15", "--stream", "on", "--quiet"]
+    command(main, *arguments, "--output-dir", tmp_path / "whole")
+    killed = tmp_path / "killed"
+    dying = words_of("gpu_reference", name="layer_1.safetensors", act=KILL)
+    ended = subprocess.run(
+        [*dying, *arguments, "--output-dir", str(killed)], stdout=subprocess.DEVNULL, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    command(main, *arguments, "--output-dir", killed)
+    assert contents(killed) == contents(tmp_path / "whole")
+
+
+def test_packed_experts_need_an_fp8_checkpoint(toy_bf16: Path, tmp_path: Path, command: Any) -> None:
+    common = ["extract-all", "--model", toy_bf16, "--seq-len", "8", "--output-dir", tmp_path / "capture"]
+    result = command(main, *common, "--packed-experts", "--experts-implementation", "eager")
+    assert result.exit_code == 2
+    assert "need an FP8 checkpoint" in result.stderr

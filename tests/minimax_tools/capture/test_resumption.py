@@ -268,3 +268,12 @@ class TestHiddenStatesThatAreMade:
         writer.write_inputs(inputs, self.FED + 1)
         self.write(recipe, tmp_path, made=made)
         assert (recipe.written, len(made)) == ([0, 1, 2], 2)
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut"])
+def test_stored_layer_that_cannot_be_read_starts_anew(recipe: Recipe, tmp_path: Path, damage: str) -> None:
+    recipe.write(tmp_path, until=2)
+    path = tmp_path / "layer_1.safetensors"
+    path.unlink() if damage == "removed" else path.write_bytes(path.read_bytes()[:20])
+    recipe.write(tmp_path)
+    assert recipe.written == [0, 1, 2]

@@ -123,3 +123,9 @@ class TestFilesOfOtherRanks:
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(CaptureError, match=r"layer_1\.safetensors is damaged"):
             self.require(writer)
+
+
+def test_capture_that_lacks_a_file_is_not_marked_complete(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError):
+        write(tmp_path, disturb=remove("layer_1.safetensors"))
+    assert not Capture.open(tmp_path).is_complete

@@ -302,3 +302,9 @@ def test_many_faults_are_counted_not_poured_out(fp8_tensors: Tensors, write: Wri
     message = _fault(folder)
     assert "has 40 faults" in message
     assert "and 28 more" in message
+
+
+def test_an_index_that_names_a_tensor_nobody_holds_is_a_fault(fp8_tensors: Tensors, write: Writer) -> None:
+    folder = write(fp8_tensors)
+    _edit_weight_map(folder, lambda weight_map: weight_map.update(ghost=FIRST))
+    assert f"the index places ghost in {FIRST}, whose header lacks it" in _fault(folder)

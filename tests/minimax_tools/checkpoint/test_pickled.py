@@ -417,3 +417,25 @@ def test_checksum_covers_a_whole_storage_only(tmp_path: Path) -> None:
         assert isinstance(whole, PickledEntry)
         assert (part.crc32, whole.crc32) == (None, zlib.crc32(base.numpy().tobytes()))
         assert torch.equal(reader.read("part"), base[8:16])
+
+
+def test_wrong_out_is_refused(tmp_path: Path) -> None:
+    with PickledReader(save({"x": torch.ones(2, 3)}, tmp_path / "pytorch_model.bin")) as reader:
+        with pytest.raises(ValueError, match="has shape"):
+            reader.read_into("x", torch.empty(3, 2))
+        with pytest.raises(ValueError, match=r"float32: out must be the same"):
+            reader.read_into("x", torch.empty(2, 3, dtype=torch.bfloat16))
+
+
+def test_unknown_name_is_named(tmp_path: Path) -> None:
+    with PickledReader(save({"x": torch.ones(2)}, tmp_path / "pytorch_model.bin")) as reader:
+        with pytest.raises(CheckpointError, match="holds no tensor 'y'"):
+            reader.read("y")
+
+
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    (folder / "pytorch_model.bin.index.json").unlink()
+    save({Q_PROJ: torch.ones(1)}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=rf"{Q_PROJ} is both in pytorch_model-00001-of-00002.bin"):
+        PickledReader(folder)

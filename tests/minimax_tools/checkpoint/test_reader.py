@@ -296,3 +296,10 @@ def test_two_columns_or_rows_are_enough_for_an_order() -> None:
     assert is_transposed(torch.zeros(3, 2).T)
     # The rows overlap.
     assert not is_transposed(torch.zeros(5).as_strided((2, 3), (1, 1)))
+
+
+def test_a_tensor_that_is_not_there_is_named(fp8_tensors: Tensors, write: Writer) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        for read in (reader.read, lambda name: reader.read_weight(name, torch.float32)):
+            with pytest.raises(CheckpointError, match="holds no tensor 'nobody'"):
+                read("nobody")

@@ -219,3 +219,10 @@ def test_all_nodes_of_a_plan_of_names_are_cut_only_if_it_is_whole(
     assert result.exit_code == 2
     assert f"{lost} is not assigned" in result.stderr
     assert not (tmp_path / "model_shards").exists()
+
+
+def test_what_is_no_plan_is_refused(command: Run, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    result = command(mm2_split, "extract", "--plan", tmp_path / "plan.json", "--all-nodes")
+    assert result.exit_code == 2
+    assert "is no plan" in result.stderr

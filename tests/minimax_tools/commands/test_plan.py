@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -170,3 +171,12 @@ def test_model_whose_tensors_are_not_known_cannot_be_planned(command: Command, t
     assert result.exit_code == 3
     assert "are not known: the config.json of a llama lists none" in result.stderr
     assert "Fetch what is missing" in result.stderr
+
+
+def test_damaged_shard_is_not_planned(command: Command, toy: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "toy"
+    shutil.copytree(toy, copy)
+    next(iter(sorted(copy.glob("*.safetensors")))).write_bytes(b"no header")
+    result = command(mm2_split, "plan", "--model", copy, *TWO_NODES)
+    assert result.exit_code == 3
+    assert "is damaged" in result.stderr

@@ -105,3 +105,10 @@ def test_full_disk_is_exit_code_3_and_names_the_bytes(tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert f"{tmp_path / 'huge'} cannot be written: expected " in result.stderr
     assert "bytes free" in result.stderr
+
+
+def test_occupied_output_is_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("synthesize", "--output", tmp_path)
+    assert result.exit_code == 2
+    assert f"{tmp_path} exists" in result.stderr

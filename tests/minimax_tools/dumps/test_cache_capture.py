@@ -168,3 +168,19 @@ def test_caches_take_no_map(golden: Path, tmp_path: Path) -> None:
     reading = DumpReading(names=NameMap.read(tmp_path / "map.yaml"))
     with pytest.raises(UsageError, match="caches: it takes no format and no map"):
         open_source(tmp_path, reading)
+
+
+def test_shorter_cache_is_refused(golden: Path, tmp_path: Path) -> None:
+    dump = open_source(
+        write_caches(tmp_path, golden, lambda _, pair: tuple(half[:, :, :20] for half in pair))
+    )
+    with pytest.raises(IncomparableError, match=r"holds fewer tokens than .* expected 48 or more, found 20"):
+        dump.laid_out_as(Capture.open(golden))
+
+
+def test_prompts_of_other_heads_are_refused(golden: Path, tmp_path: Path) -> None:
+    write_caches(tmp_path, golden)
+    name = "layers.2.self_attn"
+    change_file(tmp_path, lambda caches: caches.update({name: tuple(half[:, :1] for half in caches[name])}))
+    with pytest.raises(CaptureError, match="is of other layers or heads than"):
+        open_source(tmp_path)

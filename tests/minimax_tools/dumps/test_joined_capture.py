@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from compare.cli import main as mm2_compare
 from minimax_tools.capture.reader import Capture
 from minimax_tools.dumps.cache_capture import JoinedCapture
 from minimax_tools.dumps.opening import open_source
+from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 
 MODULES = {
@@ -119,3 +121,10 @@ def test_layers_that_only_the_caches_hold_are_named(golden: Path, tmp_path: Path
     assert (
         "vllm_kv.pt holds layers 2-3 too, of which no module was captured: they are left out" in joined.notes
     )
+
+
+def test_caches_of_fewer_prompts_are_refused(golden: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path, golden)
+    shutil.rmtree(run / "prompt_1")
+    with pytest.raises(IncomparableError, match="the caches of 2 prompts, found 1"):
+        open_source(run).laid_out_as(Capture.open(golden))

@@ -250,3 +250,25 @@ def test_damaged_file_is_named_when_it_is_read(tmp_path: Path) -> None:
     assert torch.equal(capture.read(0, Site.OUTPUT), hidden_states(0))
     with pytest.raises(CaptureError, match=r"layer_1_output\.pt is damaged"):
         capture.read(1, Site.OUTPUT)
+
+
+def test_a_pickled_module_names_itself(tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "full_model")
+    torch.save(torch.nn.Linear(2, 2), directory / "layer_0_output.pt")
+    with pytest.raises(CaptureError, match=r"found a pickled torch\.nn\.modules\.linear\.Linear"):
+        LegacyCapture.open(directory).read(0, Site.OUTPUT)
+
+
+def test_output_of_a_foreign_class_is_refused(tmp_path: Path) -> None:
+    record = single_layer(7, output_hidden_states=MiniMaxM2InferenceConfig())
+    capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", record))
+    with pytest.raises(CaptureError, match="holds no tensor where one is looked for"):
+        capture.read(7, Site.OUTPUT)
+
+
+def test_folder_of_two_files_of_one_site_outside_the_layers_is_refused(tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "golden")
+    for seed, name in enumerate(("logits.pt", "lm_head_output.pt")):
+        torch.save(hidden_states(seed), directory / name)
+    with pytest.raises(CaptureError, match=r"the logits twice: found lm_head_output\.pt and logits\.pt"):
+        LegacyCapture.open(directory)

@@ -548,3 +548,8 @@ def test_endpoint_token_and_cache_are_those_of_the_environment(
     assert {one.token for one in hub.log if not one.path.startswith("/content/")} == {token}
     offline = _run(tmp_path, HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="1")
     assert offline.stdout.strip() == str(folder)
+
+
+def test_no_hub_and_a_part_cached_is_no_answer(resolve: Resolve) -> None:
+    resolve(layers=range(1))
+    assert "does not answer" in _fault(lambda: resolve(endpoint="http://127.0.0.1:9"))

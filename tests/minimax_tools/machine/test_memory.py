@@ -142,3 +142,10 @@ def test_threads_together_get_no_more_than_there_is() -> None:
     for thread in threads:
         thread.join()
     assert len(granted) == 5
+
+
+def test_error_in_the_block_releases_what_it_reserved() -> None:
+    budget = MemoryBudget(MemoryUsage.current().anonymous_bytes + 100 * MB)
+    with pytest.raises(RuntimeError, match="planted"), budget.reserve(60 * MB, "reading"):
+        raise RuntimeError("planted")
+    budget.require(60 * MB, "reading again")

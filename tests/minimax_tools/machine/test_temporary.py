@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from minimax_tools.errors import CheckpointError
 from minimax_tools.machine.files import (
     is_temporary,
     new_folder,
@@ -95,3 +96,9 @@ def test_what_is_being_written_is_found_by_no_search_for_files(tmp_path: Path) -
         written.write_text("half")
         (tmp_path / "b.safetensors").touch()
         assert [path.name for path in tmp_path.rglob("*.safetensors") if path.is_file()] == ["b.safetensors"]
+
+
+def test_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError), new_folder(tmp_path / "new", size_bytes=1, remedy="Make room."):
+        raise OSError("planted")
+    assert names(tmp_path) == []

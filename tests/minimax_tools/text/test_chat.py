@@ -115,3 +115,13 @@ def test_missing_and_damaged_tokenizer_config(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json holds no JSON object"):
         render_chat(tmp_path, PROMPT)
+
+
+def test_template_file_that_cannot_be_read_is_named(toy: Path, tmp_path: Path) -> None:
+    folder = with_template(toy, tmp_path, "x")
+    path = folder / "chat_template.jinja"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(
+        CheckpointError, match=r"chat_template\.jinja cannot be read: found .*Fetch the file again"
+    ):
+        render_chat(folder, PROMPT)

@@ -60,3 +60,10 @@ def test_missing_and_damaged_tokenizer_are_told_apart(toy: Path, tmp_path: Path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         encode_texts(tmp_path, ["a"], chat=False)
+
+
+@pytest.mark.parametrize("value", ["true", "[true]", "1.0", '"3"', "[[3]]", "{}"])
+def test_end_token_that_is_no_id_is_refused_by_name(tmp_path: Path, value: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is not a token id"):
+        read_end_tokens(tmp_path)
