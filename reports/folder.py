@@ -194,9 +194,15 @@ def _write(texts: Mapping[Path, str]) -> None:
                 # A path may hold bytes that are no text.
                 file.write(text.encode("utf-8", "replace").decode("utf-8"))
                 file.flush()
+        missing = [path.name for path in texts if not path.is_file()]
     except OSError as error:
         raise CannotRunError(
             f"cannot write the report {path}",
             found=error.strerror or str(error),
             next_step="Choose another directory for reports, one that can be written to.",
         ) from error
+    if missing:
+        raise CannotRunError(
+            f"the report's {', '.join(missing)} in {path.parent} was removed while the others were written",
+            next_step="Find out what else cleans up there, then run the same command again.",
+        )
