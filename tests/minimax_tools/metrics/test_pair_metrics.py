@@ -124,6 +124,10 @@ class TestCompareTensors:
         assert (metrics.num_nonfinite_target, metrics.close_fraction) == (3, 0.0)
         assert (metrics.cosine_similarity, metrics.pearson_correlation) == (None, None)
 
+    def test_nonfinite_elements_are_not_close_even_to_themselves(self) -> None:
+        reference = torch.tensor([1.0, math.inf, math.nan, 2.0])
+        assert compare_tensors(reference, reference, rtol=1.0, atol=1.0).close_fraction == 0.5
+
     def test_bfloat16_is_not_rounded_again(self) -> None:
         reference = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
         target = torch.tensor([1.0, 1.0078125], dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 
 from minimax_tools.errors import UsageError
 from minimax_tools.model.span import Span
-from minimax_tools.partition.node import Node, read_nodes
+from minimax_tools.partition.node import Node, check_nodes, read_nodes
 
 
 def test_node_is_read_as_it_is_written_on_the_command_line() -> None:
@@ -83,3 +83,17 @@ def test_file_that_lists_no_nodes_is_refused(text: str, tmp_path: Path) -> None:
         read_nodes(path)
     with pytest.raises(UsageError, match="cannot be read"):
         read_nodes(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("count", [0, 65])
+def test_there_are_1_to_64_nodes(count: int) -> None:
+    nodes = [Node(name=f"n{number}", memory_bytes=1) for number in range(count)]
+    with pytest.raises(UsageError, match=f"{count} nodes cannot share a model: expected 1 to 64"):
+        check_nodes(nodes)
+    assert len(check_nodes([Node(name=f"n{number}", memory_bytes=1) for number in range(64)])) == 64
+
+
+def test_names_that_nodes_share_are_named() -> None:
+    nodes = [Node(name=name, memory_bytes=1) for name in "abacb"]
+    with pytest.raises(UsageError, match="nodes share a name: found a; b"):
+        check_nodes(nodes)

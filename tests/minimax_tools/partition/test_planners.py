@@ -326,3 +326,18 @@ def test_cluster_that_cannot_hold_the_model_is_told_what_is_missing(
 ) -> None:
     with pytest.raises(CannotRunError, match=f"{len(memory)} nodes cannot hold the model.*{missing}"):
         plan_stages("memory", model(), cluster(*memory))
+
+
+def test_one_node_counts_a_tied_matrix_once() -> None:
+    tied = PartCost(loaded_bytes=20)
+    cost = model(embedding=tied, lm_head=tied, shared=tied)
+    needed = 8 * 100 + 20 + 1 + 7
+    assert len(plan_stages("memory", cost, cluster(needed))) == 1
+    with pytest.raises(CannotRunError):
+        plan_stages("memory", cost, cluster(needed - 1))
+
+
+def test_balanced_keeps_to_memory() -> None:
+    cost = model([LAYER] * 10, lm_head=NOTHING)
+    stages = plan_stages("balanced", cost, cluster(10**6, 230, tflops=[1, 100]))
+    assert counts(stages) == {"n1": 2, "n0": 8}
