@@ -13,7 +13,8 @@ from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.cli import mm2_split
-from minimax_tools.command_line import help_groups
+from minimax_tools.command_line import help_groups, options
+from minimax_tools.command_line.options import stack_options
 from neuron.cli import main as mm2_test
 
 ROOTS: dict[str, click.Command] = {
@@ -23,6 +24,17 @@ ROOTS: dict[str, click.Command] = {
     "mm2-split": mm2_split,
     "mm2-test": mm2_test,
 }
+
+
+RUNS = (
+    *(("mm2-gpu", name) for name in ("extract-all", "full", "single-layer", "multi-layer")),
+    *(("mm2-test", name) for name in ("single-layer", "multi-layer", "full", "sweep", "component")),
+)
+
+
+def described(param: click.Parameter) -> tuple[object, ...]:
+    assert isinstance(param, click.Option)
+    return param.opts, param.secondary_opts, param.help, param.type.name, param.default, param.multiple
 
 
 def leaves() -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -69,6 +81,21 @@ def test_help_shows_every_option_once_and_the_first_ones_first(words: tuple[str,
     required = {option.opts[0] for option in options if option.required}
     assert required <= set(first) or len(required) > 5
     assert f"  Example: {' '.join(words)} " in show(words)
+
+
+@pytest.mark.parametrize("words", RUNS, ids=" ".join)
+def test_every_run_takes_the_shared_options_with_one_meaning(words: tuple[str, ...]) -> None:
+    judges = words[0] == "mm2-test"
+    shared = stack_options(
+        options.model_option,
+        options.store_options,
+        options.run_options,
+        options.input_options,
+        options.judging_output_options if judges else options.output_options,
+    )
+    own = {param.name: described(param) for param in dict(leaves())[words].params}
+    for param in click.command(shared(lambda **_: None)).params:
+        assert own[param.name] == described(param)
 
 
 def test_groups_list_options_that_commands_have() -> None:
