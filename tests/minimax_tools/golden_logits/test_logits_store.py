@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError
 from minimax_tools.golden_logits.golden_logits import KINDS, GoldenLogits, divergence
 from minimax_tools.golden_logits.golden_rows import compute_golden_logits
-from minimax_tools.golden_logits.logits_store import LogitsStore
+from minimax_tools.golden_logits.logits_store import MODEL_FILE, LogitsStore
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounded_model import RoundedModel
 
@@ -65,6 +66,12 @@ def test_model_of_other_weights_has_no_logits_of_this_one(
     assert not open_store(tmp_path / "kept", other).has(ROWS[0])
 
 
+def test_copy_of_a_model_shares_its_logits(goldens: list[GoldenLogits], tmp_path: Path) -> None:
+    open_store(tmp_path / "kept").write(goldens[0])
+    shutil.copytree(LEARNED, tmp_path / "copy")
+    assert open_store(tmp_path / "kept", tmp_path / "copy").has(ROWS[0])
+
+
 def test_damaged_file_counts_as_missing(
     goldens: list[GoldenLogits], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,6 +85,12 @@ def test_damaged_file_counts_as_missing(
     assert "does not match its digest" in caplog.text
     path.write_bytes(content[:100])
     assert not store.has(ROWS[0])
+
+
+def test_folder_says_which_model_it_is_of(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    record = json.loads((store.directory / MODEL_FILE).read_text(encoding="utf-8"))
+    assert record["fingerprint"]["spec_digest"] == ModelSpec.from_folder(LEARNED).digest()
 
 
 def test_row_has_the_logits_of_its_own_tokens_alone(goldens: list[GoldenLogits]) -> None:

@@ -77,6 +77,12 @@ class TestErrors:
         assert torch.allclose(whole.square(), ordinary.square() + massive.square(), rtol=1e-5)
         assert bool((ordinary[REAL] < 0.1 * massive[REAL]).any())
 
+    def test_without_massive_channels_their_error_is_zero(self) -> None:
+        exact = random(BATCH, LENGTH, 8)
+        found = statistics({Site.OUTPUT: exact.bfloat16()}, {Site.OUTPUT: exact})
+        assert not found[massive_error_name(Site.OUTPUT)].any()
+        assert torch.equal(found[ordinary_error_name(Site.OUTPUT)], found[error_name(Site.OUTPUT)])
+
     @pytest.mark.parametrize("garbage", [0.0, 1e6, math.nan, math.inf])
     def test_padding_leaves_no_trace(self, garbage: float) -> None:
         exact, logits = random(BATCH, LENGTH, 8), random(BATCH, LENGTH, EXPERTS)
@@ -95,6 +101,16 @@ class TestErrors:
         for name, statistic in found.items():
             assert torch.equal(statistic, expected[name]), name
             assert not statistic[~REAL].any(), name
+
+    def test_sites_that_a_side_lacks_have_no_statistics(self) -> None:
+        exact = random(BATCH, LENGTH, 8)
+        found = statistics({Site.OUTPUT: exact.bfloat16()}, {Site.OUTPUT: exact, Site.MOE_DELTA: exact})
+        assert not [name for name in found if name.startswith(str(Site.MOE_DELTA))]
+
+    def test_expert_numbers_have_no_error(self) -> None:
+        experts = torch.zeros(BATCH, LENGTH, 4, dtype=torch.int64)
+        found = statistics({Site.ROUTER_EXPERTS: experts}, {Site.ROUTER_EXPERTS: experts + 1})
+        assert found == {}
 
 
 class TestRouting:
@@ -120,6 +136,11 @@ class TestRouting:
         noisy = logits.scatter_add(-1, last, torch.full((BATCH, LENGTH, 1), 0.01))
         found = statistics({Site.ROUTER_LOGITS: noisy}, {Site.ROUTER_LOGITS: logits})
         assert not found[ROUTER_NOISE].any()
+
+    def test_correction_bias_takes_part_in_the_choice(self) -> None:
+        logits = torch.zeros(BATCH, LENGTH, EXPERTS)
+        found = statistics({Site.ROUTER_LOGITS: logits}, {Site.ROUTER_LOGITS: logits})
+        assert torch.allclose(found[ROUTER_MARGIN][REAL], BIAS[-4] - BIAS[-5], atol=1e-5)
 
     def test_choice_of_all_experts_cannot_flip(self) -> None:
         logits = random(BATCH, LENGTH, EXPERTS)

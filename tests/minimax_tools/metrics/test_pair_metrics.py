@@ -76,6 +76,28 @@ class TestCompareTensors:
             target[place] = 3.0
         assert compare_tensors(reference, target, rtol=0.0, atol=0.0).worst_index == (0, 0, 3)
 
+    def test_equal_tensors_are_alike_by_every_figure(self) -> None:
+        reference, _ = random_pair((7, 11), dtype=torch.bfloat16)
+        metrics = compare_tensors(reference, reference.clone(), rtol=0.0, atol=0.0)
+        assert (metrics.max_abs_diff, metrics.mean_abs_diff, metrics.median_abs_diff) == (0.0, 0.0, 0.0)
+        assert (metrics.relative_l2, metrics.norm_ratio, metrics.close_fraction) == (0.0, 1.0, 1.0)
+        assert metrics.cosine_similarity == pytest.approx(1.0, abs=1e-15)
+        assert metrics.pearson_correlation == pytest.approx(1.0, abs=1e-15)
+
+    def test_scale_shows_in_the_norm_ratio_alone(self) -> None:
+        reference, _ = random_pair((7, 11))
+        metrics = compare_tensors(reference, 0.5 * reference, rtol=0.0, atol=0.0)
+        assert metrics.norm_ratio == pytest.approx(0.5)
+        assert metrics.cosine_similarity == pytest.approx(1.0)
+        assert metrics.pearson_correlation == pytest.approx(1.0)
+
+    def test_offset_shows_in_cosine_and_not_in_pearson(self) -> None:
+        reference, _ = random_pair((50, 50))
+        metrics = compare_tensors(reference, reference + 1.0, rtol=0.0, atol=0.0)
+        assert metrics.pearson_correlation == pytest.approx(1.0)
+        assert metrics.cosine_similarity is not None
+        assert metrics.cosine_similarity < 0.8
+
     def test_pearson_survives_a_mean_far_above_the_spread(self) -> None:
         reference, target = random_pair(SEVERAL_BLOCKS, dtype=torch.float64, noise=0.5, mean=1e7)
         metrics = compare_tensors(reference, target, rtol=0.0, atol=0.0)
@@ -159,6 +181,12 @@ class TestMeasureTensor:
         tensor, _ = random_pair((1000, 1001), dtype=torch.float64)
         assert measure_tensor(1e9 + 1e-3 * tensor).std == pytest.approx(1e-3 * float(tensor.std()), rel=1e-4)
 
+    @pytest.mark.parametrize("value", [0.1, 8.5, 1e-30])
+    def test_constant_has_no_spread(self, value: float) -> None:
+        found = measure_tensor(torch.full(SEVERAL_BLOCKS, value))
+        assert found.std == 0.0
+        assert found.mean == pytest.approx(value, rel=1e-6)
+
     def test_nonfinite_elements_are_counted_and_left_out(self) -> None:
         found = measure_tensor(torch.tensor([1.0, math.nan, 3.0, math.inf, -math.inf, math.nan]))
         assert (found.num_nan, found.num_inf) == (2, 2)
@@ -169,3 +197,8 @@ class TestMeasureTensor:
         found = measure_tensor(tensor)
         assert (found.mean, found.std, found.min, found.max, found.l2) == (None,) * 5
         assert found.num_nan == tensor.numel()
+
+    def test_whole_numbers_and_views_are_measured(self) -> None:
+        numbers = torch.arange(12).reshape(3, 4)
+        assert measure_tensor(numbers.T).mean == 5.5
+        assert measure_tensor(numbers[:, ::2]).max == 10.0

@@ -53,6 +53,21 @@ def test_every_token_goes_through_its_experts_in_float32(num_tokens: int, dtype:
     assert float((found.double() - expected).norm() / expected.norm()) < 2e-6
 
 
+@pytest.mark.parametrize("mistake", ["experts", "shares", "gate and up"])
+def test_another_routing_or_order_of_matrices_would_show(mistake: str) -> None:
+    weights, (states, experts, shares) = weights_of(torch.bfloat16), routing(9)
+    expected = exact(weights, states, experts, shares)
+    if mistake == "experts":
+        experts = experts.flip(-1)
+    elif mistake == "shares":
+        shares = shares.flip(0)
+    else:
+        names = [(expert_weight(expert, "w1"), expert_weight(expert, "w3")) for expert in range(E)]
+        weights |= {new: weights[old] for pair in names for new, old in (pair, pair[::-1])}
+    found = upcast_experts(weights, states, experts, shares)
+    assert float((found.double() - expected).norm() / expected.norm()) > 1e-2
+
+
 def test_sums_do_not_depend_on_the_number_of_threads() -> None:
     weights, before = weights_of(torch.bfloat16), torch.get_num_threads()
     for num_tokens in (5, 60):
