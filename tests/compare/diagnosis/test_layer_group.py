@@ -160,6 +160,12 @@ def test_hints_are_marked_in_the_record() -> None:
     assert [one["is_hint"] for one in record["layers"][1]["nearest"]] == [True]
 
 
+def test_record_stays_per_layer() -> None:
+    record = diagnosis_record(diagnosis(*(layer(n, finding(n)) for n in range(3))))
+    assert [one["layer"] for one in record["diagnosis"]] == [0, 1, 2]
+    assert [one["layer"] for one in record["layers"]] == [0, 1, 2]
+
+
 class TestRightLayers:
     def test_they_have_nothing_to_explain(self) -> None:
         right = [layer(number, unexplained=1.02, is_blamed=False) for number in (0, 2)]
