@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.proof import MEND_FIRST, PROVE_THE_PLACE, MistakeProof, ProofOutcome, ProofWay
 from compare.diagnosis.report import (
@@ -93,6 +95,21 @@ def test_text_tells_the_outcomes_of_a_mistake_that_is_like_the_first() -> None:
     ]
     text = told(diagnosis(*layers))
     assert "Cannot be told from: second (eps 0.5), which leaves ρ 1.10 (not proved, proved)." in text
+
+
+@pytest.mark.parametrize("num_layers", [3, 4])
+def test_text_tells_three_edits_and_where_the_others_are(num_layers: int) -> None:
+    def proved(number: int) -> MistakeProof:
+        edit = (f"tensors['w'] *= {number + 2}",)
+        return MistakeProof(outcome=ProofOutcome.PROVED, way=ProofWay.WEIGHTS, edit=edit, num_layers=9)
+
+    layers = [
+        layer(number, named=(finding("norm_eps", layer=number, proof=proved(number)),))
+        for number in range(num_layers)
+    ]
+    text = told(diagnosis(*layers))
+    assert text.count(PROVE_THE_PLACE) == 3
+    assert ("1 more, with other numbers: see --json." in text) == (num_layers == 4)
 
 
 def test_nothing_to_prove_is_said_where_proofs_were_asked_for() -> None:
