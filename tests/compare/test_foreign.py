@@ -512,31 +512,6 @@ class TestPasses:
             ),
         ],
     )
-    def test_steps_that_an_error_names_are_those_that_work(
-        self, passes: Any, steps: str | None, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.write_sglang(tmp_path / "dump", runs["right"], passes=passes, has_request_ids=False)
-        for name in ("positions", "seq_lens", "req_pool_indices"):
-            for file in (tmp_path / "dump").glob(f"*name={name}___*"):
-                file.unlink()
-        exit_code, record = compare(tmp_path / "dump")
-        assert exit_code == 3
-        line = "steps: " + record["error"].partition("steps: ")[2].rstrip(".")
-        assert line == f"steps: {steps or [[str(step) for step in range(6)]]}"
-        exit_code, record = compare(tmp_path / "dump", line)
-        assert (exit_code, record["compared"]) == (0, COMPARED["sglang"])
-
-    @pytest.mark.parametrize(
-        ("passes", "steps"),
-        [
-            ([[(0, 0, 48)], [(1, 0, 33)]], "[['0'], ['1']]"),
-            ([[(1, 0, 33)], [(0, 0, 30)], [(0, 30, 48)]], "[['1', '2'], ['0']]"),
-            (
-                [[(0, 0, 43), (1, 0, 28)], *([(0, 43 + n, 44 + n), (1, 28 + n, 29 + n)] for n in range(5))],
-                None,
-            ),
-        ],
-    )
     def test_steps_of_a_map_join_passes_that_record_no_requests(
         self, write: Any, passes: Any, steps: str | None, compare: Any, tmp_path: Path
     ) -> None:
