@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -143,6 +143,43 @@ def join_passes(passes: Sequence[torch.Tensor], lengths: Sequence[tuple[int, ...
     return torch.cat([tokens for of_prompt in by_prompt for tokens in of_prompt])
 
 
+def choose_passes(counts: Mapping[str, int], lengths: tuple[int, ...]) -> tuple[tuple[str, ...], ...] | None:
+    """Choose passes that have the prompts' tokens, as groups that follow each other; None if none do.
+
+    `counts` are the rows of each pass, by label and in the passes' order. In this order of preference:
+
+    - all passes follow each other: the chunks of one prompt, or a prefill and decoded tokens
+    - one pass has all tokens
+    - a prompt's tokens are those of one pass, or of passes that follow each other
+    """
+    labels, batch = tuple(counts), len(lengths)
+    num_decoded = len(labels) - 1
+    is_decoding = all(counts[label] == batch for label in labels[1:])
+    if sum(counts.values()) == sum(lengths) and (batch == 1 or is_decoding or not num_decoded):
+        return (labels,)
+    for label in labels:
+        if counts[label] == sum(lengths):
+            return ((label,),)
+    groups: list[tuple[str, ...]] = []
+    left = list(labels)
+    for length in lengths:
+        group = _find_group(left, counts, length)
+        if group is None:
+            return None
+        groups.append(group)
+        left = [label for label in left if label not in group]
+    return tuple(groups)
+
+
+def _find_group(labels: Sequence[str], counts: Mapping[str, int], length: int) -> tuple[str, ...] | None:
+    """Find the first passes in a row that have so many rows together."""
+    for start in range(len(labels)):
+        for stop in range(start + 1, len(labels) + 1):
+            if sum(counts[label] for label in labels[start:stop]) == length:
+                return tuple(labels[start:stop])
+    return None
+
+
 def lay_out(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Lay tokens [T,F] out on the real places of a batch, [B,S,F]; zeros on its padding."""
     batch = tokens.new_zeros((*mask.shape, tokens.shape[-1]))
@@ -236,13 +273,11 @@ class DumpAssembly:
         try:
             return self._read_groups(site, rows, kind=kind, what=what)
         except CaptureError as error:
-            if not self.found.not_joined:
+            advice = self._advise_on_passes(site, rows, kind=kind)
+            if not advice:
                 raise
             raise CaptureError(
-                error.what,
-                expected=error.expected,
-                found=error.found,
-                next_step=f"The passes could not be joined: {self.found.not_joined}",
+                error.what, expected=error.expected, found=error.found, next_step=advice
             ) from error
 
     def _read_stretches(
@@ -299,6 +334,27 @@ class DumpAssembly:
                 found=", ".join("x".join(map(str, shape)) for shape in found),
                 next_step="Name passes of one kind as steps in a map, or leave the site's module out.",
             )
+
+    def _advise_on_passes(self, site: FoundSite, rows: TokenRows, *, kind: TokenKind) -> str:
+        """Return the next step of an error, for a dump with other passes than those that are read; else empty."""
+        if len(self.found.dump.steps) < 2:
+            return ""
+        reason = f"The passes could not be joined: {self.found.not_joined} " if self.found.not_joined else ""
+        chosen = choose_passes(self._count_rows(site, kind), rows.lengths)
+        if chosen is None or chosen == self.found.passes:
+            return f"{reason}No steps of a map choose passes with these prompts: run both sides on the same ones."
+        steps = ", ".join(f"[{', '.join(map(repr, group))}]" for group in chosen)
+        return f"{reason}This line of a map (--map FILE) reads passes with as many tokens: steps: [{steps}]"
+
+    def _count_rows(self, site: FoundSite, kind: TokenKind) -> dict[str, int]:
+        """Count the rows of each pass, by label, in the pieces of one rank."""
+        first = next(iter(site.terms[0].pieces.values()))
+        counts: dict[str, int] = {}
+        for piece in self.found.dump.pieces:
+            is_of_site = (str(piece), piece.rank) == (str(first), first.rank)
+            if is_of_site and piece.step not in counts:
+                counts[piece.step] = math.prod(piece.shape if kind is TokenKind.NUMBER else piece.shape[:-1])
+        return {step: counts[step] for step in self.found.dump.steps if step in counts}
 
     def _read_term(self, term: SiteTerm, step: str, *, what: str) -> torch.Tensor:
         """Read a term of a site from one pass, its ranks' pieces put together."""

@@ -512,7 +512,7 @@ class TestPasses:
             ),
         ],
     )
-    def test_steps_of_a_map_join_passes_that_record_no_requests(
+    def test_steps_that_an_error_names_are_those_that_work(
         self, write: Any, passes: Any, steps: str | None, compare: Any, tmp_path: Path
     ) -> None:
         write("sglang", passes=passes, has_request_ids=False)
@@ -521,7 +521,8 @@ class TestPasses:
                 file.unlink()
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 3
-        line = f"steps: {steps or [[str(step) for step in range(6)]]}"
+        line = "steps: " + record["error"].partition("steps: ")[2].rstrip(".")
+        assert line == f"steps: {steps or [[str(step) for step in range(6)]]}"
         exit_code, record = compare(tmp_path / "dump", line)
         assert (exit_code, record["compared"]) == (0, COMPARED["sglang"])
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.dumps.assembly import TokenRows, batch_mask, join_passes, lay_out
+from minimax_tools.dumps.assembly import TokenRows, batch_mask, choose_passes, join_passes, lay_out
 from minimax_tools.errors import CaptureError
 
 LENGTHS = (3, 2)
@@ -79,3 +79,24 @@ def test_passes_that_make_up_a_prompt_are_its_chunks() -> None:
     assert [one.lengths for one in rows.in_passes((4, 2, 1))] == [(4,), (2,), (1,)]
     # Padded to a bucket, they are a prefill and two decoded tokens.
     assert [one.lengths for one in rows.in_passes((8, 1, 1))] == [(5,), (1,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "chosen"),
+    [
+        ((32, 32, 32), (96,), (("0", "1", "2"),)),
+        ((88, *[1] * 8), (96,), (tuple(map(str, range(9))),)),
+        ((141, *[2] * 8), (96, 61), (tuple(map(str, range(9))),)),
+        ((4, 96), (96,), (("1",),)),
+        ((96, 61), (96, 61), (("0",), ("1",))),
+        ((61, 96), (96, 61), (("1",), ("0",))),
+        ((48, 48, 40, 21), (96, 61), (("0", "1"), ("2", "3"))),
+        # Decoded rows of prompts that were prefilled apart are in no group of one prompt.
+        ((92, 57, 2, 2, 2, 2), (96, 61), None),
+        ((40, 50), (96,), None),
+    ],
+)
+def test_passes_that_have_the_prompts_tokens_are_chosen(
+    counts: tuple[int, ...], lengths: tuple[int, ...], chosen: tuple[tuple[str, ...], ...] | None
+) -> None:
+    assert choose_passes({str(step): count for step, count in enumerate(counts)}, lengths) == chosen
