@@ -45,18 +45,25 @@ class Words:
     sources: tuple[str, ...] = ()  # public threads that report the mistake, as `repository#thread`
 
 
-@cache
 def read_words(place: Place) -> Mapping[str, Words]:
     """Read the known mistakes of a place by name, in the order in which they are listed and named."""
-    record: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))[place]
+    return _read_file()[place]
+
+
+@cache
+def _read_file() -> Mapping[Place, Mapping[str, Words]]:
+    record: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     return {
-        name: Words(
-            name=name,
-            what=entry["what"],
-            look_at=entry["look_at"],
-            sources=tuple(entry.get("sources", ())),
-        )
-        for name, entry in record.items()
+        place: {
+            name: Words(
+                name=name,
+                what=entry["what"],
+                look_at=entry["look_at"],
+                sources=tuple(entry.get("sources", ())),
+            )
+            for name, entry in record[place].items()
+        }
+        for place in Place
     }
 
 
