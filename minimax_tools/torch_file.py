@@ -106,7 +106,8 @@ class TorchFile:
     def _address(self) -> int:
         """Find the address of the file's first byte, which torch does not tell; 0 if no tensor is mapped.
 
-        A mapping begins with a page of memory, and nearly all storages of a file are its records.
+        A mapping begins with a page of memory, and nearly all storages of a file are its records. Others lie in memory
+        that torch allocated, by chance at the place of a record in its page: these alone can be resized.
         """
         offsets = defaultdict(list)
         for offset, record in self._records.items():
@@ -115,6 +116,7 @@ class TorchFile:
         sizes = {
             storage.data_ptr(): storage.nbytes()
             for storage in (tensor.untyped_storage() for tensor in _find_tensors(self.value))
+            if not storage.resizable()
         }
         votes: Counter[int] = Counter()
         places = sorted(sizes)

@@ -128,8 +128,12 @@ def test_tensor_of_an_xla_device_is_read(tmp_path: Path) -> None:
     tensor = torch.randn(2, 3).bfloat16()
     args = (tensor.dtype, "xla:0", False)
     now = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, tensor, *args)
-    before = Call(torch._utils._rebuild_device_tensor_from_numpy, tensor.float().numpy(), *args)
-    for loaded in reload([now, before], tmp_path):
+    # Of this many that are no records of the file, some lie where one would.
+    before = [
+        Call(torch._utils._rebuild_device_tensor_from_numpy, tensor.float().numpy(), *args)
+        for _ in range(300)
+    ]
+    for loaded in reload([now, *before], tmp_path):
         assert torch.equal(loaded, tensor)
 
 
