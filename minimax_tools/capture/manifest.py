@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from minimax_tools.capture.digests import (
-    Digests,
-    FileDigests,
-    TensorDigest,
-    describe_tensor,
-    require_plain_name,
-)
+from minimax_tools.capture.digests import FileDigests, TensorDigest, describe_tensor
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, Mm2Error, shorten
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields, omit_default
+from minimax_tools.machine.files import is_plain_name
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.inputs import ExpertTokens
@@ -40,10 +35,11 @@ INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3
 # Fields of a manifest that hold a value for each layer, as far as there is something to note.
 OF_LAYER = ("not_exposed", "unreached_experts", "num_calls", "held_weights")
-# Fields of a manifest beside description, entries and digests, in the order of its file, and keys that are other names.
+# Fields of a manifest beside description, entries and tensor digests, in the order of its file, and keys that are other
+# names.
 _FIELDS = (
     *("not_exposed", "unreached_experts", "num_calls", "observed_dtypes", "held_weights"),
-    *("complete_layers", "is_complete", "certificate"),
+    *("complete_layers", "is_complete", "certificate", "text_digests"),
 )
 _RENAMED = {"is_complete": "complete"}
 # Fields that most captures do not have: absent, not empty.
@@ -177,11 +173,7 @@ class Entry:
     statistics: TensorStatistics
 
     def __post_init__(self) -> None:
-        require_plain_name(self.file)
-
-    def __hash__(self) -> int:
-        # Few of the fields: the texts of all entries are looked up again after each layer.
-        return hash((self.layer, self.site, self.sha256))
+        _require_plain_name(self.file)
 
     @classmethod
     def of(cls, layer: int | None, site: str, *, file: str, tensor: torch.Tensor) -> Entry:
@@ -240,7 +232,9 @@ class Manifest:
 
     description: Description  # the run
     entries: tuple[Entry, ...] = ()  # sites stored so far
-    digests: Digests = field(default_factory=Digests)  # of everything stored that has no entry
+    # Of the tensors without an entry (inputs, float32 twins, noise floors and others), by file and name
+    digests: FileDigests = field(default_factory=dict)
+    text_digests: Mapping[str, str] = field(default_factory=dict)  # sha256 of each JSON file, by its name
     # Sites by layer that the run wanted and the port does not expose
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
     # Of a golden, the experts by layer that no token chose; no entry if nobody looked
@@ -255,17 +249,18 @@ class Manifest:
     is_complete: bool = False  # whether the run came to its end
     certificate: Certificate | None = None  # checks of a golden, added by `mm2-gpu certify`
 
+    def __post_init__(self) -> None:
+        for name in (*self.digests, *self.text_digests):
+            _require_plain_name(name)
+
     def names_in(self, file: str) -> tuple[str, ...]:
         """Return the names of a file's tensors that have no entries, sorted; () if the manifest lists none."""
-        return tuple(
-            name for listed in self.digests.tensors if listed.file == file for name, _ in listed.tensors
-        )
+        return tuple(self.digests.get(file, ()))
 
     def file_names(self) -> tuple[str, ...]:
         """Return the names of the capture's files, sorted, the manifest's own too."""
         entry_files = (entry.file for entry in self.entries)
-        digest_files = (file.file for file in self.digests.tensors)
-        return tuple(sorted({MANIFEST_NAME, *entry_files, *digest_files, *dict(self.digests.texts)}))
+        return tuple(sorted({MANIFEST_NAME, *entry_files, *self.digests, *self.text_digests}))
 
     @property
     def is_certified(self) -> bool:
@@ -280,7 +275,7 @@ class Manifest:
         digest = hashlib.sha256()
         for entry in self.entries:
             digest.update(_entry_text(entry).encode())
-        for text in (*map(_file_text, self.digests.tensors), _as_text(dict(self.digests.texts))):
+        for text in (*self._file_texts(), _as_text(dict(self.text_digests))):
             digest.update(text.encode())
         digest.update(json.dumps(encode(self.description), sort_keys=True).encode())
         return digest.hexdigest()
@@ -290,7 +285,7 @@ class Manifest:
         layer: int,
         entries: tuple[Entry, ...],
         *,
-        digests: Iterable[FileDigests] = (),
+        digests: FileDigests = MappingProxyType({}),
         observed_dtypes: Mapping[str, str] = MappingProxyType({}),
         **of_layer: Any,
     ) -> Manifest:
@@ -309,23 +304,28 @@ class Manifest:
             # That no expert was left out is worth a note.
             if value or (name == "unreached_experts" and value is not None)
         }
-        return replace(
-            self,
+        return self.with_digests(
+            digests,
             entries=_sorted((*self.entries, *entries)),
-            digests=self.digests.with_files(digests),
             observed_dtypes={**self.observed_dtypes, **observed_dtypes},
             complete_layers=tuple(sorted((*self.complete_layers, layer))),
             **noted,
         )
 
-    def with_model(self, entries: tuple[Entry, ...], digests: Iterable[FileDigests] = ()) -> Manifest:
+    def with_model(self, entries: tuple[Entry, ...], digests: FileDigests = MappingProxyType({})) -> Manifest:
         """Replace the sites outside the layers; `digests` are those of their twins and floors."""
         layer_entries = tuple(entry for entry in self.entries if entry.layer is not None)
-        return replace(
-            self,
-            entries=_sorted((*layer_entries, *entries)),
-            digests=self.digests.with_files(digests),
-        )
+        return self.with_digests(digests, entries=_sorted((*layer_entries, *entries)))
+
+    def with_digests(self, digests: FileDigests, **changes: Any) -> Manifest:
+        """Add or replace the digests of some tensor files, and other fields by name."""
+        files = sorted({**self.digests, **digests}.items())
+        ordered = {file: dict(sorted(tensors.items())) for file, tensors in files}
+        return replace(self, digests=ordered, **changes)
+
+    def with_text(self, name: str, sha256: str) -> Manifest:
+        """Add or replace the digest of a JSON file."""
+        return replace(self, text_digests=dict(sorted({**self.text_digests, name: sha256}.items())))
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest as JSON values."""
@@ -334,7 +334,7 @@ class Manifest:
     def as_text(self) -> str:
         """Return the file's text, one line for each entry and each file with digests."""
         frame = [f" {json.dumps(name)}: {_as_text(value)}" for name, value in self._frame().items()]
-        files = ",\n".join(f"  {_file_text(file)}" for file in self.digests.tensors)
+        files = ",\n".join(f"  {text}" for text in self._file_texts())
         entries = ",\n".join(f"  {_entry_text(entry)}" for entry in self.entries)
         parts = (*frame, f' "digests": {{\n{files}\n }}', f' "entries": [\n{entries}\n ]')
         return "{\n" + ",\n".join(parts) + "\n}\n"
@@ -346,7 +346,11 @@ class Manifest:
             value = getattr(self, name)
             if value or name not in _OPTIONAL:
                 frame[_RENAMED.get(name, name)] = encode(value)
-        return {**frame, "text_digests": dict(self.digests.texts)}
+        return frame
+
+    def _file_texts(self) -> list[str]:
+        """Format the digests of each tensor file."""
+        return [f"{_as_text(file)}: {_as_text(encode(tensors))}" for file, tensors in self.digests.items()]
 
     @classmethod
     def read(cls, directory: Path | str, *, name: str = MANIFEST_NAME) -> Manifest:
@@ -384,12 +388,12 @@ class Manifest:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Manifest:
         """Return the manifest that `to_json` gave."""
-        for name in set(_FIELDS) - set(_OPTIONAL):
+        for name in {"digests", *_FIELDS} - set(_OPTIONAL):
             if _RENAMED.get(name, name) not in record:
                 raise KeyError(_RENAMED.get(name, name))
-        digests = {"tensors": record["digests"], "texts": record["text_digests"]}
-        whole = {**record, "description": record, "digests": digests}
-        return decode_fields(cls, whole, **_RENAMED)
+        # Of a file that anybody may have written, in any order.
+        manifest = decode_fields(cls, {**record, "description": record}, **_RENAMED)
+        return manifest.with_digests({})
 
     @staticmethod
     def is_in(directory: Path) -> bool:
@@ -403,20 +407,18 @@ class Manifest:
             return (directory / INPUTS_NAME).exists()
 
 
+def _require_plain_name(name: str) -> None:
+    """Raise ValueError unless a file lies in the capture's own folder: a manifest may come from anywhere."""
+    if not is_plain_name(name) or name.startswith(".") or "\\" in name:
+        raise ValueError(f"{shorten(name)!r} is no file of a capture's folder")
+
+
 def _as_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-@lru_cache(maxsize=1 << 14)
 def _entry_text(entry: Entry) -> str:
-    """Format an entry, once: the manifest is written anew after every layer, with all entries before."""
     return _as_text(encode(entry))
-
-
-@lru_cache(maxsize=1 << 10)
-def _file_text(file: FileDigests) -> str:
-    """Format the digests of a file, once for the same reason."""
-    return f"{_as_text(file.file)}: {_as_text(encode(file))}"
 
 
 def _is_manifest(record: Any) -> bool:

@@ -175,7 +175,7 @@ class CaptureMirror:
 
     def _find_damage(self, name: str, path: Path) -> str | None:
         """Describe the first difference from the manifest; None if the file is as it was written."""
-        texts = dict(self.manifest.digests.texts)
+        texts = self.manifest.text_digests
         if name in texts:
             found_hash = digest_file(path)
             return None if found_hash == texts[name] else f"sha256 {found_hash[:16]}… for {texts[name][:16]}…"
@@ -195,10 +195,7 @@ class CaptureMirror:
     def _listed(self, name: str) -> Mapping[str, TensorDigest]:
         """Return the digests of a file's tensors by name."""
         listed = {entry.site: entry.digest for entry in self.manifest.entries if entry.file == name}
-        for file in self.manifest.digests.tensors:
-            if file.file == name:
-                listed |= dict(file.tensors)
-        return listed
+        return {**listed, **self.manifest.digests.get(name, {})}
 
 
 def _begin(directory: Path, address: RemoteAddress, folder: RemoteFolder, arrived: Path) -> None:
@@ -215,7 +212,7 @@ def _begin(directory: Path, address: RemoteAddress, folder: RemoteFolder, arrive
     directory.mkdir(parents=True, exist_ok=True)
     MirrorRecord(address=folder.address, asked=address).write(directory)
     mirror = CaptureMirror(directory=directory, address=folder.address, manifest=manifest)
-    for name, _ in manifest.digests.texts:
+    for name in manifest.text_digests:
         mirror.hold(name)
     with whole_file(directory / MANIFEST_NAME, newline="") as file:
         file.write(arrived.read_bytes().decode())
@@ -232,7 +229,7 @@ def _is_whole(directory: Path) -> bool:
     except (CaptureError, OSError, ValueError):
         return False
     is_of_address = directory in RemoteCache(folder=directory.parents[1]).versions(CAPTURES, record.asked)
-    return is_of_address and all((directory / name).exists() for name, _ in manifest.digests.texts)
+    return is_of_address and all((directory / name).exists() for name in manifest.text_digests)
 
 
 def _no_capture(folder: RemoteFolder) -> CaptureError:

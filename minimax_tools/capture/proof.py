@@ -175,10 +175,6 @@ class Proof:
         self._manifest = manifest
         self._files = files
         self._is_golden = manifest.description.side == GOLDEN_SIDE
-        self._digests = {
-            (file.file, name): digest for file in manifest.digests.tensors for name, digest in file.tensors
-        }
-        self._texts = dict(manifest.digests.texts)
         self._checks = CheckRunner()
         self._is_certified: bool | None = None
 
@@ -221,7 +217,7 @@ class Proof:
 
     def check_tensor(self, file: str, name: str, tensor: torch.Tensor, *, place: str) -> None:
         """Raise if a tensor without an entry does not have its digest; `place` names the tensor in messages."""
-        expected = self._digests.get((file, name))
+        expected = self._manifest.digests.get(file, {}).get(name)
         if expected is None:
             raise self.refuse(
                 f"was changed after it was written: {place} in {file} has no digest in its manifest"
@@ -235,14 +231,14 @@ class Proof:
         Raises:
             CaptureError: The tensor is listed.
         """
-        if (file, name) in self._digests:
+        if name in self._manifest.digests.get(file, {}):
             raise self.refuse(
                 f"was changed after it was written: {file} lacks {place}, which its manifest lists"
             )
 
     def check_text(self, name: str, content: bytes | None) -> None:
         """Raise if a JSON file does not have its digest; `content` is its bytes, None if there is no such file."""
-        expected = self._texts.get(name)
+        expected = self._manifest.text_digests.get(name)
         found = None if content is None else hashlib.sha256(content).hexdigest()
         if expected != found:
             raise self.refuse(

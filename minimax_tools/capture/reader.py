@@ -131,7 +131,7 @@ class Capture(CaptureSource):
         self.observed_dtypes = manifest.observed_dtypes
         self.held_weights = manifest.held_weights
         # A whole port may show some of its layers, or none.
-        self.may_omit_inputs = _is_of_whole_port(manifest)
+        self.may_omit_inputs = PASSES_NAME in manifest.text_digests
         self._manifest = manifest
         self._entries = {(entry.layer, entry.site): entry for entry in manifest.entries}
         mirror = CaptureMirror.find(directory, manifest)
@@ -445,11 +445,6 @@ def _nearer_heads(tensor: torch.Tensor, read_golden: Callable[[], torch.Tensor])
         float((reading.double() - golden.double()).nan_to_num().norm()) for reading in (tensor, exchanged)
     ]
     return exchanged.contiguous() if distances[1] < distances[0] else tensor
-
-
-def _is_of_whole_port(manifest: Manifest) -> bool:
-    """Decide whether a capture is a whole port's run, by the file of its passes."""
-    return PASSES_NAME in dict(manifest.digests.texts)
 
 
 def _refuse_parent(folder: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from minimax_tools.capture.digests import FileDigests
 from minimax_tools.capture.manifest import OF_LAYER, Description, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import inspect_capture
@@ -57,17 +58,22 @@ def add_part(manifest: Manifest, part: Manifest) -> Manifest:
     new_model_entries = [entry for entry in new if entry.layer is None]
     if new_model_entries:
         model_entries = [entry for entry in manifest.entries if entry.layer is None]
-        merged = manifest.with_model((*model_entries, *new_model_entries), part.digests.of_group("model"))
+        merged = manifest.with_model((*model_entries, *new_model_entries), _digests_of(part, "model"))
     for layer in part.complete_layers:
         if layer not in merged.complete_layers:
             merged = merged.with_layer(
                 layer,
                 tuple(entry for entry in new if entry.layer == layer),
-                digests=part.digests.of_group(f"layer_{layer}"),
+                digests=_digests_of(part, f"layer_{layer}"),
                 **{name: getattr(part, name).get(layer) for name in OF_LAYER},
             )
     # The dtypes that the manifest has already stay.
     return replace(merged, observed_dtypes={**part.observed_dtypes, **manifest.observed_dtypes})
+
+
+def _digests_of(part: Manifest, group: str) -> FileDigests:
+    """Return the digests of the files of a layer (`layer_7`), or of the sites outside the layers (`model`)."""
+    return {file: digests for file, digests in part.digests.items() if file.startswith(f"{group}.")}
 
 
 def remove_parts(directory: Path) -> None:

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.digests import FileDigests, describe_tensor
+from minimax_tools.capture.digests import FileDigests, TensorDigest, describe_tensor
 from minimax_tools.capture.further import further_file
 from minimax_tools.capture.manifest import INPUTS_NAME, Certificate, Description, Entry, Manifest
 from minimax_tools.capture.passes import CachePair, cache_file
@@ -160,7 +160,7 @@ class WrittenFiles:
 
     def _compare(self, changed: list[str], manifest: Manifest, manifest_name: str) -> list[str]:
         """Return the faults of files whose states changed."""
-        texts = dict(manifest.digests.texts)
+        texts = manifest.text_digests
         faults = []
         for name in changed:
             path = self._directory / name
@@ -247,9 +247,9 @@ class CaptureWriter:
         """
         entries, digests = self._write_group(f"layer_{layer}", layer, tensors, twin=twin, floor=floor)
         if further:
-            digests.append(self._write(further_file(layer), further))
+            digests |= self._write(further_file(layer), further)
         if cache is not None:
-            digests.append(self._write(cache_file(layer), dict(zip(("keys", "values"), cache, strict=True))))
+            digests |= self._write(cache_file(layer), dict(zip(("keys", "values"), cache, strict=True)))
         self._update(
             self.manifest.with_layer(
                 layer, entries, digests=digests, observed_dtypes=observed_dtypes or {}, **of_layer
@@ -297,16 +297,15 @@ class CaptureWriter:
         """Store a JSON file beside the tensors, and its digest."""
         text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         self._write_text(name, text)
-        digests = self.manifest.digests.with_text(name, hashlib.sha256(text.encode()).hexdigest())
-        self._update(replace(self.manifest, digests=digests))
+        self._update(self.manifest.with_text(name, hashlib.sha256(text.encode()).hexdigest()))
 
     def write_inputs(self, inputs: Inputs, hidden_states: torch.Tensor | None) -> None:
         """Store the token rows, and the hidden states [B,S,H] of a run that starts in mid-model."""
         extra = {} if hidden_states is None else {"hidden_states": hidden_states}
         written = self._write(INPUTS_NAME, {**inputs.tensors(), **extra})
-        digests = self.manifest.digests.with_files([written])
-        if digests != self.manifest.digests:
-            self._update(replace(self.manifest, digests=digests))
+        changed = self.manifest.with_digests(written)
+        if changed != self.manifest:
+            self._update(changed)
 
     def _write_group(
         self,
@@ -316,7 +315,7 @@ class CaptureWriter:
         *,
         twin: SiteTensors | None,
         floor: Mapping[str, torch.Tensor] | None,
-    ) -> tuple[tuple[Entry, ...], list[FileDigests]]:
+    ) -> tuple[tuple[Entry, ...], dict[str, Mapping[str, TensorDigest]]]:
         """Write the files of a layer, or of the sites outside the layers.
 
         Returns:
@@ -326,11 +325,11 @@ class CaptureWriter:
             tensors = self._kept.cut_sites(tensors)
             twin = None if twin is None else self._kept.cut_twins(twin)
             floor = None if floor is None else self._kept.cut_floor(floor)
-        digests = []
+        digests: dict[str, Mapping[str, TensorDigest]] = {}
         if twin is not None:
-            digests.append(self._write(f"{name}.fp32.safetensors", _by_name(twin)))
+            digests |= self._write(f"{name}.fp32.safetensors", _by_name(twin))
         if floor is not None:
-            digests.append(self._write(f"{name}.floor.safetensors", floor))
+            digests |= self._write(f"{name}.floor.safetensors", floor)
         file = f"{name}.safetensors"
         named = _by_name(tensors)
         # Threads describe the tensors while they are written. Each computes alone: statistics of blocks are too short
@@ -345,7 +344,7 @@ class CaptureWriter:
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> FileDigests:
         """Write a file whose tensors have no entries, and return their digests."""
         self._save(name, tensors)
-        return FileDigests.of(name, {key: describe_tensor(tensor) for key, tensor in tensors.items()})
+        return {name: {key: describe_tensor(tensor) for key, tensor in tensors.items()}}
 
     def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         with whole_capture_file(self.directory / name) as temporary:

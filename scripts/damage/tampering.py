@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from minimax_tools.capture.digests import FileDigests, describe_tensor
+from minimax_tools.capture.digests import describe_tensor
 from minimax_tools.capture.manifest import Entry, Manifest
 from minimax_tools.capture.store import MANIFEST_NAME
 
@@ -63,11 +63,11 @@ def sign(directory: Path, *, with_statistics: bool = False) -> None:
     manifest = Manifest.read(directory)
     files = {path.name: _load(path) for path in directory.glob("*.safetensors")}
     entries = tuple(_signed(entry, files[entry.file], with_statistics) for entry in manifest.entries)
-    digests = manifest.digests.with_files(
-        FileDigests.of(old.file, {name: describe_tensor(tensor) for name, tensor in files[old.file].items()})
-        for old in manifest.digests.tensors
-    )
-    write_manifest(directory, replace(manifest, entries=entries, digests=digests))
+    digests = {
+        file: {name: describe_tensor(tensor) for name, tensor in files[file].items()}
+        for file in manifest.digests
+    }
+    write_manifest(directory, manifest.with_digests(digests, entries=entries))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -54,7 +54,7 @@ def _compare_wide(tally: Tally, scratch: Path) -> None:
 def _repeat_layer(golden: Path) -> int:
     """Make the files of the golden's only layer those of every layer, as links; return the bytes of all layers."""
     manifest = Manifest.read(golden)
-    entries, files, num_bytes = list(manifest.entries), list(manifest.digests.tensors), 0
+    entries, digests, num_bytes = list(manifest.entries), dict(manifest.digests), 0
     of_layer = list(golden.glob("layer_0*.safetensors"))
     for layer in range(_NUM_LAYERS):
         for path in of_layer:
@@ -67,17 +67,16 @@ def _repeat_layer(golden: Path) -> int:
                 for entry in manifest.entries
                 if entry.layer == 0
             ]
-            files += [
-                replace(file, file=_renamed(file.file, layer))
-                for file in manifest.digests.tensors
-                if file.file.startswith("layer_0")
-            ]
+            digests |= {
+                _renamed(file, layer): tensors
+                for file, tensors in manifest.digests.items()
+                if file.startswith("layer_0")
+            }
     run = replace(manifest.description.run, span=Span(0, _NUM_LAYERS))
-    whole = replace(
-        manifest,
+    whole = manifest.with_digests(
+        digests,
         description=replace(manifest.description, run=run),
         entries=tuple(sorted(entries, key=_place)),
-        digests=replace(manifest.digests, tensors=tuple(sorted(files, key=lambda file: file.file))),
         complete_layers=tuple(range(_NUM_LAYERS)),
     )
     (golden / MANIFEST_NAME).write_text(whole.as_text(), encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +101,5 @@ def test_tokens_that_the_golden_did_not_generate_are_noted(copyist: Any, judge: 
     record = {"rows": [row], "sampling": {"do_sample": False}}
     (run / GENERATION_NAME).write_text(json.dumps(record), encoding="utf-8")
     manifest = Manifest.read(run)
-    digests = manifest.digests.with_text(GENERATION_NAME, digest_file(run / GENERATION_NAME))
-    write_manifest(run, replace(manifest, digests=digests))
+    write_manifest(run, manifest.with_text(GENERATION_NAME, digest_file(run / GENERATION_NAME)))
     assert any("the golden generated no tokens" in note for note in judge(run).notes)

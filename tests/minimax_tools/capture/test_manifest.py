@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.capture.digests import FileDigests, TensorDigest, digest_tensor
+from minimax_tools.capture.digests import TensorDigest, digest_tensor
 from minimax_tools.capture.manifest import SCHEMA_VERSION, Entry, Manifest
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError
@@ -149,13 +149,17 @@ DIGEST = TensorDigest(dtype="float32", shape=(2, 3), sha256="1" * 64)
 @pytest.fixture
 def digested(manifest: Manifest) -> Manifest:
     """The manifest with digests of two files of tensors and one of JSON."""
-    files = [
-        FileDigests.of(f"layer_0.{kind}.safetensors", {"b": DIGEST, "a": DIGEST})
-        for kind in ("fp32", "floor")
-    ]
-    return replace(
-        manifest, digests=manifest.digests.with_files(files).with_text("generation.json", "2" * 64)
-    )
+    files = {f"layer_0.{kind}.safetensors": {"b": DIGEST, "a": DIGEST} for kind in ("fp32", "floor")}
+    return manifest.with_digests(files).with_text("generation.json", "2" * 64)
+
+
+def test_digests_are_replaced_file_by_file_and_lie_in_one_order(digested: Manifest) -> None:
+    other, file = replace(DIGEST, dtype="int64"), "layer_0.floor.safetensors"
+    changed = digested.with_digests({file: {"b": DIGEST, "a": other}}).with_text("a.json", "3")
+    assert list(changed.digests[file].items()) == [("a", other), ("b", DIGEST)]
+    assert list(changed.digests) == [file, "layer_0.fp32.safetensors"]
+    assert changed.with_text("a.json", "4").text_digests["a.json"] == "4"
+    assert list(changed.text_digests) == ["a.json", "generation.json"]
 
 
 def test_names_in_a_file_are_those_without_entries(digested: Manifest) -> None:
@@ -201,8 +205,8 @@ def test_content_digest_covers_all_that_is_stored_in_any_order_of_options(digest
     changed = [
         with_options({"a": 1}),
         replace(one, entries=one.entries[1:]),
-        replace(one, digests=one.digests.with_text("x.json", "3")),
-        replace(one, digests=one.digests.with_files([FileDigests.of("x.y", {})])),
+        one.with_text("x.json", "3"),
+        one.with_digests({"x.y": {}}),
     ]
     assert len({one.content_digest(), *(manifest.content_digest() for manifest in changed)}) == 5
     # Layers that are complete, and a certificate, are no content.
