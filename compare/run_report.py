@@ -11,7 +11,8 @@ from compare.diagnosis.finding import Diagnosis, confirm_causes
 from compare.diagnosis.report import render_diagnosis
 from compare.diagnosis.view import word_diagnosis
 from compare.evidence.collection import collect_evidence
-from reports.folder import Report, WrittenReport, write_report
+from reports.folder import WrittenReport, write_report
+from reports.page.evidence import Report
 from reports.page.origins import origin_rows
 
 logger = logging.getLogger(__name__)

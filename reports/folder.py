@@ -19,7 +19,7 @@ import errno
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -30,11 +30,9 @@ from minimax_tools.printable import NEXT_TITLE, printable, printable_json, versi
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 from reports.data import comparison_record, comparison_table, summary_record
 from reports.markdown import render_markdown
-from reports.page.evidence import DiagnosedRun, Evidence
+from reports.page.evidence import Report
 from reports.page.heat_map import FIGURES, measured
 from reports.page.html import has_library, render_page
-from reports.page.origins import OriginRow
-from reports.page.page import plan_page
 from reports.terminal import render_comparison
 from reports.views import headline
 from reports.wording import word_figure, word_layer
@@ -109,18 +107,6 @@ def _add(case: ElementTree.Element, tag: str, message: str, *, text: str = "") -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The contents of a report."""
-
-    comparison: Comparison
-    next_commands: tuple[str, ...] = ()  # what to run next, each a complete line
-    evidence: Evidence = field(default_factory=Evidence)
-    diagnosis: DiagnosedRun | None = None  # None if none was made
-    diagnosis_text: str = ""  # the same as text
-    origins: tuple[OriginRow, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenReport:
     """The files of a report that were written."""
 
@@ -138,13 +124,6 @@ def write_report(report: Report, directory: Path) -> WrittenReport:
         CannotRunError: The directory cannot be made or written to.
     """
     comparison, commands = report.comparison, report.next_commands
-    page = plan_page(
-        comparison,
-        next_commands=commands,
-        evidence=report.evidence,
-        diagnosis=report.diagnosis,
-        origins=report.origins,
-    )
     texts = {
         "report.md": render_markdown(comparison, next_commands=commands, diagnosis=report.diagnosis),
         "report.txt": _terminal_text(report),
@@ -157,7 +136,7 @@ def write_report(report: Report, directory: Path) -> WrittenReport:
     }
     missing = ""
     if has_library():
-        texts = {PAGE_NAME: render_page(page), **texts}
+        texts = {PAGE_NAME: render_page(report), **texts}
     else:
         missing = f"not written: {PAGE_NAME}, whose charts need a package: {install_command('report')}"
     paths = {directory / name: text for name, text in texts.items()}

@@ -13,7 +13,8 @@ import jinja2
 
 from minimax_tools.machine.json_file import parse_json
 from minimax_tools.results.results import Comparison, Curve
-from reports.page.evidence import ErrorPicture, LayerRouting, LogitsEvidence, SiteErrors
+from reports.page.evidence import ErrorPicture, Evidence, LayerRouting, LogitsEvidence, SiteErrors
+from reports.views import anchor_of
 
 _ASSETS = Path(__file__).with_name("assets")
 _DIGITS = 4
@@ -47,7 +48,25 @@ def _specify(kind: str, **values: Any) -> dict[str, Any]:
     return spec
 
 
-def draw_curves(comparison: Comparison) -> Iterator[Chart]:
+def draw_charts(comparison: Comparison, evidence: Evidence) -> dict[str, tuple[Chart, ...]]:
+    """Return the charts of each section of the page by its id; of a site's errors, `errors-` and its anchor."""
+    blamed = (blame.layer for blame in comparison.blame if blame.layer is not None)
+    anchors = {anchor_of(errors.layer, errors.site): errors for errors in evidence.sites}
+    return {
+        "curves": (*_draw_curves(comparison), *_draw_chain(comparison.curve)),
+        **{
+            f"errors-{anchor}": tuple(_draw_site(errors, anchor=anchor)) for anchor, errors in anchors.items()
+        },
+        "routing": (
+            *_draw_flips(comparison),
+            *_draw_loads(evidence.routing, chosen=next(blamed, None)),
+            *_draw_margins(evidence.routing),
+        ),
+        "logits": tuple(_draw_divergence(evidence.logits)),
+    }
+
+
+def _draw_curves(comparison: Comparison) -> Iterator[Chart]:
     """Draw the error of a site over the layers, with the noise floor as a band; the reader chooses the site."""
     rows = [
         {
@@ -87,7 +106,7 @@ def _is_on_own_input(comparison: Comparison) -> bool:
     return comparison.curve is not None and not any(incoming)
 
 
-def draw_chain(curve: Curve | None) -> Iterator[Chart]:
+def _draw_chain(curve: Curve | None) -> Iterator[Chart]:
     """Draw the error along a chained run; nothing for an isolated run."""
     if curve is None:
         return
@@ -114,7 +133,7 @@ def draw_chain(curve: Curve | None) -> Iterator[Chart]:
     )
 
 
-def draw_flips(comparison: Comparison) -> Iterator[Chart]:
+def _draw_flips(comparison: Comparison) -> Iterator[Chart]:
     """Draw the flips of every layer, those that noise explains apart; nothing if no experts were compared."""
     routings = [(site.layer, site.routing) for site in comparison.sites if site.routing is not None]
     rows = [
@@ -132,7 +151,7 @@ def draw_flips(comparison: Comparison) -> Iterator[Chart]:
         )
 
 
-def draw_loads(routing: Sequence[LayerRouting], *, chosen: int | None) -> Iterator[Chart]:
+def _draw_loads(routing: Sequence[LayerRouting], *, chosen: int | None) -> Iterator[Chart]:
     """Draw how many tokens each expert gets on both sides, in a layer that the reader chooses."""
     if not routing:
         return
@@ -147,7 +166,7 @@ def draw_loads(routing: Sequence[LayerRouting], *, chosen: int | None) -> Iterat
     )
 
 
-def draw_margins(routing: Sequence[LayerRouting]) -> Iterator[Chart]:
+def _draw_margins(routing: Sequence[LayerRouting]) -> Iterator[Chart]:
     """Draw the margin of every flip in units of what noise may turn round; nothing without flips or a floor."""
     rows = [
         {
@@ -174,7 +193,7 @@ def draw_margins(routing: Sequence[LayerRouting]) -> Iterator[Chart]:
     )
 
 
-def draw_divergence(logits: LogitsEvidence | None) -> Iterator[Chart]:
+def _draw_divergence(logits: LogitsEvidence | None) -> Iterator[Chart]:
     """Draw the divergence of the next-token distributions by position, with what noise foretells."""
     if logits is None:
         return
@@ -193,7 +212,7 @@ def draw_divergence(logits: LogitsEvidence | None) -> Iterator[Chart]:
     )
 
 
-def draw_site(errors: SiteErrors, *, anchor: str) -> Iterator[Chart]:
+def _draw_site(errors: SiteErrors, *, anchor: str) -> Iterator[Chart]:
     """Draw the errors of one site: their sizes, and where they lie."""
     picture, unit = errors.picture, errors.picture.unit
     yield Chart(

@@ -1,4 +1,4 @@
-"""Evidence: what both captures show of a site beside its figures, as plain numbers; and a diagnosis in words.
+"""Report: a comparison, with what both captures show beside its figures, as plain numbers; and a diagnosis in words.
 
 Those who hold the captures collect it (`compare/evidence/`); the page draws it. A token is named by its row in the
 batch and its position in the row, padding included.
@@ -6,7 +6,10 @@ batch and its position in the row, padding included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from minimax_tools.results.results import Comparison
+from reports.page.origins import OriginRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,3 +173,15 @@ class Evidence:
     routing: tuple[LayerRouting, ...] = ()
     logits: LogitsEvidence | None = None
     notes: tuple[str, ...] = ()  # what could not be collected, and why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The contents of a report."""
+
+    comparison: Comparison
+    next_commands: tuple[str, ...] = ()  # what to run next, each a complete line
+    evidence: Evidence = field(default_factory=Evidence)
+    diagnosis: DiagnosedRun | None = None  # None if none was made
+    diagnosis_text: str = ""  # the same as text
+    origins: tuple[OriginRow, ...] = ()

@@ -105,6 +105,11 @@ class HeatMap:
     rows: tuple[HeatMapRow, ...]
 
 
+def cells_of(drawn: HeatMap) -> list[Cell]:
+    """Return the cells of a map, in the order in which the page numbers them."""
+    return [cell for row in drawn.rows for cell in row.cells if cell is not None]
+
+
 def draw_layers(comparison: Comparison) -> HeatMap:
     """Return the map of the sites in the layers."""
     return _draw(comparison, comparison.layers, order=[str(site) for site in Site])

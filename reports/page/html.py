@@ -19,10 +19,20 @@ from markupsafe import Markup
 from minimax_tools.errors import MissingExtraError
 from minimax_tools.printable import printable, printable_values
 from reports.data import to_json
-from reports.page.glossary import SITE_MEANINGS, explain_place, explain_sentence
-from reports.page.heat_map import FIGURES, Cell
-from reports.page.page import Page
-from reports.wording import word_figure
+from reports.page.charts import draw_charts
+from reports.page.evidence import Report
+from reports.page.glossary import GLOSSARY, SITE_MEANINGS, explain_place, explain_sentence
+from reports.page.heat_map import FIGURES, Cell, cells_of, draw_layers, draw_outside
+from reports.views import (
+    anchor_of,
+    blame_rows,
+    group_uncompared,
+    headline,
+    name_sides,
+    token_tables,
+    word_extent,
+)
+from reports.wording import word_figure, word_place, word_untested
 
 _ASSETS = Path(__file__).with_name("assets")
 _LIBRARY = "vl_convert"
@@ -35,26 +45,43 @@ def has_library() -> bool:
     return importlib.util.find_spec(_LIBRARY) is not None
 
 
-def render_page(page: Page) -> str:
-    """Return the page as HTML.
+def render_page(report: Report) -> str:
+    """Return the page of a report as HTML.
 
     Raises:
         MissingExtraError: The package that draws the charts is not installed.
     """
-    library = _chart_library()
-    script = _read("page.js")
+    library, script = _chart_library(), _read("page.js")
+    comparison, logits = report.comparison, report.evidence.logits
+    layers, outside = draw_layers(comparison), draw_outside(comparison)
+    charts = draw_charts(comparison, report.evidence)
+    specs = {chart.name: to_json(chart.spec) for section in charts.values() for chart in section}
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
-            page=page,
+            report=report,
+            sentence=headline(comparison),
+            extent=word_extent(comparison),
+            untested=word_untested(comparison.untested),
+            sides=name_sides(comparison),
+            blame=list(blame_rows(comparison)),
+            figures=FIGURES,
+            layers=layers,
+            outside=outside,
+            cells=printable_values([_details(cell) for cell in (*cells_of(layers), *cells_of(outside))]),
+            charts=charts,
+            specs=printable_values(specs),
+            tables=list(token_tables(comparison)),
+            top_tokens=() if logits is None else logits.top,
+            uncompared=group_uncompared(comparison),
+            notes=(*comparison.notes, *report.evidence.notes),
+            glossary=GLOSSARY,
+            site_meanings=dict(SITE_MEANINGS),
             policy=_policy(library, script),
             library=Markup(library),  # a package's code, and no text of a capture
             script=Markup(script),
             style=Markup(_read("page.css")),
-            cells=printable_values([_details(cell) for cell in page.cells]),
-            charts=printable_values({chart.name: to_json(chart.spec) for chart in page.charts}),
-            site_meanings=dict(SITE_MEANINGS),
         )
     )
 
@@ -110,6 +137,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals.update(anchor_of=anchor_of, word_place=word_place)
     environment.filters["figure"] = word_figure
     environment.filters["place"] = explain_place
     environment.filters["sentence"] = explain_sentence

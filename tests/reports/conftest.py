@@ -106,12 +106,12 @@ def failing_site(layer: int | None, site: str, rho: float, *, classic: tuple[str
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def passing() -> Comparison:
     return compare_sites(Verdict.PASS, model=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def failing() -> Comparison:
     """moe_delta of layer 5 is to blame, and its output suffers from it."""
     return compare_sites(
@@ -131,7 +131,7 @@ def failing() -> Comparison:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def warning() -> Comparison:
     flipped = SiteResult(
         layer=3,
@@ -152,7 +152,7 @@ def warning() -> Comparison:
     return compare_sites(Verdict.WARN, changed={(3, "router_experts"): flipped, (3, "moe_delta"): estimated})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def nonfinite() -> Comparison:
     """A NaN in attn_context of layer 2; what follows is NaN too, and one site has another shape."""
     sites = {
@@ -185,7 +185,7 @@ def nonfinite() -> Comparison:
     return compare_sites(Verdict.FAIL, layers=3, changed=sites, blame=blame)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def unexposed() -> Comparison:
     """A port that hides q_rope and k_rope, against a golden without router_logits in layers 0 to 3."""
     hidden = {
@@ -205,7 +205,7 @@ def unexposed() -> Comparison:
     return compare_sites(Verdict.PASS, changed={**hidden, **absent})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def classic(failing: Comparison) -> Comparison:
     """The failing comparison without a noise floor, judged by the seeds' limits."""
     return Comparison(
@@ -229,7 +229,7 @@ def classic(failing: Comparison) -> Comparison:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def chained() -> Comparison:
     """A chained run of 62 layers that goes wrong in layer 5 and stays wrong; nobody is blamed."""
     changed = {

@@ -16,7 +16,8 @@ from minimax_tools.errors import CannotRunError
 from minimax_tools.printable import SCHEMA_VERSION
 from minimax_tools.results.results import Comparison, SiteStatus, Verdict
 from reports.data import comparison_record, comparison_table, summary_record
-from reports.folder import Report, WrittenReport, render_junit, write_report
+from reports.folder import WrittenReport, render_junit, write_report
+from reports.page.evidence import Report
 
 NEXT = ("mm2-test weights --model m --target port.py:DecoderLayer --layer 2",)
 NAMES = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from reports.page.evidence import (
     FlipPoint,
     LayerRouting,
     LogitsEvidence,
+    Report,
     SiteErrors,
     TokenChance,
     TopTokens,
@@ -28,7 +28,6 @@ from reports.page.evidence import (
 )
 from reports.page.html import render_page
 from reports.page.origins import OriginRow
-from reports.page.page import Page, plan_page
 
 NEXT = ("mm2-test weights --model m --target port.py:DecoderLayer --layer 5", "mm2-diagnose --model m")
 
@@ -108,21 +107,18 @@ def diagnosis(name: str = "gate_up_swapped") -> DiagnosedRun:
     return DiagnosedRun(headline=f"FAIL: layer 5, {name}", places=(place,))
 
 
-def planned(comparison: Comparison, **parts: Any) -> Page:
-    """Plan a page; what is not given is made up."""
-    return plan_page(
-        comparison,
-        next_commands=parts.get("next_commands", NEXT),
-        evidence=parts.get("evidence", evidence()),
-        diagnosis=parts.get("diagnosis", diagnosis()),
-        origins=parts.get(
-            "origins",
-            (
-                OriginRow(name="backend", golden="cuda", port="neuron"),
-                OriginRow(name="model_source", golden="m", port="m"),
-            ),
+def planned(comparison: Comparison, **parts: Any) -> Report:
+    """Return a report; what is not given is made up."""
+    made_up = {
+        "next_commands": NEXT,
+        "evidence": evidence(),
+        "diagnosis": diagnosis(),
+        "origins": (
+            OriginRow(name="backend", golden="cuda", port="neuron"),
+            OriginRow(name="model_source", golden="m", port="m"),
         ),
-    )
+    }
+    return Report(comparison=comparison, **(made_up | parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +153,14 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
+@pytest.fixture(scope="module")
+def show(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Opened]]:
     """Opens a page from disk, offline, and waits until its charts are drawn."""
     contexts = []
 
-    def run(page: Page, *, width: int = 1280, **options: Any) -> Opened:
-        path = tmp_path / "report.html"
-        path.write_text(render_page(page), encoding="utf-8")
+    def run(report: Report, *, width: int = 1280, **options: Any) -> Opened:
+        path = tmp_path_factory.mktemp("page") / "report.html"
+        path.write_text(render_page(report), encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         contexts.append(context)
         context.set_offline(True)
@@ -181,7 +177,26 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
         context.close()
 
 
+@pytest.fixture(scope="module")
+def failing_page(show: Callable[..., Opened], failing: Comparison) -> Opened:
+    """The page of the failing comparison, opened once."""
+    return show(planned(failing))
+
+
 @pytest.fixture
+def opened(failing_page: Opened) -> Iterator[Opened]:
+    """The same page; what a test did to it is undone behind it."""
+    yield failing_page
+    page = failing_page.page
+    page.emulate_media(media="screen", color_scheme="light")
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.select_option("#figure", index=0)
+    page.keyboard.press("Escape")
+    page.mouse.move(0, 0)
+    page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+
+
+@pytest.fixture(scope="session")
 def failing(failing: Comparison) -> Comparison:
     """The failing comparison, with the noise floor of every site."""
     sites = tuple(
@@ -191,7 +206,7 @@ def failing(failing: Comparison) -> Comparison:
     return replace(failing, sites=sites)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def chained(chained: Comparison) -> Comparison:
     """The chained comparison, with the error along two layers of it."""
     points = (
@@ -202,8 +217,8 @@ def chained(chained: Comparison) -> Comparison:
 
 
 @pytest.fixture
-def plan() -> Callable[..., Page]:
-    """Plans a page; what is not given is made up."""
+def plan() -> Callable[..., Report]:
+    """Makes a report; what is not given is made up."""
     return planned
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteStatus
+from reports.page.charts import draw_charts
+from reports.page.evidence import Report
 from reports.page.glossary import SITE_MEANINGS
 from reports.page.origins import OriginRow
-from reports.page.page import Page
 
 HOSTILE = (
     "</script><script>window.hacked=1</script>\"'><img src=x onerror=window.hacked=1> {{7*7}} ${7*7} \u2028"
@@ -21,14 +22,14 @@ HOSTILE = (
 BLAMED = "#cell-5-moe_delta"
 
 Show = Callable[..., Any]
-Plan = Callable[..., Page]
+Plan = Callable[..., Report]
+Opened = Any  # as `show` returns it
 
 
 class TestReading:
     def test_verdict_commands_and_the_blamed_site_are_there(
-        self, show: Show, plan: Plan, failing: Comparison
+        self, opened: Opened, failing: Comparison
     ) -> None:
-        opened = show(plan(failing))
         assert opened.text("h1") == "FAIL: layer 5, moe_delta"
         assert "rho 14.2 is above 1.6" in opened.text("#verdict")
         assert opened.text(".commands code") == (
@@ -37,25 +38,26 @@ class TestReading:
         assert opened.page.locator(BLAMED).is_visible()
         assert opened.text(BLAMED) == "✕14.2"
         assert opened.page.locator(".cell").count() == failing.of
+        assert opened.console == []
 
     @pytest.mark.parametrize(
         "name",
         [
-            *("failing", "nonfinite", "chained"),
-            *(pytest.param(name, marks=pytest.mark.slow) for name in ("passing", "warning", "unexposed")),
+            *("nonfinite", "chained"),
+            *(pytest.param(name, marks=pytest.mark.slow) for name in ("passing", "warning", "failing")),
         ],
     )
     def test_every_chart_is_drawn_and_the_console_stays_empty(
         self, show: Show, plan: Plan, name: str, request: pytest.FixtureRequest
     ) -> None:
-        page = plan(request.getfixturevalue(name))
-        opened = show(page)
+        report = plan(request.getfixturevalue(name))
+        opened = show(report)
         assert opened.console == []
-        assert opened.page.locator("figure svg.marks").count() == len(page.charts)
-        assert len(page.charts) >= 8
+        num_charts = sum(map(len, draw_charts(report.comparison, report.evidence).values()))
+        assert opened.page.locator("figure svg.marks").count() == num_charts
+        assert num_charts >= 8
 
-    def test_sections_tell_what_the_evidence_holds(self, show: Show, plan: Plan, failing: Comparison) -> None:
-        opened = show(plan(failing))
+    def test_sections_tell_what_the_evidence_holds(self, opened: Opened) -> None:
         assert "239" in opened.text("#errors-5-moe_delta tbody")
         assert "gate_up_swapped" in opened.text("#diagnosis tr.named")
         assert opened.text("#diagnosis tbody tr:nth-child(2)").startswith("2\tact_missing nearest\t88.0")
@@ -68,13 +70,11 @@ class TestReading:
         self, show: Show, plan: Plan, unexposed: Comparison
     ) -> None:
         opened = show(plan(unexposed))
+        assert opened.console == []
         assert "Not exposed by the port: 16 sites" in opened.text("#uncompared")
         assert opened.text("#cell-3-q_rope") == "–"
 
-    def test_word_is_explained_on_hover_and_on_focus(
-        self, show: Show, plan: Plan, failing: Comparison
-    ) -> None:
-        opened = show(plan(failing))
+    def test_word_is_explained_on_hover_and_on_focus(self, opened: Opened) -> None:
         term = opened.page.locator("#map .term", has_text="noise floor").first
         assert not opened.page.locator("#tip").is_visible()
         for show_it in (term.focus, term.hover):
@@ -85,10 +85,8 @@ class TestReading:
             assert not opened.page.locator("#tip").is_visible()
 
     @pytest.mark.parametrize("width", [1280, 400])
-    def test_every_site_is_explained_where_it_stands(
-        self, show: Show, plan: Plan, failing: Comparison, width: int
-    ) -> None:
-        opened = show(plan(failing), width=width)
+    def test_every_site_is_explained_where_it_stands(self, opened: Opened, width: int) -> None:
+        opened.page.set_viewport_size({"width": width, "height": 900})
         heads = opened.page.locator("#map th.site").all()
         assert [head.inner_text() for head in heads] == [str(site) for site in (*Site,)[1:]]
         for place in ("#map th.site >> nth=-1", ".blame .site-name", "#errors .site-name"):
@@ -104,8 +102,7 @@ class TestReading:
 
 
 class TestChoosing:
-    def test_click_on_a_cell_shows_the_site(self, show: Show, plan: Plan, failing: Comparison) -> None:
-        opened = show(plan(failing))
+    def test_click_on_a_cell_shows_the_site(self, opened: Opened) -> None:
         assert opened.chosen() is None
         opened.page.click(BLAMED)
         assert opened.chosen() == "layer 5, moe_delta: fail"
@@ -115,8 +112,7 @@ class TestChoosing:
         assert opened.chosen() == "layer 0, q_proj: pass"
         assert not opened.page.locator("#details-errors").is_visible()
 
-    def test_keys_lead_to_any_cell(self, show: Show, plan: Plan, failing: Comparison) -> None:
-        opened = show(plan(failing))
+    def test_keys_lead_to_any_cell(self, opened: Opened) -> None:
         # Tab leads to the blamed cell first.
         opened.page.focus("#figure")
         for _ in range(12):
@@ -139,8 +135,7 @@ class TestChoosing:
         assert opened.chosen() is None
         assert opened.page.evaluate("document.activeElement.id") == "cell-7-output"
 
-    def test_another_figure_changes_every_cell(self, show: Show, plan: Plan, failing: Comparison) -> None:
-        opened = show(plan(failing))
+    def test_another_figure_changes_every_cell(self, opened: Opened) -> None:
         titles = opened.page.locator("#figure option").all_inner_texts()
         assert len([title for title in titles if title.endswith("(classic)")]) == 5
         assert titles[:4] == ["ρ", "relative L2", "norm ratio", "cosine (classic)"]
@@ -151,13 +146,11 @@ class TestChoosing:
         after = opened.page.locator(BLAMED).evaluate("node => getComputedStyle(node).backgroundColor")
         assert before != after
 
-    def test_blame_links_to_its_cell(self, show: Show, plan: Plan, failing: Comparison) -> None:
-        opened = show(plan(failing))
+    def test_blame_links_to_its_cell(self, opened: Opened) -> None:
         opened.page.click("a.to-cell")
         assert opened.chosen() == "layer 5, moe_delta: fail"
 
-    def test_command_is_copied_or_selected(self, show: Show, plan: Plan, failing: Comparison) -> None:
-        opened = show(plan(failing))
+    def test_command_is_copied_or_selected(self, opened: Opened) -> None:
         opened.page.click("button.copy")
         opened.page.locator("button.copy", has_text=re.compile("Copied|Ctrl")).wait_for()
         button = opened.text("button.copy")
@@ -167,7 +160,12 @@ class TestChoosing:
 
 class TestDiagnosis:
     def test_without_a_name_the_place_comes_before_the_hints(
-        self, show: Show, plan: Plan, makers: Mapping[str, Any], failing: Comparison
+        self,
+        show: Show,
+        plan: Plan,
+        makers: Mapping[str, Any],
+        failing: Comparison,
+        failing_page: Opened,
     ) -> None:
         (named,) = makers["diagnosis"]().places
         lies = (
@@ -187,7 +185,7 @@ class TestDiagnosis:
         assert text.split("\n\n")[:2] == ["Diagnosis", "FAIL: layers 0-5, k_norm: unknown"]
         assert text.index(lies[0]) < text.index(lies[1]) < text.index("What came nearest: hints, no causes")
         assert opened.page.locator("#diagnosis tr.named").count() == 0
-        assert "hints" not in show(plan(failing)).text("#diagnosis")
+        assert "hints" not in failing_page.text("#diagnosis")
 
     def test_figures_do_not_overlap_on_a_phone(
         self, show: Show, plan: Plan, makers: Mapping[str, Any], failing: Comparison
@@ -204,33 +202,30 @@ class TestDiagnosis:
 
 class TestAppearance:
     @pytest.mark.parametrize("width", [390, 1280])
-    def test_no_width_makes_the_page_scroll_sideways(
-        self, show: Show, plan: Plan, failing: Comparison, width: int
-    ) -> None:
-        opened = show(plan(failing), width=width)
+    def test_no_width_makes_the_page_scroll_sideways(self, opened: Opened, width: int) -> None:
+        opened.page.set_viewport_size({"width": width, "height": 900})
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
         box = opened.page.locator(BLAMED).bounding_box()
         assert box is not None
         assert box["x"] + box["width"] <= width
 
-    def test_dark_mode_is_dark_and_charts_follow(self, show: Show, plan: Plan, failing: Comparison) -> None:
-        def colours(scheme: str) -> tuple[int, str]:
-            opened = show(plan(failing), color_scheme=scheme)
+    def test_dark_mode_is_dark_and_charts_follow(
+        self, show: Show, plan: Plan, failing: Comparison, failing_page: Opened
+    ) -> None:
+        def colours(opened: Opened) -> tuple[int, str]:
             page = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
             label = opened.page.locator("figure svg text").first
             ink = label.evaluate("node => getComputedStyle(node).fill")
             return sum(map(int, page[4:-1].split(","))), ink
 
-        (light, dark_ink), (dark, light_ink) = colours("light"), colours("dark")
+        light, dark_ink = colours(failing_page)
+        dark, light_ink = colours(show(plan(failing), color_scheme="dark"))
         assert light > 600
         assert dark < 150
         assert dark_ink != light_ink
 
-    def test_print_is_grey_and_failures_keep_their_mark(
-        self, show: Show, plan: Plan, failing: Comparison
-    ) -> None:
-        opened = show(plan(failing), color_scheme="dark")
-        opened.page.emulate_media(media="print")
+    def test_print_is_grey_and_failures_keep_their_mark(self, opened: Opened) -> None:
+        opened.page.emulate_media(media="print", color_scheme="dark")
         for selector in (BLAMED, "h1", "body"):
             for name in ("color", "backgroundColor"):
                 value = opened.page.locator(selector).first.evaluate(
@@ -244,7 +239,7 @@ class TestAppearance:
 
 
 class TestEscaping:
-    def hostile(self, plan: Plan, failing: Comparison, make: Mapping[str, Any]) -> Page:
+    def hostile(self, plan: Plan, failing: Comparison, make: Mapping[str, Any]) -> Report:
         (blame,) = failing.blame
         sites = tuple(
             replace(site, reason=HOSTILE, where=(HOSTILE,)) if site.status is SiteStatus.FAIL else site

@@ -1,37 +1,36 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
 
 from minimax_tools.results.results import BlameGroup, Comparison
 from reports.data import to_json
-from reports.page.evidence import Evidence
-from reports.page.page import Page
+from reports.page.charts import Chart, draw_charts
+from reports.page.evidence import Evidence, Report
+from reports.views import blame_rows
 
-Plan = Callable[..., Page]
+Plan = Callable[..., Report]
 EXAMPLES = ("passing", "failing", "warning", "nonfinite", "unexposed", "classic", "chained")
 
 
-def test_sentence_is_the_verdict_of_the_terminal(plan: Plan, failing: Comparison) -> None:
-    page = plan(failing)
-    assert (page.verdict, page.sentence) == ("fail", "FAIL: layer 5, moe_delta")
-    assert page.extent == "compared 136 of 136 sites in 8 layers"
+def charts_of(report: Report) -> Mapping[str, tuple[Chart, ...]]:
+    return draw_charts(report.comparison, report.evidence)
 
 
-def test_blame_of_several_layers_leads_to_the_worst(plan: Plan, failing: Comparison) -> None:
+def test_blame_of_several_layers_leads_to_the_worst(failing: Comparison) -> None:
     group = BlameGroup(
         layers=(3, 5), sites=("moe_delta",), worst_layer=5, reason="rho 14.2", where=("token 1",)
     )
-    (row,) = plan(replace(failing, blame_groups=(group,))).blame
+    (row,) = blame_rows(replace(failing, blame_groups=(group,)))
     assert row.place == "layers 3, 5, moe_delta"
     assert row.reason == "worst in layer 5: rho 14.2"
     assert (row.anchors, row.where) == (("5-moe_delta",), ("token 1",))
 
 
 def test_curve_begins_at_the_blamed_site(plan: Plan, failing: Comparison) -> None:
-    (curve,) = plan(failing).curves
+    (curve,) = charts_of(plan(failing))["curves"]
     assert curve.spec["params"][0]["value"] == "moe_delta"
     errors = {
         row["layer"]: row["error"] for row in curve.spec["data"]["values"] if row["site"] == "moe_delta"
@@ -40,17 +39,15 @@ def test_curve_begins_at_the_blamed_site(plan: Plan, failing: Comparison) -> Non
 
 
 def test_chained_run_has_a_curve_along_the_chain(plan: Plan, chained: Comparison) -> None:
-    chain = {chart.name: chart for chart in plan(chained).curves}["chain"]
+    chain = {chart.name: chart for chart in charts_of(plan(chained))["curves"]}["chain"]
     assert "begin at layer 1" in chain.reading
     # The first layer inherits nothing, which a logarithmic axis cannot show.
     assert [row["inherited"] for row in chain.spec["data"]["values"]] == [None, 0.01]
 
 
-def test_page_without_evidence_has_no_empty_charts(plan: Plan, classic: Comparison) -> None:
-    page = plan(classic, evidence=Evidence(), diagnosis=None)
-    assert page.sites == ()
-    assert page.top_tokens == ()
-    assert {chart.name for chart in page.charts} <= {"curve", "chain", "flips"}
+def test_page_without_evidence_has_no_empty_charts(classic: Comparison) -> None:
+    charts = [chart for section in draw_charts(classic, Evidence()).values() for chart in section]
+    assert {chart.name for chart in charts} <= {"curve", "chain", "flips"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -58,7 +55,8 @@ def test_vega_lite_understands_every_chart(plan: Plan, name: str, request: pytes
     vega = pytest.importorskip(
         "vl_convert", reason="vl-convert-python is not installed: it is in the extra report"
     )
-    charts = plan(request.getfixturevalue(name)).charts
+    sections = charts_of(plan(request.getfixturevalue(name))).values()
+    charts = [chart for section in sections for chart in section]
     assert len({chart.name for chart in charts}) == len(charts)
     for chart in charts:
         spec = to_json(chart.spec)
