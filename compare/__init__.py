@@ -1,4 +1,4 @@
-"""The judgement of a device run against a golden, from their captures alone. Words: docs/glossary.md.
+"""The judgement of a device run against a golden, from their captures alone. Words: docs/sites.md.
 
 Whatever reads a side raises CaptureError if it is damaged; what reads weights, IncomparableError if they are another
 model's and CheckpointError if they cannot be read. Docstrings name further errors.

@@ -226,11 +226,11 @@ def error_codes(error: type[Mm2Error]) -> set[int]:
 
 
 def wrong_words(root: Path) -> Iterator[str]:
-    first_cells = [word for word, _ in rows((root / "docs" / "glossary.md").read_text(), "word")]
+    first_cells = [word for word, _ in rows((root / "docs" / "sites.md").read_text(), "word")]
     found = Counter(word.strip("* ") for cell in first_cells for word in cell.split(","))
     for word in (word.strip() for word in GLOSSARY.split(",")):
         if found[word] != 1:
-            yield f"glossary.md: {word} stands there {found[word]} times"
+            yield f"sites.md: {word} stands there {found[word]} times"
     named = {span["text"] for page in pages(root) for span in _SPAN.finditer(page.read_text())}
     for site in (*Site, *ModelSite):
         if str(site) not in named:
@@ -302,7 +302,7 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
         (wrong_commands, "docs/golden.md", "--max-memory 70GB", "--max-mem 70GB", "--max-mem"),
         (unknown_options, "docs/golden.md", "`--chat`", "`--chatty`", "no command has --chatty"),
         (wrong_exit_codes, "README.md", "| 2 | wrong usage |", "| 4 | wrong usage |", "exit code 2 is not"),
-        (wrong_words, "docs/glossary.md", "| **flip** |", "| **golden** |", "flip stands there 0 times"),
+        (wrong_words, "docs/sites.md", "| **flip** |", "| **golden** |", "flip stands there 0 times"),
         (wrong_walks, "docs/architecture.md", "| a layer is a", MANY_FILES, "A weight goes through"),
     ],
 )

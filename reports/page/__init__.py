@@ -5,7 +5,7 @@
 - `heat_map`: every site's figures, layer by layer
 - `origins`: the provenance of both sides, row by row
 - `charts`: its charts by section: their data and titles
-- `glossary`: the words that the page explains, as in docs/glossary.md
+- `glossary`: the words that the page explains, as in docs/sites.md
 - `html`: the page as a file
 - `assets/`: template, specifications of the charts, style sheet and script
 """

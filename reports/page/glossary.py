@@ -1,4 +1,4 @@
-"""Glossary: the words and sites that the page explains where they stand, with the sentences of docs/glossary.md.
+"""Glossary: the words and sites that the page explains where they stand, with the sentences of docs/sites.md.
 
 A test holds both to the same words (`tests/reports/page/test_glossary.py`): an installed mm2 has no docs/.
 """
@@ -54,11 +54,11 @@ SITE_MEANINGS: Mapping[str, str] = MappingProxyType(
         "k_norm": "k_proj after its RMSNorm, one mean over all heads of a token",
         "q_rope": "q_norm in heads, after the rotary embedding",
         "k_rope": "k_norm in heads, after the rotary embedding",
-        "attn_context": "the values that attention sums up for each token: the input of o_proj",
+        "attn_context": "what attention sums up for each token: the input of o_proj",
         "attn_delta": "the output of o_proj, which attention adds to the residual stream",
         "attn_residual": "input + attn_delta",
         "post_norm": "attn_residual after the layer's second RMSNorm, which router and experts read",
-        "router_logits": "the router's logits, one for each expert",
+        "router_logits": "the router's logits, one per expert",
         "router_experts": "the numbers of the experts chosen for each token: a set, in any order",
         "router_weights": "the weights of the chosen experts, which add up to 1",
         "moe_delta": "the weighted sum of the chosen experts' outputs, before it is added",

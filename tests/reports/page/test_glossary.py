@@ -7,12 +7,12 @@ from minimax_tools.model.sites import ModelSite, Site
 from reports.page.glossary import GLOSSARY, SITE_MEANINGS, explain_place, explain_sentence
 
 REPOSITORY = Path(__file__).parents[3]
-_SITE_ROW = re.compile(r"^\| `(?P<site>\w+)` \| (?P<meaning>.+) \|$", re.MULTILINE)
+_SITE_ROW = re.compile(r"^\| `(?P<site>\w+)` \| \[[^|]+\] \| (?P<meaning>[^|]+) \| [^|]+ \|$", re.MULTILINE)
 _ROW = re.compile(r"^\| \*\*(?P<word>.+?)\*\* \| (?P<meaning>.+) \|$", re.MULTILINE)
 
 
 def test_page_explains_words_as_the_glossary_does() -> None:
-    text = (REPOSITORY / "docs" / "glossary.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "sites.md").read_text(encoding="utf-8")
     told = {row["word"]: re.sub("[*`]", "", row["meaning"]) for row in _ROW.finditer(text)}
     assert dict(GLOSSARY) == told
 
@@ -25,7 +25,7 @@ def test_template_explains_known_words_only() -> None:
 
 
 def test_page_explains_every_site_as_the_glossary_does() -> None:
-    text = (REPOSITORY / "docs" / "glossary.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "sites.md").read_text(encoding="utf-8")
     told = {row["site"]: row["meaning"] for row in _SITE_ROW.finditer(text)}
     assert dict(SITE_MEANINGS) == told
     assert tuple(told) == (*map(str, Site), *map(str, ModelSite))
