@@ -114,7 +114,7 @@ class ReplacementOptions:
 def replacement_command(options: ReplacementOptions) -> None:
     """Bisect a port that is compiled whole: run it by hand, with the golden's stream in place of its own.
 
-    Writes the stream in the files of the tool's tensor replacement, and prints the lines to paste for one run. After
+    Writes the stream into files, and prints the lines to paste for one run by the tool's tensor replacement. After
     the run give the same command again: it judges the logits, and asks for the next run, until the last wrong layer is
     named. Judged logits stay in the folder, until --anew drops them for a port that has been mended.
 
@@ -181,7 +181,7 @@ def replacement_command(options: ReplacementOptions) -> None:
 def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder:
     from neuron.commands.bisect_whole import choose_num_decoded
     from neuron.model_runs.passes import plan_passes
-    from neuron.replacement.nxdi_run import refuse_prompts, write_nxdi_files
+    from neuron.replacement.nxdi_run import refuse_prompts, write_stream
     from neuron.replacement.run_folder import RunFolder, RunPlan
     from neuron.replacement.vllm_neuron_run import refuse_requests, write_token_ids
 
@@ -210,7 +210,7 @@ def _open_folder(options: ReplacementOptions, stream: GoldenStream) -> RunFolder
 
     def write_files(folder: RunFolder) -> None:
         if options.tool == NXDI:
-            write_nxdi_files(folder, stream)
+            write_stream(folder, stream)
         else:
             write_token_ids(folder)
 
@@ -250,27 +250,20 @@ def _again(options: ReplacementOptions, plan: RunPlan, *, is_mended: bool) -> st
 
 def _nxdi_instructions(folder: RunFolder, point: Point) -> str:
     """Return the lines for NxDI: the points, the config of the compiled graph, and the run."""
-    from neuron.replacement.nxdi_run import REFERENCE, SHAPES
-
     directory, plan = folder.directory.resolve(), folder.plan
     batch_size = folder.read_inputs().batch_size
     return f"""\
 # 1. Once, in the port's model (its NeuronBaseModel), as the last line of init_model:
-from neuron.ports.nxdi_settings import add_stream_points
+from neuron.ports.nxdi_stream import add_stream_points
 add_stream_points(self)
 
 # 2. Once: options of the NeuronConfig, and the replacement, before the application is built, compiled and loaded.
 #    The graph is compiled once for all points.
 #      batch_size={batch_size}, max_context_length={plan.bucket}, enable_bucketing=False, padding_side="right",
 #      output_logits=True, sequence_parallel_enabled=False, seq_len at least {plan.bucket + plan.num_decoded}
-import copy
-from neuronx_distributed_inference.models.config import TensorReplacementConfig
-from neuron.ports.nxdi_settings import map_steps
-neuron_config.tensor_replacement_config = TensorReplacementConfig(
-    ref_dir={str(directory / REFERENCE)!r},
-    neuron_dir={str(directory / SHAPES)!r},
-    tf_map=map_steps({point!r}, num_layers={plan.num_layers}, num_steps={plan.num_steps}),
-    neuron_config=copy.deepcopy(neuron_config),
+from neuron.ports.nxdi_stream import stream_replacement
+neuron_config.tensor_replacement_config = stream_replacement(
+    neuron_config, num_layers={plan.num_layers}, hidden_size={plan.hidden_size}
 )
 
 # 3. Each run, behind application.compile(…) and application.load(…): {_word_run(folder, point)}.

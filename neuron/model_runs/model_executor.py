@@ -25,8 +25,8 @@ from neuron.devices.weights import WeightLoader
 from neuron.model_runs.assembly import PassResult, join_rows
 from neuron.model_runs.model_request import RankJoin
 from neuron.model_runs.passes import Pass
+from neuron.ports.cpu_mode import CLASSES, ModelClasses, for_the_device, is_cpu_mode
 from neuron.ports.exposure import ModelExposure, find_model_exposure, router_dtypes
-from neuron.ports.nxdi_model import CLASSES, ModelClasses, for_the_device, is_cpu_mode
 from neuron.ports.returned import (
     CUT_TOKENS,
     JOIN_TOKENS,
@@ -182,7 +182,7 @@ class ModelExecutor(RankExecutor):
         if self.runtime.ranks.are_several or not is_cpu_mode():
             return None
         setup = self.setup
-        with for_the_device():
+        with for_the_device(), torch.device("meta"):
             try:
                 there = setup.target.build(setup.spec, dtype=setup.dtype, batch=self._batch)
             except TargetError:

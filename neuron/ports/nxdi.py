@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,11 +24,12 @@ from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError, list_faults
-from minimax_tools.machine.native_output import native_output_dropped
+from minimax_tools.machine.native_output import native_output_dropped, output_set_aside
 from minimax_tools.model.site_layouts import Sharded
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.weights import Weight
+from neuron.ports.cpu_mode import NXD_CPU_MODE, refuse_other_mode
 from neuron.ports.nxdi_application import CHOICE, PortApplication, find_application
 from neuron.ports.nxdi_config import make_nxdi_config, read_options
 from neuron.ports.nxdi_layout import NxdiLayout
@@ -39,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 # Path of the port's layer in an `NxdiLayer`.
-LAYER = "layer"
-_ATTENTION = f"{LAYER}.self_attn"
+_LAYER = "layer"
+_ATTENTION = "self_attn"
 _QKV = f"{_ATTENTION}.qkv_proj"
-_INPUT_NORM, _POST_NORM = f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm"
+_INPUT_NORM, _POST_NORM = "input_layernorm", "post_attention_layernorm"
 _MOE_NAMES = ("block_sparse_moe", "mlp", "moe", "feed_forward")
 _HEAD_NORMS = {Site.Q_NORM: "q_layernorm", Site.K_NORM: "k_layernorm"}
 
@@ -106,19 +107,17 @@ class ShownHeads(nn.Module):
         return heads.transpose(1, 2) if self._is_transposed else heads
 
 
-def find_sites(module: nn.Module, layout: NxdiLayout) -> dict[str, str]:
+def find_sites(layer: nn.Module, layout: NxdiLayout) -> dict[str, str]:
     """Return the paths of the sites: the `sites` of the port's class, else submodules that layers on NxDI have.
 
-    `module` holds the port's layer as `layer`, and gets the modules that show what NxD holds in another form. Rotated
-    queries and keys are not shown.
+    The layer gets modules that show what NxD holds in another form. Rotated queries and keys are not shown.
     """
-    layer = module.get_submodule(LAYER)
-    declared = getattr(layer, "sites", None)
+    declared: Mapping[str, str] | None = getattr(layer, "sites", None)
     if declared is not None:
-        return {site: f"{LAYER}.{path}" for site, path in declared.items()}
-    present = dict(module.named_modules())
+        return dict(declared)
+    present = dict(layer.named_modules())
     # Without a mixture of experts of a known name, any name will do: sites below it are dropped at the end.
-    moe = next((name for name in _MOE_NAMES if f"{LAYER}.{name}" in present), _MOE_NAMES[0])
+    moe = next((name for name in _MOE_NAMES if name in present), _MOE_NAMES[0])
     queries = Sharded(dim=-1, blocks=layout.heads.all_query_heads())
     keys = Sharded(dim=-1, blocks=layout.heads.all_kv_heads())
     # A submodule's path, then perhaps `:` and a point, then perhaps a layout, which begins with `@`.
@@ -133,9 +132,9 @@ def find_sites(module: nn.Module, layout: NxdiLayout) -> dict[str, str]:
         Site.ATTN_RESIDUAL: f"{_POST_NORM}:input",
         Site.POST_NORM: _POST_NORM,
         # NxD's router returns logits, affinities and the chosen experts.
-        Site.ROUTER_LOGITS: f"{LAYER}.{moe}.router:output[0]",
-        Site.ROUTER_EXPERTS: f"{LAYER}.{moe}.router:output[2]",
-        Site.MOE_DELTA: f"{LAYER}.{moe}",
+        Site.ROUTER_LOGITS: f"{moe}.router:output[0]",
+        Site.ROUTER_EXPERTS: f"{moe}.router:output[2]",
+        Site.MOE_DELTA: moe,
     }
     paths = {site: text.partition("@")[0].partition(":")[0] for site, text in candidates.items()}
     found = {site: text for site, text in candidates.items() if paths[site] in present}
@@ -143,11 +142,11 @@ def find_sites(module: nn.Module, layout: NxdiLayout) -> dict[str, str]:
         norm = present.get(f"{_ATTENTION}.{name}")
         if norm is not None and site not in found:
             is_transposed = bool(getattr(present[_ATTENTION], "post_transpose_layernorm", False))
-            module.add_module(f"shown_{site}", ShownHeads(norm, is_transposed=is_transposed))
+            layer.add_module(f"shown_{site}", ShownHeads(norm, is_transposed=is_transposed))
             found[site] = f"shown_{site}{queries if site is Site.Q_NORM else keys}"
-    experts = present.get(f"{LAYER}.{moe}.expert_mlps")
+    experts = present.get(f"{moe}.expert_mlps")
     if experts is not None:
-        module.add_module(f"shown_{Site.ROUTER_WEIGHTS}", ChosenWeights(experts))
+        layer.add_module(f"shown_{Site.ROUTER_WEIGHTS}", ChosenWeights(experts))
         found[Site.ROUTER_WEIGHTS] = f"shown_{Site.ROUTER_WEIGHTS}"
     return {str(site): text for site, text in found.items()}
 
@@ -162,7 +161,7 @@ class Conversion:
 
     def __call__(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """Return the weights by the names of an `NxdiLayer`; `config` has the keys of config.json as attributes."""
-        return {f"{LAYER}.{name}": weight for name, weight in self.make(tensors, config, layer_idx).items()}
+        return {f"{_LAYER}.{name}": weight for name, weight in self.make(tensors, config, layer_idx).items()}
 
 
 def convert_by_application(
@@ -221,10 +220,6 @@ def _as_built(place: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(place) if getattr(place, "tensor_model_parallel", False) else place.detach()
 
 
-# Variable that tells NxD to compute on the CPU.
-CPU_MODE_VARIABLE = "NXD_CPU_MODE"
-
-
 class NxdiLayer(nn.Module):
     """A decoder layer on NxDI behind the target protocol; `convert_state_dict` fills it.
 
@@ -246,7 +241,7 @@ class NxdiLayer(nn.Module):
         self.convert_state_dict = conversion
         self._neuron_config = neuron_config
         self._is_cpu_mode = is_cpu_mode
-        self.sites = find_sites(self, layout)
+        self.sites = {site: f"{_LAYER}.{path}" for site, path in find_sites(layer, layout).items()}
 
     def forward(
         self,
@@ -256,7 +251,13 @@ class NxdiLayer(nn.Module):
         past_key_value: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """Run the layer on [B,S,H], mask [B,P+S] of 0/1 and positions [B,S]; return its output [B,S,H] first."""
-        self._refuse_other_device(hidden_states.device)
+        device = hidden_states.device
+        refuse_other_mode(
+            NXD_CPU_MODE,
+            f"the port computes on {device}",
+            is_on_cpu=device.type == "cpu",
+            is_cpu_mode=self._is_cpu_mode,
+        )
         num_tokens = hidden_states.shape[1]
         causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=attention_mask.device).tril()
         is_real = attention_mask.bool()[:, None, None, :]
@@ -274,20 +275,9 @@ class NxdiLayer(nn.Module):
         result = self.layer(hidden_states, position_ids=position_ids, **keywords)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
-    def _refuse_other_device(self, device: torch.device) -> None:
-        if (device.type == "cpu") != self._is_cpu_mode:
-            raise TargetError(
-                f"the port computes on {device}, which NxD was not told",
-                expected=f"{CPU_MODE_VARIABLE}={int(device.type == 'cpu')}",
-                found=f"{CPU_MODE_VARIABLE}={int(self._is_cpu_mode)}",
-                next_step=f"Set {CPU_MODE_VARIABLE}=1 for --backend cpu, and only there.",
-            )
-
 
 PREFIX = "nxdi:"
 _LOG_LEVEL_VARIABLE = "NXD_LOG_LEVEL"
-# Beginnings of the names of NxD's and NxDI's loggers.
-_LOGGER_PREFIXES = ("neuronx_distributed", "Neuron")
 # Second name under which NxD registers a weight.
 _MASTER_WEIGHT = "master_weight"
 _INSTALL_STEP = (
@@ -351,7 +341,6 @@ class NxdiTarget(Target):
     def make(self, config: Any, layer_idx: int) -> NxdiLayer:
         """Build the layer with NxDI's config."""
         require_nxdi()
-        log_to_stderr()
         degree, rank = _open_parallel_state()
         nxdi_config = make_nxdi_config(
             self.layer_class,
@@ -360,7 +349,9 @@ class NxdiTarget(Target):
             dtype=torch.get_default_dtype(),  # `Target.build` sets it to the run's dtype
             tp_degree=degree,
         )
-        layer = _build_without_random_weights(self.layer_class, nxdi_config, layer_idx)
+        with aot_mode():
+            layer = self.layer_class(nxdi_config, layer_idx)
+        _drop_master_weights(layer)
         layout = NxdiLayout(spec=ModelSpec.from_config(vars(config)), tp_degree=degree, rank=rank)
         return NxdiLayer(
             layer,
@@ -383,11 +374,11 @@ class NxdiTarget(Target):
 
 def require_nxdi() -> None:
     """Raise TargetError unless neuronx-distributed-inference can be imported."""
-    # Its loggers write to standard output, where results belong. Their level is set here, because it is read once, at
-    # the import below.
+    # The level of its loggers is read once, at the import, where they also take standard output for theirs.
     os.environ.setdefault(_LOG_LEVEL_VARIABLE, "warning")
     try:
-        import neuronx_distributed_inference.models.config  # noqa: F401
+        with output_set_aside():
+            import neuronx_distributed_inference.models.config  # noqa: F401
     except Exception as error:  # the placeholders on PyPI raise other errors
         raise TargetError(
             "--target nxdi:… needs the package neuronx_distributed_inference, which cannot be imported here",
@@ -401,15 +392,6 @@ def is_cpu_mode() -> bool:
     from neuronx_distributed.utils import cpu_mode
 
     return bool(cpu_mode())
-
-
-def log_to_stderr() -> None:
-    """Turn NxD's and NxDI's loggers away from standard output, where results belong."""
-    for name in tuple(logging.root.manager.loggerDict):
-        if name.startswith(_LOGGER_PREFIXES):
-            for handler in logging.getLogger(name).handlers:
-                if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
-                    handler.setStream(sys.stderr)
 
 
 def _open_parallel_state() -> tuple[int, int]:
@@ -427,8 +409,9 @@ def _open_parallel_state() -> tuple[int, int]:
     )
 
 
-def _build_without_random_weights(layer_class: Callable[..., Any], config: Any, layer_idx: int) -> Any:
-    """Build the layer in NxD's mode for ahead-of-time (AOT) compilation, in which it draws no random weights.
+@contextmanager
+def aot_mode() -> Iterator[None]:
+    """Let NxD build modules in the block as for ahead-of-time (AOT) compilation, in which it draws no random weights.
 
     Else NxD would draw them whole in float32, 10 GB for a full-size layer, only for loading to overwrite them.
     """
@@ -437,13 +420,14 @@ def _build_without_random_weights(layer_class: Callable[..., Any], config: Any, 
     old_mode = parallel_state.get_aot_mode()
     parallel_state.set_aot_mode(True)
     try:
-        layer = layer_class(config, layer_idx)
+        yield
     finally:
         parallel_state.set_aot_mode(old_mode)
-    if isinstance(layer, nn.Module):
-        for module in layer.modules():
-            # In this mode NxD registers the weight a second time, and strict loading would ask for it under that name.
-            master = module._parameters.get(_MASTER_WEIGHT)
-            if master is not None and master is getattr(module, "weight", None):
-                module._parameters[_MASTER_WEIGHT] = None
-    return layer
+
+
+def _drop_master_weights(layer: object) -> None:
+    """Drop a second name: in AOT mode NxD registers weights twice, and strict loading would ask for both."""
+    for module in layer.modules() if isinstance(layer, nn.Module) else ():
+        master = module._parameters.get(_MASTER_WEIGHT)
+        if master is not None and master is getattr(module, "weight", None):
+            module._parameters[_MASTER_WEIGHT] = None

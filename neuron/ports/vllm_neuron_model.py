@@ -20,7 +20,6 @@ import importlib
 import inspect
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +37,7 @@ from minimax_tools.capture.passes import CachePair
 from minimax_tools.checkpoint.layer_tensors import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, TargetError, list_names
+from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -45,6 +45,7 @@ from minimax_tools.model.weight_names import layer_of
 from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
+from neuron.ports.cpu_mode import VLLM_NEURON_CPU_MODE, refuse_other_mode
 from neuron.ports.exposure import CACHE, find_exposure, find_model_exposure
 from neuron.ports.packed_request import (
     BlockCache,
@@ -150,8 +151,6 @@ def _write(tensors: ModelTensors, folder: Path, *, config: dict[str, object]) ->
 PREFIX = "vllm-neuron:"
 # Attributes of the port's class: options of the plugin's NeuronConfig, and whether its load_weights reads FP8.
 OPTIONS, TAKES_FP8 = "mm2_neuron_config", "takes_fp8"
-_CPU_MODE_VARIABLE = "VLLM_NEURON_CPU_MODE"
-_LOG_STREAM_VARIABLE = "VLLM_LOGGING_STREAM"
 _MODULES = ("vllm.config", "vllm_neuron.model.neuron_config", "vllm_neuron.parallel.neuron_parallel_state")
 _FACTORY = "from_configs"
 _METHODS = ("get_kv_spec", "bind_kv_cache", "load_weights")
@@ -196,7 +195,12 @@ class VllmNeuronModel(nn.Module):
         """Let the model load its weights from a checkpoint folder, and prepare it to run on the device."""
         from vllm.config import set_current_vllm_config
 
-        self._refuse_other_device(device)
+        refuse_other_mode(
+            VLLM_NEURON_CPU_MODE,
+            f"the port computes on {device}",
+            is_on_cpu=device.type == "cpu",
+            is_cpu_mode=self._is_cpu_mode,
+        )
         (model,) = self._models
         with set_current_vllm_config(self._vllm_config):
             model.load_weights(str(folder), device, None)  # type: ignore[operator]
@@ -294,15 +298,6 @@ class VllmNeuronModel(nn.Module):
                 rank=torch.tensor(self._tokens.ranks.rank, dtype=torch.int32, device=device),
             )
 
-    def _refuse_other_device(self, device: torch.device) -> None:
-        if (device.type == "cpu") != self._is_cpu_mode:
-            raise TargetError(
-                f"the port computes on {device}, which vLLM Neuron was not told",
-                expected=f"{_CPU_MODE_VARIABLE}={int(device.type == 'cpu')}",
-                found=f"{_CPU_MODE_VARIABLE}={int(self._is_cpu_mode)}",
-                next_step=f"Set {_CPU_MODE_VARIABLE}=1 for --backend cpu, and only there.",
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class VllmNeuronModelTarget(ModelTarget):
@@ -394,11 +389,11 @@ class VllmNeuronModelTarget(ModelTarget):
 
 def require_plugin() -> None:
     """Raise TargetError unless vLLM and its Neuron plugin can be imported."""
-    # vLLM's loggers write to standard output, where results belong. The stream is read once, at the import.
-    os.environ.setdefault(_LOG_STREAM_VARIABLE, "ext://sys.stderr")
     try:
-        for module in _MODULES:
-            importlib.import_module(module)
+        # At the import vLLM's loggers take standard output for theirs, where results belong.
+        with output_set_aside():
+            for module in _MODULES:
+                importlib.import_module(module)
     except Exception as error:  # the plugin's own imports may raise others
         raise TargetError(
             f"--target {PREFIX}… needs the packages vllm and vllm_neuron, which cannot be imported here",

@@ -1,9 +1,7 @@
 """A run by hand on NxDI with the stream replaced at one point: its files, and the call of a compiled application.
 
-NxDI's tensor replacement reads, for all points and steps, `reference/` with the values: [B·s,H], all prompts' rows one
-after another, each padded to the longest; and `shapes/` with zeros of the compiled graph's shapes: [B,C,H] for the
-prefill, [B,1,H] for each decoding step. A porter's own script calls `run_replaced` behind `compile` and `load`.
-B prompts, s columns of a pass, C columns of the bucket, H hidden, V vocabulary.
+`stream/NAME.safetensors` holds the golden's stream at a point, [B,S,H]. A porter's own script calls `run_replaced`
+behind `compile` and `load`. B prompts, S columns of the golden's batch, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,29 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.errors import TargetError, UsageError
 from minimax_tools.model.inputs import Inputs
 from neuron.model_runs.assembly import last_logits
-from neuron.model_runs.passes import Pass
-from neuron.ports.nxdi_loaded import prefill_arguments, step_arguments
-from neuron.ports.nxdi_settings import file_name, map_steps, point_module
-from neuron.replacement.run_folder import RunFolder, save_tensors
+from neuron.ports.nxdi_stream import pass_arguments, replacement_arguments
+from neuron.replacement.run_folder import RunFolder
 from neuron.replacement.stream import GoldenStream
 
-REFERENCE, SHAPES = "reference", "shapes"
+_STREAM = "stream"
 
 
-def write_nxdi_files(folder: RunFolder, stream: GoldenStream) -> None:
+def write_stream(folder: RunFolder, stream: GoldenStream) -> None:
     """Write the stream at all points into a folder."""
-    plan, passes = folder.plan, folder.passes()
-    for name in (REFERENCE, SHAPES):
-        (folder.directory / name).mkdir(exist_ok=True)
-    for point in range(plan.num_layers + 1):
-        states = stream.read(point)
-        module = point_module(point, num_layers=plan.num_layers)
-        for model_pass in passes:
-            _write_step(folder, module, model_pass, model_pass.cut(states))
+    (folder.directory / _STREAM).mkdir()
+    for point in range(folder.plan.num_layers + 1):
+        save_file({_STREAM: stream.read(point).contiguous()}, _stream_path(folder, point))
+
+
+def _stream_path(folder: RunFolder, point: int) -> Path:
+    return folder.directory / _STREAM / f"{folder.name_run(point)}.safetensors"
 
 
 def refuse_prompts(inputs: Inputs, *, bucket: int) -> None:
@@ -53,61 +50,26 @@ def refuse_prompts(inputs: Inputs, *, bucket: int) -> None:
         )
 
 
-def _write_step(folder: RunFolder, module: str, model_pass: Pass, states: torch.Tensor) -> None:
-    step = model_pass.number + 1
-    batch_size, num_columns, hidden_size = states.shape
-    shape = (batch_size, folder.plan.bucket if step == 1 else num_columns, hidden_size)
-    name = file_name(module, step=step)
-    for place, tensor in (
-        (REFERENCE, states.flatten(0, 1).contiguous()),
-        # NxDI writes the reference into this tensor: each element needs memory of its own.
-        (SHAPES, torch.zeros(shape, dtype=states.dtype)),
-    ):
-        save_tensors(tensor, folder.directory / place / name)
-
-
-def replacement_config(neuron_config: Any, folder: str | Path, *, point: int | None) -> Any:
-    """Return the TensorReplacementConfig that replaces the stream at a point; None replaces nothing."""
-    from neuronx_distributed_inference.models.config import TensorReplacementConfig
-    from neuronx_distributed_inference.utils.tensor_replacement.registry import TensorReplacementRegister
-
-    opened = RunFolder.open(Path(folder))
-    _refuse_other_sizes(neuron_config, opened)
-    # A process has one register: it would keep the point of the run before.
-    TensorReplacementRegister.clear()
-    plan = opened.plan
-    return TensorReplacementConfig(
-        ref_dir=str(opened.directory / REFERENCE),
-        neuron_dir=str(opened.directory / SHAPES),
-        tf_map=dict(map_steps(point, num_layers=plan.num_layers, num_steps=plan.num_steps)),
-        # It may hold a config of this kind already: NxDI's register reads sizes alone.
-        neuron_config=neuron_config,
-    )
-
-
 def run_replaced(application: Any, folder: str | Path, *, point: int | None) -> Path:
     """Run a loaded application with the stream replaced at a point, and write its logits into the folder.
 
     Raises:
         TargetError: The application returned no logits, or was built for other sizes.
     """
-    from neuronx_distributed_inference.utils.tensor_replacement.registry import TensorReplacementRegister
-
-    replacement_config(application.neuron_config, folder, point=point)
-    register = TensorReplacementRegister.get_instance()
     opened = RunFolder.open(Path(folder))
+    _refuse_other_sizes(application.neuron_config, opened)
+    stream = None if point is None else read_tensor(_stream_path(opened, point), (_STREAM,))
     application.reset()
     logits = []
     for model_pass in opened.passes():
-        ids, positions = model_pass.input_ids, model_pass.position_ids
-        arguments = (
-            step_arguments(ids, positions)
-            if model_pass.number
-            else prefill_arguments(ids, model_pass.attention_mask, positions)
+        is_prefill = model_pass.number == 0
+        arguments = pass_arguments(
+            model_pass.input_ids, model_pass.attention_mask, model_pass.position_ids, is_prefill=is_prefill
         )
-        tensors, masks = register.step_args(model_pass.number + 1)
+        replaced = None if point is None or stream is None else (point, model_pass.cut(stream))
+        arguments["tf_args"] = replacement_arguments(application.config, replaced, is_prefill=is_prefill)
         with torch.no_grad():
-            result = application(**arguments, tf_args=[*tensors, *masks])
+            result = application(**arguments)
         found = getattr(result, "logits", None)
         if not isinstance(found, torch.Tensor) or found.ndim != 3:
             raise TargetError(

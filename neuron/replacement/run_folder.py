@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.errors import CaptureError, TargetError, UsageError, shorten
@@ -36,15 +35,9 @@ from neuron.replacement.stream import RowLogits, ignores_stream
 
 PLAN_NAME, INPUTS_NAME, LOGITS_NAME = "replacement.json", "inputs.safetensors", "logits"
 _SUFFIXES = (".safetensors", ".pt")
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 # More than any model has of anything: a damaged file may give any number.
 _MOST = 1 << 40
-
-
-def save_tensors(value: object, path: Path) -> None:
-    """Write tensors in a torch file, as the tools read them."""
-    with whole_capture_file(path) as temporary:
-        torch.save(value, temporary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,20 +115,12 @@ class RunFolder:
     def read_inputs(self) -> Inputs:
         """Read the rows of the runs."""
         path = self.directory / INPUTS_NAME
-        try:
-            stored = load_file(path)
-            return Inputs(
-                input_ids=stored["input_ids"],
-                attention_mask=stored["attention_mask"],
-                position_ids=stored["position_ids"],
-                source=str(self.directory),
-            )
-        except (OSError, SafetensorError, KeyError) as error:
-            raise CaptureError(
-                f"{path} cannot be read",
-                found=f"{type(error).__name__}: {error}",
-                next_step="Write the folder with mm2-test replacement, under another --output-dir.",
-            ) from error
+        return Inputs(
+            input_ids=read_tensor(path, ("input_ids",)),
+            attention_mask=read_tensor(path, ("attention_mask",)),
+            position_ids=read_tensor(path, ("position_ids",)),
+            source=str(self.directory),
+        )
 
     def passes(self) -> list[Pass]:
         """Plan the passes of each run, padded on the right: NxDI and vLLM Neuron take no other prompts."""

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from minimax_tools.errors import TargetError, UsageError
+from minimax_tools.machine.files import whole_capture_file
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.results.probes import Point
 from neuron.ports.vllm_neuron_stream import MASK, point_name
-from neuron.replacement.run_folder import RunFolder, save_tensors
+from neuron.replacement.run_folder import RunFolder
 from neuron.replacement.stream import GoldenStream
 
 TOKENS_NAME = "prompt_token_ids.pt"
@@ -36,7 +37,7 @@ def tensors_name(folder: RunFolder, point: Point) -> str:
 def write_token_ids(folder: RunFolder) -> None:
     """Write the tokens by which the plugin recognises requests."""
     rows = folder.read_inputs().real_rows()
-    save_tensors([row[: len(row) - folder.plan.num_decoded] for row in rows], folder.directory / TOKENS_NAME)
+    _save([row[: len(row) - folder.plan.num_decoded] for row in rows], folder.directory / TOKENS_NAME)
 
 
 def write_tensors(folder: RunFolder, stream: GoldenStream, point: Point) -> Path:
@@ -48,8 +49,13 @@ def write_tensors(folder: RunFolder, stream: GoldenStream, point: Point) -> Path
         values = None if states is None else states[row, mask]
         prompts.append(dict(_points(folder, point, values, num_tokens=int(mask.sum()))))
     path = folder.directory / tensors_name(folder, point)
-    save_tensors(prompts, path)
+    _save(prompts, path)
     return path
+
+
+def _save(prompts: list[Any], path: Path) -> None:
+    with whole_capture_file(path) as temporary:
+        torch.save(prompts, temporary)
 
 
 def refuse_requests(inputs: Inputs, *, num_decoded: int) -> None:

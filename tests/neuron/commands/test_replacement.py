@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import ModelSite, Site
@@ -41,42 +41,21 @@ def golden_logits(golden: Path, *, num_tokens: int = NUM_DECODED + 1) -> torch.T
 
 
 class TestNxdiFiles:
-    def test_values_are_the_goldens_in_the_graphs_shapes(
-        self, ask: Any, small_golden: Path, tmp_path: Path
-    ) -> None:
-        result, _ = ask("--bucket", 192)
+    def test_stream_is_the_goldens_at_every_point(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
+        result, _ = ask()
         assert result.exit_code == 3
-        capture, folder = Capture.open(small_golden), tmp_path / "replaced"
-        inputs = capture.read_inputs()
-        lengths, num_columns = inputs.lengths, inputs.sequence_length - NUM_DECODED
-        hidden_size = capture.read(0, Site.INPUT).shape[-1]
-        for point, module in enumerate([*(f"layers.{layer}.stream" for layer in range(4)), "norm.stream"]):
-            stream = capture.read(point, Site.INPUT) if point < 4 else capture.read(3, Site.OUTPUT)
-            name = f"module_{module}_output.pt"
-            prefill, shape = (
-                torch.load(folder / place / f"captured_tensors_cte_step_1_{name}")
-                for place in ("reference", "shapes")
-            )
-            assert (prefill.dtype, shape.shape) == (torch.bfloat16, (2, 192, hidden_size))
-            rows = prefill.unflatten(0, (2, num_columns))
-            for row, length in enumerate(lengths):
-                assert torch.equal(rows[row, : length - NUM_DECODED], stream[row, : length - NUM_DECODED])
-                assert not rows[row, length - NUM_DECODED :].any()
-            for step in range(2, NUM_DECODED + 2):
-                value, shape = (
-                    torch.load(folder / place / f"captured_tensors_tkg_step_{step}_{name}")
-                    for place in ("reference", "shapes")
-                )
-                columns = [length - NUM_DECODED + step - 2 for length in lengths]
-                assert torch.equal(value, stream[range(2), columns])
-                assert shape.shape == (2, 1, hidden_size)
-        assert len(list((folder / "shapes").iterdir())) == 5 * (NUM_DECODED + 1)
+        golden = Capture.open(small_golden)
+        expected = {f"layer_{layer}": golden.read(layer, Site.INPUT) for layer in range(4)}
+        expected["final_norm"] = golden.read(3, Site.OUTPUT)
+        files = {path.stem: path for path in (tmp_path / "replaced" / "stream").iterdir()}
+        assert set(files) == set(expected)
+        assert all(torch.equal(load_file(files[name])["stream"], expected[name]) for name in files)
 
     def test_printed_lines_are_complete(self, ask: Any, tmp_path: Path) -> None:
         _, record = ask("--layer", 3)
         text = "\n".join(record["lines"])
-        assert f"ref_dir='{tmp_path / 'replaced' / 'reference'}'" in text
-        assert "tf_map=map_steps(3, num_layers=4, num_steps=5)" in text
+        assert f"run_replaced(application, '{tmp_path / 'replaced'}', point=3)" in text
+        assert "num_layers=4, hidden_size=64" in text
         assert "batch_size=2, max_context_length=128" in text
         assert "writes logits/layer_3.safetensors" in text
         assert record["next"][-1].startswith("mm2-test replacement --model")

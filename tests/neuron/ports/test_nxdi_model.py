@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.nxdi_loaded import captured_modules
-from neuron.ports.nxdi_model import ModelClasses, NxdiModelTarget
+from neuron.ports.cpu_mode import ModelClasses
+from neuron.ports.nxdi_model import NxdiModelTarget, captured_modules
 from neuron.ports.target import ModelBatch
 
 TESTS = Path(__file__).parents[2]
 REAL_PORT = TESTS / "ports" / "nxdi_whole_port.py"
-STAND_IN = {"PYTHONPATH": f"{TESTS / 'nxdi_stand_in'}:{TESTS.parent}", "NXD_CPU_MODE": "1"}
+STAND_IN = {"PYTHONPATH": f"{TESTS / 'stand_ins' / 'nxdi'}:{TESTS.parent}", "NXD_CPU_MODE": "1"}
 
 PORTS = f"""
 import sys

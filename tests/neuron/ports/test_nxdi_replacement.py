@@ -11,22 +11,16 @@ import torch
 from torch import nn
 
 from minimax_tools.errors import TargetError
-from neuron.ports.nxdi_settings import (
-    add_stream_points,
-    file_name,
-    list_point_modules,
-    map_steps,
-    replacement_arguments,
-)
+from neuron.ports.nxdi_stream import add_stream_points, list_points
 
 TESTS = Path(__file__).parents[2]
-STAND_IN = {"PYTHONPATH": f"{TESTS / 'nxdi_stand_in'}:{TESTS.parent}", "NXD_CPU_MODE": "1"}
+STAND_IN = {"PYTHONPATH": f"{TESTS / 'stand_ins' / 'nxdi'}:{TESTS.parent}", "NXD_CPU_MODE": "1"}
 
 PORTS = f"""
 import sys
 sys.path.insert(0, {str(TESTS / "ports")!r})
 from nxdi_stand_in_port import Application, Model
-from neuron.ports.nxdi_settings import add_stream_points
+from neuron.ports.nxdi_stream import add_stream_points
 
 class Swapped(Application):
     @classmethod
@@ -51,13 +45,13 @@ class ByHand(Swapped):
 
 # A porter's own script: an application is compiled once, and runs with the stream replaced at one point after another.
 BY_HAND = """
-import copy, os, sys
+import os, sys
 from pathlib import Path
 import torch
-from neuronx_distributed_inference.models.config import NeuronConfig, TensorReplacementConfig
+from neuronx_distributed_inference.models.config import NeuronConfig
 from minimax_tools.errors import Mm2Error
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.nxdi_settings import map_steps
+from neuron.ports.nxdi_stream import stream_replacement
 from neuron.ports.target import target_config
 from neuron.replacement.nxdi_run import run_replaced
 sys.path.insert(0, os.path.dirname(port))
@@ -66,10 +60,7 @@ from nxdi_ports import ByHand
 os.environ["NXD_CPU_MODE"] = "0"
 options = dict(batch_size=2, max_context_length=128, seq_len=128, enable_bucketing=False, padding_side="right")
 neuron_config = NeuronConfig(**{**options, **other}, torch_dtype=torch.bfloat16, output_logits=True)
-neuron_config.tensor_replacement_config = TensorReplacementConfig(
-    ref_dir=f"{folder}/reference", neuron_dir=f"{folder}/shapes",
-    tf_map=map_steps(None, num_layers=4, num_steps=17), neuron_config=copy.deepcopy(neuron_config),
-)
+neuron_config.tensor_replacement_config = stream_replacement(neuron_config, num_layers=4, hidden_size=64)
 values = vars(target_config(ModelSpec.from_folder(Path(model)), ranks=None))
 values.pop("ranks", None)
 config = ByHand.get_config_cls()(neuron_config, **{**values, "_name_or_path": model, "pad_token_id": 0})
@@ -213,29 +204,6 @@ class TestByHand:
         assert "found max_context_length=64, enable_bucketing=True" in printed
 
 
-class TestFiles:
-    def test_names_are_those_that_nxdi_looks_for(self) -> None:
-        prefill, step = (file_name("layers.3.stream", step=step) for step in (1, 4))
-        assert prefill == "captured_tensors_cte_step_1_module_layers.3.stream_output.pt"
-        assert step == "captured_tensors_tkg_step_4_module_layers.3.stream_output.pt"
-
-    @pytest.mark.parametrize("point", [None, 0, 2])
-    def test_every_map_puts_the_same_modules_into_the_graph(self, point: int | None) -> None:
-        found = map_steps(point, num_layers=2, num_steps=3)
-        assert found[0] == ["layers.0.stream", "layers.1.stream", "norm.stream"]
-        expected = [] if point is None else [list_point_modules(2)[point]]
-        assert [found[step] for step in (1, 2, 3)] == [expected] * 3
-
-    def test_arguments_are_padded_and_masked(self) -> None:
-        states = torch.ones(1, 2, 4)
-        found = replacement_arguments(1, states, num_layers=2, shape=(1, 3, 4), dtype=torch.bfloat16)
-        tensors, masks = found[:3], found[3:]
-        assert [bool(mask) for mask in masks] == [False, True, False]
-        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
-        assert tensors[1].sum(-1).tolist() == [[4.0, 4.0, 0.0]]
-        assert not any(bool(tensor.any()) for tensor in (tensors[0], tensors[2]))
-
-
 class TestPoints:
     class Layer(nn.Module):
         def forward(
@@ -255,7 +223,7 @@ class TestPoints:
         names = set(model.state_dict())
         add_stream_points(model)
         assert set(model.state_dict()) == names
-        assert set(list_point_modules(2)) < {name for name, _ in model.named_modules()}
+        assert set(list_points(2)) < {name for name, _ in model.named_modules()}
         layer = model.layers[1]
         layer.stream.register_forward_hook(lambda *_: torch.full_like(states, 5.0))
         output, _ = layer(hidden_states=states) if by_name else layer(states)

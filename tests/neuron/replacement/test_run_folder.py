@@ -49,7 +49,7 @@ def test_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         ({"num_layers": 0}, "num_layers is 0"),
         ({"num_decoded": -1}, "num_decoded is -1"),
         ({"vocab_size": 10**400}, "vocab_size is 1000"),
-        ({"schema_version": 2}, "version 2"),
+        ({"schema_version": 1}, "version 1"),
         ({"bucket": True}, "expected a whole number, found True"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A stand-in for NxD and NxDI: what mm2's adapter of whole models calls, with the behaviour that it relies on.
+"""A stand-in for NxD 0.18 and NxDI 0.9: what mm2's adapters of layers and applications call, behaving as those do.
 
 Python imports this file first if its folder is the first on PYTHONPATH. The files beside it then are the packages'
 modules.
@@ -18,6 +18,8 @@ _FILES = {
     "neuronx_distributed": None,
     "neuronx_distributed.parallel_layers": None,
     "neuronx_distributed.parallel_layers.parallel_state": "parallel_state.py",
+    "neuronx_distributed.trace": None,
+    "neuronx_distributed.trace.trace": "weights.py",
     "neuronx_distributed.utils": "computing.py",
     "neuronx_distributed.utils.tensor_capture": "tensor_capture.py",
     "neuronx_distributed.utils.tensor_capture.registry": "tensor_registry.py",
@@ -27,6 +29,7 @@ _FILES = {
     "neuronx_distributed_inference.models": None,
     "neuronx_distributed_inference.models.config": "configs.py",
     "neuronx_distributed_inference.models.model_base": "application.py",
+    "neuronx_distributed_inference.models.model_wrapper": "weights.py",
     "neuronx_distributed_inference.utils": None,
     "neuronx_distributed_inference.utils.tensor_replacement": None,
     "neuronx_distributed_inference.utils.tensor_replacement.registry": "replacement_register.py",

@@ -10,8 +10,9 @@ def model_parallel_is_initialized():
     return _state["is_open"]
 
 
-def initialize_model_parallel(**_):
+def initialize_model_parallel(tensor_model_parallel_size=1):
     """Open the groups."""
+    assert tensor_model_parallel_size == 1, "the stand-in has one rank"
     _state["is_open"] = True
 
 
@@ -28,3 +29,13 @@ def get_aot_mode():
 def set_aot_mode(mode):
     """Set whether modules are built without values of weights."""
     _state["aot"] = mode
+
+
+def get_tensor_model_parallel_size():
+    """Return the number of ranks that share a layer."""
+    return 1
+
+
+def get_tensor_model_parallel_rank():
+    """Return this rank's number."""
+    return 0

@@ -52,12 +52,18 @@ class NeuronConfig:
         self.tp_degree = options.get("tp_degree", 1)
         self.torch_dtype = options["torch_dtype"]
         self.is_continuous_batching = options.get("is_continuous_batching", False)
+        self.cast_type = options.get("cast_type", "config")
+        self.normalize_top_k_affinities = options.get("normalize_top_k_affinities", True)
         self.k_cache_transposed = options.get("k_cache_transposed", False)
         self.on_cpu = options.get("on_cpu", False)
         self.output_logits = options.get("output_logits", False)
         sampling, capture = options.get("on_device_sampling_config"), options.get("tensor_capture_config")
         self.on_device_sampling_config = sampling and SimpleNamespace(**sampling)
         self.tensor_capture_config = TensorCaptureConfig(**capture) if isinstance(capture, dict) else capture
+
+
+# Of a mixture of experts; NxDI's own has more options.
+MoENeuronConfig = NeuronConfig
 
 
 class InferenceConfig:

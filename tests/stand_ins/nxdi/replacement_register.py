@@ -1,4 +1,4 @@
-"""The register of the stand-in's tensor replacement: files of two folders, as tensors and masks of each step."""
+"""The register of the stand-in's tensor replacement: the modules of a graph, and the files that tell their shapes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ class TensorReplacementRegister:
     def _read(self, reference, shapes, tr_map):
         self.module_superset = list(dict.fromkeys(name for step in sorted(tr_map) for name in tr_map[step]))
         found, values = self._scan(shapes), self._scan(reference)
-        self.tensors, self.masks = {}, {}
         for step in sorted({step for _, step in found}):
             for name in self.module_superset:
                 if (name, step) not in found or (name, step) not in values:
                     raise ValueError(f"no tensor of {name} in step {step}")
-                self.tensors[step, name] = _overlay(values[name, step], found[name, step])
-                self.masks[step, name] = torch.tensor([name in tr_map.get(step, ())])
+                if values[name, step].dim() != 2:
+                    raise ValueError("a reference has two dims")
         for name in self.module_superset:
             decoded = {tuple(found[key].shape) for key in found if key[0] == name and key[1] > 1}
             if len(decoded) > 1:
@@ -53,18 +52,3 @@ class TensorReplacementRegister:
             for path, match in matches
             if match is not None and match[2] in self.module_superset
         }
-
-    def step_args(self, step):
-        """Return the tensors of a step, and the masks [1]."""
-        names = self.module_superset
-        return [self.tensors[step, name] for name in names], [self.masks[step, name] for name in names]
-
-
-def _overlay(values, shape):
-    if values.dim() != 2:
-        raise ValueError("a reference has two dims")
-    out = shape.to(values.dtype)
-    rows = values.reshape(out.shape[0], -1, values.shape[-1])
-    columns = min(rows.shape[1], out.shape[1])
-    out[:, :columns] = rows[:, :columns]
-    return out

@@ -1,4 +1,4 @@
-"""Checkpoints on their way into a model."""
+"""Weights on their way into a model: NxD's sharding, and NxDI's cast of a module."""
 
 from __future__ import annotations
 
@@ -18,3 +18,18 @@ def get_sharded_checkpoint(checkpoint, model, rank, tp_degree):
     for name, place in places.items():
         if getattr(place, "tensor_model_parallel", False) and name in checkpoint:
             checkpoint[name] = checkpoint[name].chunk(tp_degree, dim=place.partition_dim)[rank]
+
+
+class DecoderModelInstance:
+    """A model to compile."""
+
+    def __init__(self, model_cls, config, **options):
+        self.model_cls, self.config, self.options = model_cls, config, options
+        self.module = None
+
+    def load_module(self):
+        """Build the model, and cast it to the device's dtype."""
+        self.module = self.model_cls(self.config, **self.options).eval()
+        if self.config.neuron_config.cast_type == "config":
+            dtype = self.config.neuron_config.torch_dtype
+            self.module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

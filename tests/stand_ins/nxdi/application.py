@@ -65,6 +65,25 @@ class NeuronBaseForCausalLM(nn.Module):
         self.config, self.neuron_config = config, config.neuron_config
         self.models, self.step, self.is_compiled = [SimpleNamespace(model=None)] * 2, 0, False
 
+    @classmethod
+    def get_state_dict(cls, model_path, config):
+        """Read a checkpoint."""
+        raise FileNotFoundError("a folder of the author's machine")
+
+    @staticmethod
+    def convert_hf_to_neuron_state_dict(state_dict, config):
+        """Return the state dict as it is; a port converts it here."""
+        return state_dict
+
+    def checkpoint_loader_fn(self):
+        """Return the checkpoint, cast to the device's dtype."""
+        tensors, dtype = self.get_state_dict(self.model_path, self.config), self.neuron_config.torch_dtype
+        if dtype != torch.float32 and self.neuron_config.cast_type == "config":
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point():
+                    tensors[name] = tensor.to(dtype)
+        return tensors
+
     def to_cpu(self):
         """Build the module, and load it by the class's own conversion."""
         assert cpu_mode()

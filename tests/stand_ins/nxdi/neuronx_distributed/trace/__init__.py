@@ -1,1 +1,0 @@
-"""Models on their way to a device."""
