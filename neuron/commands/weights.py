@@ -118,7 +118,7 @@ def weights_command(
             render_inspections,
         )
         from neuron.weight_trace.trace_size import smaller_spec
-        from neuron.weight_trace.traced_port import SharedPort, TracedPort
+        from neuron.weight_trace.traced_port import TracedPort
 
     spec = ModelSpec.from_folder(resolve_config(model))
     if all_layers and layer is not None:
@@ -150,13 +150,13 @@ def weights_command(
                     layer=number,
                     dtype=dtype,
                     reader=reader,
-                    ranks=runtime.ranks,
+                    runtime=runtime,
                     pool=pool,
                 )
-                shared = SharedPort(port, runtime)
-                yield inspect_weights(shared, spec, loads=loads, budget=MemoryBudget(memory_budget))
-                # Only rank 0 comes here. The other ranks follow its orders; this ends their wait for more.
-                shared.dismiss()
+                # Only rank 0 comes here.
+                with port.on_all_ranks():
+                    inspection = inspect_weights(port, spec, loads=loads, budget=MemoryBudget(memory_budget))
+                yield inspection
 
         groups = group_inspections(inspect_layers())
     verdict = groups[0].first.verdict

@@ -13,19 +13,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from minimax_tools.capture.manifest import WeightMistake
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
 from neuron.ports.target import ConversionOrigin
 from neuron.weight_trace.agreement import Severity, WeightFinding
+from neuron.weight_trace.held_check import conclude
 from neuron.weight_trace.layout_check import check_layouts, check_loaded, find_refills, number_as_loaded
 from neuron.weight_trace.repairs import candidate_repairs
 from neuron.weight_trace.scales import Scales
+from neuron.weight_trace.source_lines import LineTable
 from neuron.weight_trace.source_tensors import SourceTensors, TensorOrigin
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 from neuron.weight_trace.trace_size import ExpertSample, TrialMemory, word_memory
-from neuron.weight_trace.traced_port import SharedPort
+from neuron.weight_trace.traced_port import TracedPort
 from neuron.weight_trace.trial import TrialOutcome, run_trial
 
 logger = logging.getLogger(__name__)
@@ -79,7 +82,7 @@ class WeightInspection:
 
 
 def inspect_weights(
-    shared: SharedPort, checkpoint_spec: ModelSpec, *, loads: bool, budget: MemoryBudget
+    port: TracedPort, checkpoint_spec: ModelSpec, *, loads: bool, budget: MemoryBudget
 ) -> WeightInspection:
     """Trace a port's conversion, run the port on generated weights, and load the checkpoint's own layer if it `loads`.
 
@@ -90,14 +93,14 @@ def inspect_weights(
         MemoryBudgetError: A port of that size does not fit.
         TargetError: The port cannot be built or loaded.
     """
-    port, spec = shared.port, shared.port.spec
+    spec = port.spec
     # Some targets fill their parameters without a converted copy.
     num_layers_held = 1 if port.target.fills_storage else 2
     sample = ExpertSample.fitting(spec, port.dtype, budget, num_layers_held=num_layers_held)
     sources = sample.sources(spec)
     of_sample = "" if sample.is_whole else f", of {sample}"
     logger.info("Tracing where every element of layer %d lands%s.", port.layer, of_sample)
-    origins = _trace(shared, sample, is_smaller=spec != checkpoint_spec)
+    origins = _trace(port, sample, is_smaller=spec != checkpoint_spec)
     by_rank = [[read_layout(origin, sources) for origin in of_rank] for of_rank in origins]
     scales = Scales.of((origin for of_rank in origins for origin in of_rank), sources, spec)
     findings = check_layouts(by_rank, sources, spec, scales)
@@ -106,24 +109,26 @@ def inspect_weights(
         kind for finding in findings if finding.mistake is WeightMistake.MISSING for kind in finding.kinds
     }
     memory = TrialMemory.fitting(spec, port.dtype, budget, num_layers_held=num_layers_held)
+    # Of several ranks each holds parts of the tensors: none is told what to overwrite.
+    refills = find_refills(by_rank[0], SourceTensors.of(spec), missing) if len(by_rank) == 1 else {}
     trial = run_trial(
-        shared.prepare_trial(memory.dtype),
+        port.run_trial,
         spec,
         port.layer,
         candidate_repairs(by_rank, SourceTensors.of(spec), spec, scales if sample.is_whole else None),
+        computes_in_bf16=port.build_trial(memory.dtype),
         keeps_tensors=memory.keeps_tensors,
-        refills=find_refills(by_rank[0], SourceTensors.of(spec), missing),
+        refills=refills,
     )
     findings = _judge(findings, trial)
     compared = None
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
-        loaded = shared.load_checkpoint(checkpoint_spec)
-        found_by_trace = (
-            number_as_loaded(findings, loaded.held.faults) if spec != checkpoint_spec else findings
-        )
-        findings = [*found_by_trace, *check_loaded(loaded, by_rank[0], findings)]
-        compared = loaded.held.compared
+        held = conclude(port.load_checkpoint(checkpoint_spec.raw), LineTable(checkpoint_spec))
+        found_by_trace = number_as_loaded(findings, held.faults) if spec != checkpoint_spec else findings
+        own = LayerTensors.open(port.reader, checkpoint_spec, port.layer, port.dtype)
+        findings = [*found_by_trace, *check_loaded(held, port.loaded, own, by_rank[0], findings)]
+        compared = held.compared
     return WeightInspection(
         target=port.target.name,
         conversion=port.target.conversion,
@@ -147,10 +152,10 @@ def inspect_weights(
     )
 
 
-def _trace(shared: SharedPort, sample: ExpertSample, *, is_smaller: bool) -> list[list[TensorOrigin]]:
+def _trace(port: TracedPort, sample: ExpertSample, *, is_smaller: bool) -> list[list[TensorOrigin]]:
     """Trace the port on all ranks; an error at a smaller size names --full-size."""
     try:
-        return shared.trace(sample)
+        return port.trace(sample)
     except TargetError as error:
         if not is_smaller:
             raise

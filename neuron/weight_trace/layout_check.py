@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -34,28 +34,26 @@ from reports.wording import word_order
 _RATIO_SLACK = 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoadedLayer:
-    """The checkpoint's layer in the port."""
-
-    held: HeldWeights  # what all ranks hold
-    port_tensors: Mapping[str, torch.Tensor]  # tensors of the first rank, by name
-    source: LayerTensors
-
-
 def check_loaded(
-    loaded: LoadedLayer, layouts: Sequence[TensorLayout], found: Sequence[WeightFinding]
+    held: HeldWeights,
+    port_tensors: Mapping[str, torch.Tensor],
+    own: LayerTensors,
+    layouts: Sequence[TensorLayout],
+    found: Sequence[WeightFinding],
 ) -> Iterator[WeightFinding]:
-    """Yield the faults of a loaded port that trace and trial have not `found`; `layouts` are the first rank's."""
+    """Yield the faults of a port that loaded its `own` layer that trace and trial have not `found`.
+
+    `held` is what all ranks hold; `port_tensors` by name and `layouts` are the first rank's.
+    """
     wrong = {kind for finding in found if finding.severity is Severity.WRONG for kind in finding.kinds}
     known = {kind for finding in found for kind in finding.kinds}
-    for fault in loaded.held.faults:
+    for fault in held.faults:
         if not set(fault.kinds) <= (wrong if fault.is_certain else known):
             yield _finding_of(fault)
-    told = {kind for fault in loaded.held.faults for kind in fault.kinds}
-    changed = set(loaded.held.not_compared) - wrong - told
+    told = {kind for fault in held.faults for kind in fault.kinds}
+    changed = set(held.not_compared) - wrong - told
     for patterns, kinds in _moved_only(layouts, changed).items():
-        yield _compare_norms(kinds, patterns, loaded)
+        yield _compare_norms(kinds, patterns, port_tensors, own)
 
 
 def number_as_loaded(
@@ -110,11 +108,16 @@ def _is_moved_only(origin: TensorOrigin) -> bool:
     return not has_others and (origin.gain, origin.offset, origin.rounding) == (1, 0, 0)
 
 
-def _compare_norms(kinds: tuple[str, ...], patterns: tuple[str, ...], loaded: LoadedLayer) -> WeightFinding:
+def _compare_norms(
+    kinds: tuple[str, ...],
+    patterns: tuple[str, ...],
+    port_tensors: Mapping[str, torch.Tensor],
+    own: LayerTensors,
+) -> WeightFinding:
     """Tell a scale from other numbers, by the norm of all that lies in some tensors."""
-    names = [name for name in loaded.port_tensors if name_pattern(name) in patterns]
-    held = _norm(loaded.port_tensors[name] for name in names)
-    expected = _norm(loaded.source[name] for name in loaded.source if kind_of(name) in kinds)
+    names = [name for name in port_tensors if name_pattern(name) in patterns]
+    held = _norm(port_tensors[name] for name in names)
+    expected = _norm(own[name] for name in own if kind_of(name) in kinds)
     ratio = held / expected
     is_scaled = abs(ratio - 1) > _RATIO_SLACK
     what = f"scaled: its norm is {ratio:.4g} times the checkpoint's" if is_scaled else "in other numbers"

@@ -1,17 +1,18 @@
 """Traced port: a port's layer on the CPU, traced, run on generated weights and loaded.
 
 To trace is to load generated weights, and find from which of the checkpoint's elements the port's own come. Several
-ranks may share the layer: each has a `TracedPort`, and rank 0, the lead, a `SharedPort` too. That sends each order to
-the other ranks before the lead carries out its own part. They carry out theirs in `follow_trace`.
+ranks may share the layer, each with a `TracedPort`. What rank 0, the lead, does with its own, the other ranks do with
+theirs: they wait for that in `follow_trace`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,48 +20,62 @@ from torch import nn
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_bytes
-from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.returned import find_output
 from neuron.ports.target import Target, port_errors
 from neuron.ports.targets import find_target
 from neuron.weight_trace.generated_tensors import GeneratedTensors, MakeTensor, Tensors
-from neuron.weight_trace.held_check import HeldPart, check_part, conclude
-from neuron.weight_trace.layout_check import LoadedLayer
+from neuron.weight_trace.held_check import HeldPart, check_part
 from neuron.weight_trace.origin_tracer import OriginTracer
 from neuron.weight_trace.port_tensors import find_port_tensors
 from neuron.weight_trace.source_lines import LineTable, NotedTensors, PortLines
 from neuron.weight_trace.source_tensors import TensorOrigin
 from neuron.weight_trace.trace_size import ExpertSample, WideAllocations
-from neuron.weight_trace.trial import TrialInput, TrialPort
 
 # A conversion of a larger layer is not measured: all tensors of the layer are in memory at once.
 _MOST_MEASURED_BYTES = 256 << 20
 
-Result = TypeVar("Result")
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TracedPort:
-    """A rank's part of a port's layer. All methods raise TargetError if the port cannot be built, loaded or run."""
+    """A rank's part of a port's layer. All methods raise TargetError if the port cannot be built, loaded or run.
+
+    Lists of what each rank returns are in rank order, and empty on other ranks than the lead.
+    """
 
     target: Target  # the port
     spec: ModelSpec  # the traced model; it may be smaller than the checkpoint's
     layer: int
     dtype: torch.dtype  # dtype of the run, in which the port is traced and loaded
     reader: CheckpointReader
-    ranks: Ranks
+    runtime: Runtime
     pool: ReadingPool  # threads that fill parameters
     # The module that was built for the trial, and its dtype.
     _trial: tuple[nn.Module, torch.dtype] | None = field(init=False, default=None)
     # What `load_checkpoint` loaded, by name.
     loaded: Mapping[str, torch.Tensor] = field(init=False, default_factory=dict)
 
-    def trace(self, sample: ExpertSample) -> list[TensorOrigin]:
-        """Return the origin of every port tensor, but for those that hold only experts outside the sample."""
+    @contextmanager
+    def on_all_ranks(self) -> Iterator[None]:
+        """Let the other ranks build their part of the port, and follow this one until the block ends."""
+        assignment = TraceAssignment(
+            folder=self.reader.folder,
+            target=self.target.name,
+            layer=self.layer,
+            dtype=self.dtype,
+            config=dict(self.spec.raw),
+        )
+        self.runtime.messages.send(assignment)
+        yield
+        self.runtime.messages.send(None)
+
+    def trace(self, sample: ExpertSample) -> list[list[TensorOrigin]]:
+        """Return the origins of every rank's port tensors, but for those that hold only experts outside the sample."""
+        self._share(partial(TracedPort.trace, sample=sample))
         module = self._build(self.spec, self.dtype)
 
         def load(make: MakeTensor) -> dict[str, torch.Tensor]:  # `make`: a tensor's values by its name
@@ -68,22 +83,36 @@ class TracedPort:
             return find_port_tensors(module)
 
         sources, shapes = sample.sources(self.spec), expected_layer_shapes(self.spec)
-        return OriginTracer(sources, shapes, load, pool=self.pool).trace()
+        origins = OriginTracer(sources, shapes, load, pool=self.pool).trace()
+        return self.runtime.messages.gather(origins)
 
     def build_trial(self, dtype: torch.dtype) -> bool:
         """Build the port in `dtype`, for `run_trial`; decide whether it computes in BF16."""
+        self._share(partial(TracedPort.build_trial, dtype=dtype))
         module = self._build(self.spec, dtype)
         self._trial = module, dtype
         return any(parameter.dtype.itemsize == 2 for parameter in module.parameters())
 
     def run_trial(
-        self, tensors: Tensors, trial_input: TrialInput, *, refills: Mapping[str, str]
+        self, tensors: Tensors, hidden_states: torch.Tensor, inputs: Inputs, refills: Mapping[str, str]
     ) -> torch.Tensor:
-        """Load generated weights, and return the port's output [B,S,H].
+        """Load generated weights, and return the port's output [B,S,H] for hidden states [B,S,H].
 
         `refills` names port tensors to overwrite once the port is loaded, each with the weight to write there.
         """
         assert self._trial is not None, "a port is built before it runs"
+        if self.runtime.ranks.are_several:
+            # Functions that make tensors on access cannot be sent: the tensors are made now.
+            tensors, refills = dict(tensors), dict(refills)
+        self._share(
+            partial(
+                TracedPort.run_trial,
+                tensors=tensors,
+                hidden_states=hidden_states,
+                inputs=inputs,
+                refills=refills,
+            )
+        )
         module, dtype = self._trial
         port = f"port {self.target.name}, layer {self.layer}"
         self._load_generated(module, tensors.__getitem__, dtype)
@@ -98,11 +127,9 @@ class TracedPort:
         # The port gets copies: it may change its input in place.
         with torch.no_grad(), errors:
             result = module(
-                trial_input.hidden_states.to(dtype, copy=True),
-                trial_input.attention_mask.clone(),
-                trial_input.position_ids.clone(),
+                hidden_states.to(dtype, copy=True), inputs.attention_mask.clone(), inputs.position_ids.clone()
             )
-        return find_output(result, tuple(trial_input.hidden_states.shape), what=port)
+        return find_output(result, tuple(hidden_states.shape), what=port)
 
     def measure_conversion(self) -> int | None:
         """Return the most bytes of float32 temporaries that the conversion holds at once; None for a large layer."""
@@ -119,17 +146,23 @@ class TracedPort:
         peak_bytes: int = allocations.peak_bytes
         return peak_bytes
 
-    def load_checkpoint(self, config: Mapping[str, Any]) -> HeldPart:
-        """Load the checkpoint's own layer, of a model of `config`, into `loaded`; return what this rank holds."""
+    def load_checkpoint(self, config: Mapping[str, Any]) -> list[HeldPart]:
+        """Load the checkpoint's own layer, of a model of `config`, into `loaded`; return what each rank holds."""
+        self._share(partial(TracedPort.load_checkpoint, config=config))
         spec = ModelSpec.from_config(config)
         module = self._build(spec, self.dtype)
         tensors = NotedTensors.noting(self.reader, spec, self.layer, self.dtype, table=LineTable(spec))
         self._load(module, tensors, spec)
         self.loaded = find_port_tensors(module)
-        return check_part(module, tensors, sent=PortLines(spec), pool=self.pool)
+        return self.runtime.messages.gather(check_part(module, tensors, sent=PortLines(spec), pool=self.pool))
+
+    def _share(self, call: Callable[[TracedPort], object]) -> None:
+        """Let the other ranks make the lead's call; a call that ends in `gather` does so on all ranks."""
+        if self.runtime.ranks.is_lead:
+            self.runtime.messages.send(call)
 
     def _build(self, spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
-        return self.target.build(spec, self.layer, dtype=dtype, ranks=self.ranks)
+        return self.target.build(spec, self.layer, dtype=dtype, ranks=self.runtime.ranks)
 
     def _load_generated(self, module: nn.Module, make: MakeTensor, dtype: torch.dtype) -> None:
         tensors = GeneratedTensors(self.spec, layer=self.layer, dtype=dtype, make=make, reader=self.reader)
@@ -137,7 +170,7 @@ class TracedPort:
 
     def _load(self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec) -> None:
         loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=self.pool)
-        self.target.load(module, tensors, spec, loader=loader, ranks=self.ranks)
+        self.target.load(module, tensors, spec, loader=loader, ranks=self.runtime.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,69 +184,8 @@ class TraceAssignment:
     config: Mapping[str, Any]  # config.json of the traced model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Order:
-    """A method of `TracedPort` with its arguments, to call on another rank."""
-
-    call: Callable[[TracedPort], object]
-    is_gathered: bool  # whether the lead gathers what it returns
-
-
-class SharedPort:
-    """A port on all ranks, as the lead uses it. Making it sends the other ranks their assignment, if there are any."""
-
-    def __init__(self, port: TracedPort, runtime: Runtime) -> None:
-        self.port = port
-        self._messages = runtime.messages
-        self._messages.send(
-            TraceAssignment(
-                folder=port.reader.folder,
-                target=port.target.name,
-                layer=port.layer,
-                dtype=port.dtype,
-                config=dict(port.spec.raw),
-            )
-        )
-
-    def trace(self, sample: ExpertSample) -> list[list[TensorOrigin]]:
-        """Return the origins of every rank's port tensors, in rank order."""
-        return self._gather(partial(TracedPort.trace, sample=sample))
-
-    def prepare_trial(self, dtype: torch.dtype) -> TrialPort:
-        """Build the port on all ranks in `dtype`, to run on generated weights."""
-        computes_in_bf16, *_ = self._gather(partial(TracedPort.build_trial, dtype=dtype))
-        is_shared = self.port.ranks.are_several
-
-        def run(tensors: Tensors, trial_input: TrialInput, refills: Mapping[str, str]) -> torch.Tensor:
-            # Functions that make tensors on access cannot be sent: the tensors are made now.
-            sent = dict(tensors) if is_shared else tensors
-            call = partial(TracedPort.run_trial, tensors=sent, trial_input=trial_input, refills=dict(refills))
-            self._messages.send(Order(call=call, is_gathered=False))
-            return call(self.port)
-
-        # Of several ranks each holds parts of the tensors: none is told what to overwrite.
-        return TrialPort(run=run, computes_in_bf16=computes_in_bf16, can_refill=not is_shared)
-
-    def load_checkpoint(self, spec: ModelSpec) -> LoadedLayer:
-        """Load the checkpoint's own layer on all ranks; `spec` is of the checkpoint's model."""
-        parts = self._gather(partial(TracedPort.load_checkpoint, config=dict(spec.raw)))
-        return LoadedLayer(
-            held=conclude(parts, LineTable(spec)),
-            port_tensors=self.port.loaded,
-            source=LayerTensors.open(self.port.reader, spec, self.port.layer, self.port.dtype),
-        )
-
-    def dismiss(self) -> None:
-        """Tell the other ranks that no order follows."""
-        self._messages.send(None)
-
-    def _gather(self, call: Callable[[TracedPort], Result]) -> list[Result]:
-        self._messages.send(Order(call=call, is_gathered=True))
-        return self._messages.gather(call(self.port))
-
-
 def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
-    """Carry out the lead's orders on another rank, until it is dismissed; an error here ends the inspection on all."""
+    """Make the lead's calls on another rank, until no more comes; an error here ends the inspection on all."""
     with (
         CheckpointReader(assignment.folder, layers=range(assignment.layer, assignment.layer + 1)) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
@@ -224,11 +196,9 @@ def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
             layer=assignment.layer,
             dtype=assignment.dtype,
             reader=reader,
-            ranks=runtime.ranks,
+            runtime=runtime,
             pool=pool,
         )
-        order: Order | None
-        while (order := runtime.messages.receive()) is not None:
-            result = order.call(port)
-            if order.is_gathered:
-                runtime.messages.gather(result)
+        call: Callable[[TracedPort], object] | None
+        while (call := runtime.messages.receive()) is not None:
+            call(port)

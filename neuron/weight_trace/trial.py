@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -120,29 +120,10 @@ _MAX_ERROR_LEFT_BY_ALL = 0.01
 _MAX_REPAIRS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrialInput:
-    """Input of the port and of the reference layer; B batch, S sequence, H hidden size."""
-
-    hidden_states: torch.Tensor  # [B,S,H], float32
-    attention_mask: torch.Tensor  # [B,S], int64, all ones
-    position_ids: torch.Tensor  # [B,S], int64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialPort:
-    """A port that is built and can be run."""
-
-    # Converts and loads tensors, and returns the port's output [B,S,H]; raises TargetError if the port fails. The last
-    # argument names port tensors to overwrite once the port is loaded, each with the tensor to write there.
-    run: Callable[[Tensors, TrialInput, Mapping[str, str]], torch.Tensor]
-    computes_in_bf16: bool  # True if the port holds BF16 parameters, whatever dtype it was built in
-    can_refill: bool = True  # whether `run` overwrites tensors
-    refills: Mapping[str, str] = field(default_factory=dict)
-
-    def output(self, tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
-        """Run the port on generated weights, with its `refills`."""
-        return self.run(tensors, trial_input, self.refills)
+# Converts and loads tensors, and returns the port's output [B,S,H] for float32 hidden states [B,S,H] and their mask and
+# positions; raises TargetError if the port fails. The last argument names port tensors to overwrite once the port is
+# loaded, each with the tensor to write there.
+RunPort = Callable[[Tensors, torch.Tensor, Inputs, Mapping[str, str]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,29 +168,31 @@ class TrialOutcome:
 
 
 def run_trial(
-    port: TrialPort,
+    run: RunPort,
     spec: ModelSpec,
     layer: int,
     candidates: Sequence[Repair],
     *,
+    computes_in_bf16: bool,
     keeps_tensors: bool,
     refills: Mapping[str, str] = MappingProxyType({}),
 ) -> TrialOutcome:
     """Run the port on generated weights, and if it is wrong search for the `candidates` that make it right.
 
-    `keeps_tensors` keeps the generated weights in memory. `refills` are port tensors that never got their weights, each
-    with the weight's name: if the output is wrong they get it, and repairs are searched for what is left.
+    `computes_in_bf16` tells of BF16 parameters in the port. `keeps_tensors` keeps the generated weights in memory.
+    `refills` are port tensors that never got their weights, each with the weight's name: if the output is wrong they
+    get it, and repairs are searched for what is left.
 
     Raises:
         PortEndError: The port tried to exit, or ran out of memory.
     """
-    tensors, trial_input = _make_tensors(spec, layer), _make_input(spec)
+    tensors, trial = _make_tensors(spec, layer), _Trial(run, spec)
     if keeps_tensors:
         tensors = dict(tensors)
-    expected = _reference_output(spec, tensors, trial_input)
-    limit = _BF16_LIMIT if port.computes_in_bf16 else _FLOAT32_LIMIT
+    expected = trial.expect(tensors)
+    limit = _BF16_LIMIT if computes_in_bf16 else _FLOAT32_LIMIT
     try:
-        error = _error_of(port.output(tensors, trial_input), expected, trial_input)
+        error = trial.error(tensors, expected)
     except PortEndError:
         raise
     except TargetError as failure:
@@ -217,9 +200,9 @@ def run_trial(
     outcome = TrialOutcome(error=error, limit=limit)
     if outcome.is_right:
         return outcome
-    if refills and port.can_refill:
-        port = replace(port, refills=refills)
-        error = _error_or_infinity(port, tensors, expected, trial_input)
+    if refills:
+        trial.refills = refills
+        error = trial.error_or_infinity(tensors, expected)
         outcome = replace(outcome, refilled_error=error)
         if outcome.is_right_if_refilled:
             return outcome
@@ -228,14 +211,14 @@ def run_trial(
         repaired = tensors
         for repair in repairs:
             repaired = repair.apply(repaired)
-        return _error_or_infinity(port, repaired, expected, trial_input)
+        return trial.error_or_infinity(repaired, expected)
 
     repairs, error_left, is_enough = _search_repairs(error_with, candidates, error=error, limit=limit)
     if is_enough:
         return replace(outcome, repairs=repairs, repaired_error=error_left)
     if repairs:
         outcome = replace(outcome, partial_repairs=repairs, partial_error=error_left)
-    return _try_exact_values(outcome, port, spec, tensors, trial_input)
+    return _try_exact_values(outcome, trial, tensors)
 
 
 def _search_repairs(
@@ -265,14 +248,11 @@ def _search_repairs(
     return chosen, error_left, False
 
 
-def _try_exact_values(
-    outcome: TrialOutcome, port: TrialPort, spec: ModelSpec, tensors: Tensors, trial_input: TrialInput
-) -> TrialOutcome:
+def _try_exact_values(outcome: TrialOutcome, trial: _Trial, tensors: Tensors) -> TrialOutcome:
     """Run the port on weights that quantisation keeps; add the lowest error, and its way of quantisation."""
     for name, change in EXACT_VALUES.items():
         exact = make_exact(tensors, change)
-        expected = _reference_output(spec, exact, trial_input)
-        error = _error_or_infinity(port, exact, expected, trial_input)
+        error = trial.error_or_infinity(exact, trial.expect(exact))
         if outcome.exact_error is None or error < outcome.exact_error:
             outcome = replace(outcome, exact_error=error, exact_in=name)
         if outcome.is_quantised:
@@ -280,23 +260,35 @@ def _try_exact_values(
     return outcome
 
 
-def _error_or_infinity(
-    port: TrialPort, tensors: Tensors, expected: torch.Tensor, trial_input: TrialInput
-) -> float:
-    """Run the port on changed weights and return its error; infinite if the port refuses them."""
-    try:
-        return _error_of(port.output(tensors, trial_input), expected, trial_input)
-    except PortEndError:
-        raise
-    except TargetError:
-        # It ran on the weights as they were: these changed weights are not what it needs.
-        return float("inf")
+class _Trial:
+    """The port beside the reference layer, on one input; `refills` are those of `run_trial`."""
 
+    def __init__(self, run: RunPort, spec: ModelSpec) -> None:
+        self._run = run
+        self._spec = spec
+        self._hidden_states, self._inputs = _make_input(spec)
+        self.refills: Mapping[str, str] = {}
 
-def _error_of(output: torch.Tensor, expected: torch.Tensor, trial_input: TrialInput) -> float:
-    """Return ‖output − expected‖ relative to the reference layer's delta; infinite for NaN or Inf."""
-    error = (output.float() - expected).norm() / (expected - trial_input.hidden_states).norm()
-    return float(error) if torch.isfinite(error) else float("inf")
+    def expect(self, tensors: Tensors) -> torch.Tensor:
+        """Return the reference layer's output [B,S,H]."""
+        layer = Float32Layer(self._spec, tensors)
+        return layer.run(self._hidden_states, self._inputs, router_experts=None)[Site.OUTPUT]
+
+    def error(self, tensors: Tensors, expected: torch.Tensor) -> float:
+        """Return ‖port − expected‖ relative to the reference layer's delta; infinite for NaN or Inf."""
+        output = self._run(tensors, self._hidden_states, self._inputs, self.refills)
+        error = (output.float() - expected).norm() / (expected - self._hidden_states).norm()
+        return float(error) if torch.isfinite(error) else float("inf")
+
+    def error_or_infinity(self, tensors: Tensors, expected: torch.Tensor) -> float:
+        """Return the error on changed weights; infinite if the port refuses them."""
+        try:
+            return self.error(tensors, expected)
+        except PortEndError:
+            raise
+        except TargetError:
+            # It ran on the weights as they were: these changed weights are not what it needs.
+            return float("inf")
 
 
 def _make_tensors(spec: ModelSpec, layer: int) -> Tensors:
@@ -312,25 +304,17 @@ def _make_tensors(spec: ModelSpec, layer: int) -> Tensors:
     return LazyTensors(shapes, make)
 
 
-def _make_input(spec: ModelSpec) -> TrialInput:
+def _make_input(spec: ModelSpec) -> tuple[torch.Tensor, Inputs]:
+    """Make hidden states [B,S,H], float32, and the inputs of so many tokens without padding."""
     num_tokens = _BATCH_SIZE * _SEQUENCE_LENGTH
     shape = (min(spec.vocab_size, num_tokens), spec.hidden_size)
     weights = SyntheticWeights(spec, seed=_SEED)
     rows = torch.cat(list(weights.make(EMBEDDING, shape=shape, dtype=torch.float32)))
     batch_shape = (_BATCH_SIZE, _SEQUENCE_LENGTH)
-    return TrialInput(
-        hidden_states=rows[torch.arange(num_tokens) % len(rows)].reshape(*batch_shape, spec.hidden_size),
+    inputs = Inputs(
+        input_ids=torch.zeros(batch_shape, dtype=torch.int64),
         attention_mask=torch.ones(batch_shape, dtype=torch.int64),
         position_ids=torch.arange(_SEQUENCE_LENGTH).expand(batch_shape).clone(),
-    )
-
-
-def _reference_output(spec: ModelSpec, tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
-    inputs = Inputs(
-        input_ids=torch.zeros_like(trial_input.attention_mask),
-        attention_mask=trial_input.attention_mask,
-        position_ids=trial_input.position_ids,
         source="generated hidden states",
     )
-    sites = Float32Layer(spec, tensors).run(trial_input.hidden_states, inputs, router_experts=None)
-    return sites[Site.OUTPUT]
+    return rows[torch.arange(num_tokens) % len(rows)].reshape(*batch_shape, spec.hidden_size), inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -16,46 +16,38 @@ from neuron.ports.target import PortEndError
 from neuron.weight_trace.generated_tensors import Tensors
 from neuron.weight_trace.repairs import Repair, candidate_repairs
 from neuron.weight_trace.source_tensors import SourceTensors
-from neuron.weight_trace.trial import TrialInput, TrialOutcome, TrialPort, run_trial
+from neuron.weight_trace.trial import TrialOutcome, run_trial
 
 SPEC = SyntheticModel(hidden_size=64, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32).spec()
 CANDIDATES = candidate_repairs([[]], SourceTensors.of(SPEC), SPEC)
 (SWAP,) = [repair for repair in CANDIDATES if repair.kinds == ("w1", "w3")]
 
-Run = Callable[[Tensors, TrialInput], torch.Tensor]
+Run = Callable[[Tensors, torch.Tensor, Inputs], torch.Tensor]
 
 
-def output_of(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
-    """The reference layer's output."""
-    inputs = Inputs(
-        input_ids=torch.zeros_like(trial_input.attention_mask),
-        attention_mask=trial_input.attention_mask,
-        position_ids=trial_input.position_ids,
-        source="test",
-    )
-    return Float32Layer(SPEC, tensors).run(trial_input.hidden_states, inputs, router_experts=None)[
-        Site.OUTPUT
-    ]
-
-
-def swapped_output(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+def swapped_output(tensors: Tensors, states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """The output of a port that swaps w1 and w3."""
-    return output_of(SWAP.apply(tensors), trial_input)
+    layer = Float32Layer(SPEC, SWAP.apply(tensors))
+    return layer.run(states, inputs, router_experts=None)[Site.OUTPUT]
 
 
 def trial_of(run: Run, candidates: list[Repair]) -> TrialOutcome:
-    port = TrialPort(run=lambda tensors, given, refills: run(tensors, given), computes_in_bf16=False)
-    return run_trial(port, SPEC, 0, candidates, keeps_tensors=True)
+    def port(
+        tensors: Tensors, states: torch.Tensor, inputs: Inputs, refills: Mapping[str, str]
+    ) -> torch.Tensor:
+        return run(tensors, states, inputs)
+
+    return run_trial(port, SPEC, 0, candidates, computes_in_bf16=False, keeps_tensors=True)
 
 
 def failing_after(num_runs: int, error: Exception) -> Run:
     """A port that swaps w1 and w3, and fails in every run after the first `num_runs`."""
     runs = iter(range(num_runs))
 
-    def run(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+    def run(tensors: Tensors, states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         if next(runs, None) is None:
             raise error
-        return swapped_output(tensors, trial_input)
+        return swapped_output(tensors, states, inputs)
 
     return run
 
@@ -66,10 +58,10 @@ def test_the_repair_of_a_swap_is_found() -> None:
 
 
 def test_a_repair_that_is_a_candidate_twice_is_tried_twice() -> None:
-    def run(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
+    def run(tensors: Tensors, states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         # Off by a twentieth even when repaired: the search goes on after its first repair.
-        delta = swapped_output(tensors, trial_input) - trial_input.hidden_states
-        return trial_input.hidden_states + 0.95 * delta
+        delta = swapped_output(tensors, states, inputs) - states
+        return states + 0.95 * delta
 
     outcome = trial_of(run, [SWAP, SWAP])
     assert not outcome.is_right
@@ -77,7 +69,7 @@ def test_a_repair_that_is_a_candidate_twice_is_tried_twice() -> None:
 
 
 def test_an_output_of_nan_is_repaired_by_nothing() -> None:
-    outcome = trial_of(lambda tensors, trial_input: trial_input.hidden_states * torch.nan, CANDIDATES)
+    outcome = trial_of(lambda tensors, states, inputs: states * torch.nan, CANDIDATES)
     assert outcome.error == float("inf")
     assert outcome.repairs == ()
 
