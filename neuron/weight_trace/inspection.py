@@ -124,7 +124,7 @@ def inspect_weights(
     compared = None
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
-        held = conclude(port.load_checkpoint(checkpoint_spec.raw), LineTable(checkpoint_spec))
+        held = conclude(port.load_checkpoint(dict(checkpoint_spec.raw)), LineTable(checkpoint_spec))
         found_by_trace = number_as_loaded(findings, held.faults) if spec != checkpoint_spec else findings
         own = LayerTensors.open(port.reader, checkpoint_spec, port.layer, port.dtype)
         findings = [*found_by_trace, *check_loaded(held, port.loaded, own, by_rank[0], findings)]
