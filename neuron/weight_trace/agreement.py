@@ -16,10 +16,9 @@ from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text_enum import TextEnum
 from neuron.weight_trace.port_tensors import name_pattern
-from neuron.weight_trace.source_tensors import SourceTensors, word_experts, word_kinds
+from neuron.weight_trace.source_tensors import SourceTensors, kinds_of, word_experts, word_kinds
 from neuron.weight_trace.tensor_layout import (
     IndexSequence,
-    LayoutSegment,
     Matrix,
     TensorLayout,
     expert_orders,
@@ -53,31 +52,37 @@ class WeightFinding:
         return replace(self, severity=Severity.NOTE, text=f"{self.text}; {reason}")
 
 
-# The layout of a matrix without its expert.
-_Signature = tuple[object, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertMatrices:
     """The matrices that hold one expert, by the name pattern of their tensors."""
 
     expert: int
     matrices: Mapping[str, Matrix]
-    numbers: Mapping[str, torch.Tensor]  # source numbers of their elements
+    numbers: Mapping[str, torch.Tensor]  # source numbers of their elements; negative ones without a source
 
-    @property
-    def signature(self) -> _Signature:
-        """The layout of the expert, without its number: equal for experts that lie alike."""
-        return tuple(
-            (pattern, *(_sign(segment) for segment in matrix))
-            for pattern, matrix in sorted(self.matrices.items())
-        )
+    def numbers_of(self, expert: int, sources: SourceTensors) -> dict[str, torch.Tensor]:
+        """Return the source numbers of the matrices that hold another expert in the same layout."""
+        shifts = torch.zeros(len(sources.all), dtype=torch.int64)
+        for index, source in enumerate(sources.all):
+            if source.expert == self.expert:
+                partner = sources.get(source.name.replace(f".{self.expert}.", f".{expert}.", 1))
+                shifts[index] = 0 if partner is None else partner.start - source.start
+        return {
+            pattern: torch.where(numbers >= 0, numbers + shifts[sources.find(numbers.clamp(min=0))], numbers)
+            for pattern, numbers in self.numbers.items()
+        }
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of weights that lie here."""
-        segments = (segment for matrix in self.matrices.values() for segment in matrix)
-        return tuple(dict.fromkeys(segment.source.kind for segment in segments if segment.source))
+    def unlike(self, model: ExpertMatrices, sources: SourceTensors) -> tuple[str, ...]:
+        """Return the name patterns of the tensors in which this expert lies otherwise than another one."""
+        expected = model.numbers_of(self.expert, sources)
+        both = self.numbers.keys() & expected.keys()
+        alike = {pattern for pattern in both if torch.equal(self.numbers[pattern], expected[pattern])}
+        return tuple(dict.fromkeys(name for name in (*self.numbers, *expected) if name not in alike))
+
+    def kinds_in(self, patterns: Iterable[str]) -> tuple[str, ...]:
+        """Return the kinds of weights that lie in some of the tensors."""
+        segments = (segment for pattern in patterns for segment in self.matrices.get(pattern, ()))
+        return kinds_of(segment.source for segment in segments if segment.source)
 
 
 def group_experts(layouts: Sequence[TensorLayout], sources: SourceTensors) -> list[list[ExpertMatrices]]:
@@ -91,35 +96,41 @@ def group_experts(layouts: Sequence[TensorLayout], sources: SourceTensors) -> li
             for expert, matrix, of_matrix in zip(layout.experts, layout.matrices, stacked, strict=True):
                 matrices.setdefault(expert, {}).setdefault(pattern, matrix)
                 numbers.setdefault(expert, {}).setdefault(pattern, of_matrix)
-    groups: dict[_Signature, list[ExpertMatrices]] = {}
+    groups: list[list[ExpertMatrices]] = []
     for expert in sorted(matrices):
         held = ExpertMatrices(expert=expert, matrices=matrices[expert], numbers=numbers[expert])
-        groups.setdefault(held.signature, []).append(held)
-    return sorted(groups.values(), key=len, reverse=True)
+        alike = next((group for group in groups if not held.unlike(group[0], sources)), None)
+        if alike is None:
+            groups.append([held])
+        else:
+            alike.append(held)
+    return sorted(groups, key=len, reverse=True)
 
 
 def find_unlike_experts(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[WeightFinding]:
     """Yield the experts of a rank that lie otherwise than most."""
     most, *others = group_experts(layouts, sources) or [[]]
     for group in others:
-        patterns = _unlike_patterns(group[0], most[0])
+        patterns = group[0].unlike(most[0], sources)
         lies, expected = (
             "; ".join(_word_matrix(held, name) for name in patterns) for held in (group[0], most[0])
         )
         yield WeightFinding(
             mistake=WeightMistake.ORDER,
             severity=Severity.SUSPECT,
-            kinds=_unlike_kinds(group[0], most[0]),
+            kinds=_unlike_kinds(group[0], patterns),
             port_tensors=tuple(group[0].matrices),
-            text=word_unlike(group, most),
+            text=word_unlike(group, most, sources),
             details=f"{lies}; not {expected}",
         )
 
 
-def word_unlike(group: Sequence[ExpertMatrices], model: Sequence[ExpertMatrices]) -> str:
+def word_unlike(
+    group: Sequence[ExpertMatrices], model: Sequence[ExpertMatrices], sources: SourceTensors
+) -> str:
     """Return that some experts lie otherwise than others."""
     experts, others = ([held.expert for held in part] for part in (group, model))
-    weights = word_kinds(_unlike_kinds(group[0], model[0]))
+    weights = word_kinds(_unlike_kinds(group[0], group[0].unlike(model[0], sources)))
     return f"{weights} of {word_experts(experts)} lie otherwise than of {word_experts(others)}"
 
 
@@ -128,27 +139,8 @@ def _word_matrix(held: ExpertMatrices, pattern: str) -> str:
     return f"{pattern} {', '.join(segment.as_text() for segment in segments) or 'nothing'}"
 
 
-def _unlike_patterns(held: ExpertMatrices, other: ExpertMatrices) -> list[str]:
-    """Return the tensors in which two experts lie otherwise."""
-    return [
-        pattern
-        for pattern in dict.fromkeys((*held.matrices, *other.matrices))
-        if list(map(_sign, held.matrices.get(pattern, ())))
-        != list(map(_sign, other.matrices.get(pattern, ())))
-    ]
-
-
-def _unlike_kinds(held: ExpertMatrices, other: ExpertMatrices) -> tuple[str, ...]:
-    segments = (segment for name in _unlike_patterns(held, other) for segment in held.matrices.get(name, ()))
-    return tuple(sorted({segment.source.kind for segment in segments if segment.source})) or held.kinds
-
-
-def _sign(segment: LayoutSegment) -> _Signature:
-    orders = [
-        None if order is None else tuple(order.indices.tolist()) for order in (segment.rows, segment.columns)
-    ]
-    kind = segment.source.kind if segment.source else segment.description
-    return kind, segment.lines, segment.within, segment.is_transposed, *orders
+def _unlike_kinds(held: ExpertMatrices, patterns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(held.kinds_in(patterns))) or held.kinds_in(held.matrices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

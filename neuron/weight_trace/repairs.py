@@ -246,32 +246,27 @@ def _align_experts(by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTen
     for model in groups[:_MOST_MODELS]:
         unlike = [group for group in groups if group is not model]
         moved = [expert for group in unlike for expert in group]
-        held, wanted = zip(*(_match(expert, model[0], sources) for expert in moved), strict=True)
+        held, wanted = _match(moved, model[0], sources)
         yield Repair(
             mistake=WeightMistake.ORDER,
-            kinds=tuple(dict.fromkeys(kind for expert in moved for kind in expert.kinds)),
-            text="; ".join(word_unlike(group, model) for group in unlike),
-            change=_move(sources, torch.cat(held), torch.cat(wanted)),
+            kinds=tuple(dict.fromkeys(kind for expert in moved for kind in expert.kinds_in(expert.matrices))),
+            text="; ".join(word_unlike(group, model, sources) for group in unlike),
+            change=_move(sources, held, wanted),
         )
 
 
 def _match(
-    expert: ExpertMatrices, model: ExpertMatrices, sources: SourceTensors
+    experts: Sequence[ExpertMatrices], model: ExpertMatrices, sources: SourceTensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which elements of an expert lie where, as its model lies, others of it should: numbers of both, [n]."""
-    shifts = torch.zeros(len(sources.all), dtype=torch.int64)
-    for index, source in enumerate(sources.all):
-        if source.expert == model.expert:
-            partner = sources.get(source.name.replace(f".{model.expert}.", f".{expert.expert}.", 1))
-            shifts[index] = 0 if partner is None else partner.start - source.start
+    """Return the elements of some experts, and those that would lie there as the model lies: numbers of both, [n]."""
     held, wanted = [], []
-    for pattern, numbers in expert.numbers.items():
-        of_model = model.numbers.get(pattern)
-        if of_model is None or of_model.shape != numbers.shape:
-            continue
-        both = (numbers >= 0) & (of_model >= 0)
-        held.append(numbers[both])
-        wanted.append(of_model[both] + shifts[sources.find(of_model[both])])
+    for expert in experts:
+        expected = model.numbers_of(expert.expert, sources)
+        for pattern, numbers in expert.numbers.items():
+            if pattern in expected and expected[pattern].shape == numbers.shape:
+                both = (numbers >= 0) & (expected[pattern] >= 0)
+                held.append(numbers[both])
+                wanted.append(expected[pattern][both])
     return torch.cat(held), torch.cat(wanted)
 
 
