@@ -389,7 +389,7 @@ def _word_rounded_router(origin: TensorOrigin, kinds: tuple[str, ...]) -> str:
 def _word_computed(origin: TensorOrigin) -> str:
     kinds = word_kinds(origin.mixed_kinds) or "something"
     share = "values" if origin.num_computed == origin.numbers.numel() else f"{origin.num_computed} values"
-    mixed = 0 if origin.num_mixed is None else round(origin.num_mixed)
+    mixed = origin.num_mixed or 0
     if mixed > 1 and origin.weight_sum is not None:
         if abs(origin.weight_sum - 1) < _GAIN_SLACK:
             return f"{share} are means of {mixed} elements of {kinds}"

@@ -52,8 +52,8 @@ _DIGIT_SLACK = 0.3
 _MAX_ROUNDING = 0.08
 # Above this share of computed elements all count as computed: a mean of two numbers sometimes equals a third one.
 _MAX_COMPUTED_SHARE = 0.25
-# The number of mixed elements is estimated from 16 random passes: search from 0.7 to 1.4 times the estimate.
-_MIN_COUNT_FACTOR, _MAX_COUNT_FACTOR = 0.7, 1.4
+# Most elements whose mean is told from another number: with more, its steps vanish in the rounding to BF16.
+_MOST_MIXED = 256
 
 
 def probe_values(source: SourceTensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -95,12 +95,8 @@ class OriginRecorder:
             gain, _ = self._gain_and_offset(chunk)
             self._is_constant[chunk] = (gain == 0) | ~torch.isfinite(gain)
         self._rounding = self._rounding_float32 = 0.0
-        # Of the computed elements: their indices, the sum of their squares over the sign passes, and their values in
-        # the last sign pass divided by the gain.
-        self._computed_indices = torch.empty(0, dtype=torch.int64)
-        self._square_sum = torch.empty(0, dtype=torch.float64)
-        self._last_signs = torch.empty(0, dtype=torch.float64)
-        self._num_sign_passes = 0
+        self._weight_sum: float | None = None
+        self._num_mixed: int | None = None
         self._mixed_kinds: list[str] = []
 
     @property
@@ -152,17 +148,15 @@ class OriginRecorder:
             self._rounding, self._rounding_float32 = rounding, rounding_float32
 
     def take_signs(self, tensor: torch.Tensor) -> None:
-        """Record one pass of random signs."""
-        if self._num_sign_passes == 0:
-            gain, _ = self._gain_and_offset(slice(None))
-            is_usable = self._is_computed & (gain != 0) & torch.isfinite(gain)
-            self._computed_indices = is_usable.nonzero().flatten()
-            self._square_sum = torch.zeros(len(self._computed_indices), dtype=torch.float64)
-        gain, offset = self._gain_and_offset(self._computed_indices)
-        signed_sum = self._part.of(tensor).reshape(-1)[self._computed_indices].double() - offset
-        self._square_sum += signed_sum**2
-        self._last_signs = signed_sum / gain
-        self._num_sign_passes += 1
+        """Record the pass of random signs: how many elements the computed ones mix, with which sum of weights."""
+        gain, offset = self._gain_and_offset(slice(None))
+        is_usable = self._is_computed & (gain != 0) & torch.isfinite(gain)
+        if not bool(is_usable.any()):
+            return
+        gain, offset = gain[is_usable], offset[is_usable]
+        signed_sum = self._part.of(tensor).reshape(-1)[is_usable].double() - offset
+        self._weight_sum = float(gain.mean())
+        self._num_mixed = _count_mixed(signed_sum / gain)
 
     def take_kind(self, tensor: torch.Tensor, *, kind: str) -> None:
         """Record a pass of ones in which only tensors of one kind differ."""
@@ -177,15 +171,6 @@ class OriginRecorder:
         numbers[self._is_constant] = CONSTANT
         numbers[self._is_computed] = COMPUTED
         numbers[self._is_unsampled] = NOT_SAMPLED
-        weight_sum = num_mixed = None
-        if len(self._computed_indices):
-            mixing, _ = self._gain_and_offset(self._computed_indices)
-            weight_sum = float(mixing.mean())
-            # With random signs the mean square of a computed value is the sum of its squared weights. For n equal
-            # weights w that is n·w², and gain² is (n·w)²: their ratio estimates n.
-            mean_square = float(self._square_sum.mean()) / self._num_sign_passes
-            if mean_square > 0:
-                num_mixed = _count_mixed(self._last_signs, float((mixing**2).mean()) / mean_square)
         gain = self._common_value(lambda chunk: self._gain_and_offset(chunk)[0][numbers[chunk] >= 0])
         gains = None
         if gain is None and bool((numbers >= 0).any()):
@@ -203,8 +188,8 @@ class OriginRecorder:
             constant=self._common_value(
                 lambda chunk: self._first[chunk].double()[numbers[chunk] == CONSTANT]
             ),
-            weight_sum=weight_sum,
-            num_mixed=num_mixed,
+            weight_sum=self._weight_sum,
+            num_mixed=self._num_mixed,
             mixed_kinds=tuple(self._mixed_kinds),
         )
 
@@ -215,7 +200,7 @@ class OriginRecorder:
         self._is_constant[chunk] &= ~changes
         self._is_computed[chunk] |= changes
 
-    def _gain_and_offset(self, chunk: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gain_and_offset(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Solve first = gain + offset and second = 2·gain + offset, in float64."""
         first = self._first[chunk].double()
         gain = self._second[chunk].double() - first
@@ -262,17 +247,14 @@ def _largest(values: torch.Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _count_mixed(values: torch.Tensor, estimate: float) -> float:
-    """Return the n closest to the estimate for which all `values` can be means of n signs; else the estimate."""
-
-    def error_of(count: int) -> float:
+def _count_mixed(values: torch.Tensor) -> int | None:
+    """Return the smallest n for which all `values` can be means of n signs; None if there is none."""
+    for count in range(1, _MOST_MIXED + 1):
         # A mean of n signs lies a whole number of steps of 2/n below 1.
         steps = (1 - values) * count / 2
-        return float((steps - steps.round()).abs().max())
-
-    counts = range(max(1, int(estimate * _MIN_COUNT_FACTOR)), int(estimate * _MAX_COUNT_FACTOR) + 2)
-    fitting = [count for count in counts if error_of(count) < _DIGIT_SLACK]
-    return min(fitting, key=lambda count: abs(count - estimate)) if fitting else estimate
+        if float((steps - steps.round()).abs().max()) < _DIGIT_SLACK:
+            return count
+    return None
 
 
 # Loads generated tensors into the port, and returns every tensor that it then holds, by name; the next load overwrites
@@ -284,8 +266,6 @@ PassValues = Callable[[SourceTensor, torch.Tensor], torch.Tensor]
 # Lets a recorder take its port tensor after a pass.
 TakePass = Callable[[OriginRecorder, torch.Tensor], None]
 
-# More sign passes give a better estimate of how many elements are mixed: its error is about 1/√16 of one pass's.
-_NUM_SIGN_PASSES = 16
 # Neither 1 nor 2, so that a change from the pass of ones shows.
 _UNSAMPLED_VALUE = 3.0
 
@@ -368,8 +348,7 @@ class OriginTracer:
 
     def _trace_computed(self) -> None:
         """Run the passes of signs and of kinds."""
-        for seed in range(_NUM_SIGN_PASSES):
-            self._pass(_signs(seed), OriginRecorder.take_signs)
+        self._pass(_random_signs, OriginRecorder.take_signs)
         for kind in dict.fromkeys(source.kind for source in self._sources.all):
             self._pass(_ones_except(kind), partial(OriginRecorder.take_kind, kind=kind))
 
@@ -420,9 +399,6 @@ def _digit(power: int) -> PassValues:
     return lambda source, numbers: ((numbers >> power * DIGIT_BITS) & (BASE - 1)).add(1).float()
 
 
-def _signs(seed: int) -> PassValues:
-    def values(source: SourceTensor, numbers: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(int(numbers[0]) * _NUM_SIGN_PASSES + seed)
-        return torch.randint(2, numbers.shape, generator=generator).mul(2).sub(1).float()
-
-    return values
+def _random_signs(source: SourceTensor, numbers: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int(numbers[0]))
+    return torch.randint(2, numbers.shape, generator=generator).mul(2).sub(1).float()

@@ -163,7 +163,7 @@ class TensorOrigin:
     rounding_float32: float
     constant: float | None
     weight_sum: float | None = None
-    num_mixed: float | None = None
+    num_mixed: int | None = None
     mixed_kinds: tuple[str, ...] = ()
     gains: torch.Tensor | None = None
 
