@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,36 +101,21 @@ class WideAllocations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
-        self._held_bytes = 0
-        self._bytes: dict[int, int] = {}  # bytes of each storage, by its address
-        self._num_tensors: Counter[int] = Counter()  # living tensors of each storage
+        self._held: dict[int, int] = {}  # bytes of each storage, by its address
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operation, and count what it allocated."""
         result = func(*args, **(kwargs or {}))
-        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
-            if tensor.dtype in _WIDE:
-                self._count(tensor, is_given=_address(tensor) in given)
+        # Changed in place, or a view of what was there before.
+        given = {storage._cdata for storage in _storages((args, kwargs), dtypes=None)}
+        for storage in _storages(result, dtypes=_WIDE):
+            if storage._cdata not in (given | self._held.keys()):
+                self._held[storage._cdata] = storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
+                weakref.finalize(storage, self._held.pop, storage._cdata)
         return result
-
-    def _count(self, tensor: torch.Tensor, *, is_given: bool) -> None:
-        address = _address(tensor)
-        if address not in self._bytes:
-            if is_given:
-                return  # changed in place, or a view of what was there before
-            self._bytes[address] = tensor.untyped_storage().nbytes()
-            self._held_bytes += self._bytes[address]
-            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-        self._num_tensors[address] += 1
-        weakref.finalize(tensor, self._release, address)
-
-    def _release(self, address: int) -> None:
-        self._num_tensors[address] -= 1
-        if not self._num_tensors[address]:
-            self._held_bytes -= self._bytes.pop(address)
 
 
 def word_memory(
@@ -182,13 +166,10 @@ def _num_elements(spec: ModelSpec, kinds: Iterable[str]) -> int:
     )
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+def _storages(values: Any, *, dtypes: Collection[torch.dtype] | None) -> list[torch.UntypedStorage]:
+    """Return the storages of the tensors in some values, or of those of some dtypes."""
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if dtypes is None or tensor.dtype in dtypes]
 
 
 # Peak for each traced element: two values of the port tensor, the element's number and masks, and temporaries of one
