@@ -22,7 +22,6 @@ import torch
 
 from minimax_tools.checkpoint.filling import Gathered, unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.reader import copy_matrix
 
 # Number of a head. None stands for padding: a head of zeros, which adds nothing.
 Head = int | None
@@ -162,22 +161,17 @@ class RankCut:
             for run in self.runs:
                 rows = range(run.source, run.source + run.length)
                 tensors.read_into(name, out[run.place : run.place + run.length], rows=rows)
-        elif self.runs:
+        else:
             self._read_columns(tensors, name, out)
 
     def _read_columns(self, tensors: LayerTensors, name: str, out: torch.Tensor) -> None:
         num_rows, _ = tensors.given_shape(name)
-        # Only the columns from the first run to the last are kept.
-        first = min(run.source for run in self.runs)
-        columns = range(first, max(run.source + run.length for run in self.runs))
-        band = torch.empty(min(_BAND_ROWS, num_rows), len(columns), dtype=out.dtype)
         for start in range(0, num_rows, _BAND_ROWS):
             rows = range(start, min(start + _BAND_ROWS, num_rows))
-            filled_band = band[: len(rows)]
-            tensors.read_into(name, filled_band, rows=rows, columns=columns)
             for run in self.runs:
-                source = filled_band.narrow(1, run.source - first, run.length)
-                copy_matrix(source, out[rows.start : rows.stop, run.place : run.place + run.length])
+                part = out[rows.start : rows.stop, run.place : run.place + run.length]
+                columns = range(run.source, run.source + run.length)
+                tensors.read_into(name, part, rows=rows, columns=columns)
 
     def weight(self, tensors: LayerTensors, name: str) -> torch.Tensor | Gathered:
         """Return the part of one of the layer's tensors, read when it is loaded."""
