@@ -13,7 +13,7 @@ all experts: `q_proj`, `w1`. E experts, n lines of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,9 +51,6 @@ UNUSABLE = _ZEROS, _NONFINITE = ("zeros", "NaN or Inf")
 # Norms of the same numbers in two dtypes differ by less than this share.
 _NORM_SLACK = 1e-2
 
-# Reads lines of one tensor of the checkpoint, by their numbers, as float32 [n,length].
-ReadLines = Callable[[Numbers, Direction], torch.Tensor]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
@@ -66,6 +63,59 @@ class Deviation:
     what: str  # a clause on what lies in its place, or how it lies
     is_held: bool = True  # whether all its numbers are held
     is_certain: bool = False  # whether no port can mean it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedPart:
+    """What a rank's port holds once it is loaded, beside the tensors that it was given."""
+
+    table: LineTable
+    is_held: Flags  # for each line of the layer, whether the port holds it
+    port_tensors: Mapping[str, torch.Tensor]
+    given: LayerTensors
+
+    def describe_lost(
+        self,
+        family: PortFamily,
+        lines: Numbers,
+        places: Numbers,
+        *,
+        kind: str,
+        expert: int | None,
+        num_lines: int,
+    ) -> Deviation:
+        """Say what lies at the places of some lines of a tensor that are not held; it has `num_lines`."""
+        what, mistake = self._word_others(family.found[places], kind), WeightMistake.SWAPPED
+        if not what:
+            values = family.values_at(self.port_tensors, places)
+            what, mistake = word_values(values, self._read(lines, family.direction))
+        part = "" if len(lines) == num_lines else f", {len(lines)} of {num_lines} {family.direction.value}"
+        return Deviation(
+            kind=kind,
+            expert=expert,
+            mistake=mistake,
+            place=family.pattern,
+            what=f"{what} in their place{part}",
+            is_held=False,
+            is_certain=what.startswith(UNUSABLE),
+        )
+
+    def _word_others(self, found: Numbers, kind: str) -> str:
+        """Return whose lines were found; empty if most are not the checkpoint's."""
+        lines = found[found >= 0]
+        if len(lines) <= len(found) / 2:
+            return ""
+        name = self.table.name_of(int(np.sort(lines)[len(lines) // 2]))
+        expert = expert_of(name)
+        weights = "those" if kind_of(name) == kind else word_kinds([kind_of(name)])
+        return weights if expert is None else f"{weights} of expert {expert}"
+
+    def _read(self, lines: Numbers, direction: Direction) -> torch.Tensor:
+        """Read lines of one tensor of the checkpoint, float32 [n,length]."""
+        name = self.table.name_of(int(lines[0]))
+        matrix = self.given[name].reshape(self.table.matrices[name]).float()
+        places = lines - self.table.lines(name, direction).start
+        return (matrix if direction is Direction.ROWS else matrix.T)[places]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,65 +179,35 @@ class ExpertLines:
         for expert in np.flatnonzero(is_torn).tolist():
             is_unlike = both[expert] & (shifts[expert] != expected[expert])
             for index in np.unique(self.kind_of[is_unlike]):
-                what = "in another layout than those of other experts"
-                yield self._deviation(index, expert, what, WeightMistake.ORDER)
+                yield Deviation(
+                    kind=self.kinds[index],
+                    expert=expert,
+                    mistake=WeightMistake.ORDER,
+                    place=self.family.pattern,
+                    what="in another layout than those of other experts",
+                )
 
-    def find_lost(
-        self,
-        is_held: Flags,
-        table: LineTable,
-        *,
-        port_tensors: Mapping[str, torch.Tensor],
-        read: ReadLines,
-    ) -> Iterator[Deviation]:
+    def find_lost(self, part: LoadedPart) -> Iterator[Deviation]:
         """Yield what lies in the place of lines that are not held."""
         if not self.step:
             return
         expected = self.places[self.reference]
-        is_lost = (expected >= 0) & ~is_held[self.numbers]
+        is_lost = (expected >= 0) & ~part.is_held[self.numbers]
         for expert in np.flatnonzero(is_lost.any(axis=1)).tolist():
             places = expected + self.step * (expert - self.reference)
             is_inside = (places >= 0) & (places < len(self.family.found))
-            for index in range(len(self.kinds)):
+            for index, kind in enumerate(self.kinds):
                 is_of_kind = (self.kind_of == index) & (expected >= 0)
                 lost = np.flatnonzero(is_of_kind & is_lost[expert] & is_inside)
-                if not len(lost):
-                    continue
-                what, mistake = (
-                    self._word_others(places[lost], self.kinds[index], table),
-                    WeightMistake.SWAPPED,
-                )
-                if not what:
-                    what, mistake = word_values(
-                        self.family.values_at(port_tensors, places[lost]),
-                        read(self.numbers[expert, lost], self.family.direction),
+                if len(lost):
+                    yield part.describe_lost(
+                        self.family,
+                        self.numbers[expert, lost],
+                        places[lost],
+                        kind=kind,
+                        expert=expert,
+                        num_lines=int(is_of_kind.sum()),
                     )
-                part = word_part(len(lost), int(is_of_kind.sum()), self.family.direction)
-                yield self._deviation(index, expert, f"{what} in their place{part}", mistake, is_held=False)
-
-    def _word_others(self, places: Numbers, kind: str, table: LineTable) -> str:
-        """Return whose lines lie at some places; empty if most of what lies there is not the checkpoint's."""
-        found = self.family.found[places]
-        lines = found[found >= 0]
-        if len(lines) <= len(found) / 2:
-            return ""
-        name = table.name_of(int(np.sort(lines)[len(lines) // 2]))
-        expert = expert_of(name)
-        weights = "those" if kind_of(name) == kind else word_kinds([kind_of(name)])
-        return weights if expert is None else f"{weights} of expert {expert}"
-
-    def _deviation(
-        self, index: int, expert: int, what: str, mistake: WeightMistake, *, is_held: bool = True
-    ) -> Deviation:
-        return Deviation(
-            kind=self.kinds[index],
-            expert=expert,
-            mistake=mistake,
-            place=self.family.pattern,
-            what=what,
-            is_held=is_held,
-            is_certain=what.startswith(UNUSABLE),
-        )
 
 
 def find_disorder(experts: Sequence[ExpertLines]) -> Iterator[Deviation]:
@@ -249,19 +269,13 @@ def find_experts(
     return found, strays
 
 
-def find_gaps(
-    family: PortFamily,
-    is_held: Flags,
-    table: LineTable,
-    *,
-    port_tensors: Mapping[str, torch.Tensor],
-    read: ReadLines,
-) -> Iterator[Deviation]:
+def find_gaps(family: PortFamily, part: LoadedPart) -> Iterator[Deviation]:
     """Yield what lies in the place of some lines of a tensor that no expert has, beside lines of it that are held."""
+    table = part.table
     places = family.places_of(table)
     for name in table.shared:
         lines = np.r_[table.lines(name, family.direction)]
-        present, lost = np.flatnonzero(places[lines] >= 0), np.flatnonzero(~is_held[lines])
+        present, lost = np.flatnonzero(places[lines] >= 0), np.flatnonzero(~part.is_held[lines])
         if len(present) < 2 or not len(lost):
             continue
         # The lines of a tensor lie one after the other, or at equal distances: the one next to it tells a line's place.
@@ -273,23 +287,9 @@ def find_gaps(
         lost, expected = lost[is_inside], expected[is_inside]
         lost, expected = lost[family.found[expected] < 0], expected[family.found[expected] < 0]
         if len(lost):
-            values = family.values_at(port_tensors, expected)
-            what, mistake = word_values(values, read(lines[lost], family.direction))
-            part = word_part(len(lost), len(lines), family.direction)
-            yield Deviation(
-                kind=kind_of(name),
-                expert=None,
-                mistake=mistake,
-                place=family.pattern,
-                what=f"{what} in their place{part}",
-                is_held=False,
-                is_certain=what.startswith(UNUSABLE),
+            yield part.describe_lost(
+                family, lines[lost], expected, kind=kind_of(name), expert=None, num_lines=len(lines)
             )
-
-
-def word_part(num_lost: int, num_lines: int, direction: Direction) -> str:
-    """Return how many lines of a tensor are concerned; empty for all."""
-    return "" if num_lost == num_lines else f", {num_lost} of {num_lines} {direction.value}"
 
 
 def word_values(values: torch.Tensor, expected: torch.Tensor) -> tuple[str, WeightMistake]:
@@ -361,13 +361,13 @@ def check_part(module: nn.Module, tensors: NotedTensors, *, sent: PortLines, poo
     for family in families:
         is_held[family.held] = True
     experts, strays = find_experts(families, table)
+    zeros = lines.zeros
     # The port may have removed tensors from its mapping.
-    read, zeros = _line_reader(tensors.of_layer(tensors.layer), table), lines.zeros
+    given = tensors.of_layer(tensors.layer)
+    part = LoadedPart(table=table, is_held=is_held, port_tensors=port_tensors, given=given)
     found = [deviation for of_family in experts for deviation in of_family.find_unlike()]
-    for of_family in experts:
-        found += of_family.find_lost(is_held, table, port_tensors=port_tensors, read=read)
-    for family in families:
-        found += find_gaps(family, is_held, table, port_tensors=port_tensors, read=read)
+    found += [deviation for of_family in experts for deviation in of_family.find_lost(part)]
+    found += [deviation for family in families for deviation in find_gaps(family, part)]
     names = [name for name in module.state_dict() if name in port_tensors]
     return HeldPart(
         held=np.packbits(is_held),
@@ -424,16 +424,6 @@ def _shares_held(packed: Bits, table: LineTable) -> dict[str, dict[str, float]]:
 def _whole_kinds(shares: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the kinds of which every tensor is held."""
     return [kind for kind, of_kind in shares.items() if min(of_kind.values()) == 1]
-
-
-def _line_reader(tensors: LayerTensors, table: LineTable) -> ReadLines:
-    def read(numbers: Numbers, direction: Direction) -> torch.Tensor:
-        name = table.name_of(int(numbers[0]))
-        matrix = tensors[name].reshape(table.matrices[name]).float()
-        places = numbers - table.lines(name, direction).start
-        return (matrix if direction is Direction.ROWS else matrix.T)[places]
-
-    return read
 
 
 def _find_rounded(
