@@ -45,7 +45,7 @@ from neuron.process.status import RECORD_VARIABLE, discard_output
 from neuron.process.supervisor import describe_end, describe_timeout
 from neuron.runs.executor import Assignment, LayerExecutor
 from neuron.runs.port_setup import ModelSetup, PortSetup
-from neuron.weight_trace.traced_port import TraceAssignment, follow_trace
+from neuron.weight_trace.inspection import TraceAssignment, follow_trace
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.05

@@ -110,7 +110,7 @@ def weights_command(
         from neuron.devices.runtime import open_runtime
         from neuron.ports.targets import find_target
         from neuron.ports.traced import PREFIX as COMPILED_PREFIX
-        from neuron.weight_trace.inspection import group_inspections, inspect_weights
+        from neuron.weight_trace.inspection import TracedPort, group_inspections, inspect_weights
         from neuron.weight_trace.report import (
             inspection_record,
             inspections_record,
@@ -118,7 +118,6 @@ def weights_command(
             render_inspections,
         )
         from neuron.weight_trace.trace_size import smaller_spec
-        from neuron.weight_trace.traced_port import TracedPort
 
     spec = ModelSpec.from_folder(resolve_config(model))
     if all_layers and layer is not None:

@@ -3,17 +3,14 @@
 A *source tensor* is a tensor of the checkpoint's layer, a *port tensor* one that the port's module holds. In the order
 of an inspection:
 
-- `inspection`: the whole inspection of a port, and its verdict
+- `inspection`: the whole inspection of a port, on one rank or on several, and its verdict
 - `report`: inspections as text and as JSON
 - `trace_size`: a smaller model, or the experts that fit in memory; memory that a conversion wastes
-- `source_tensors`: the tensors of a checkpoint's layer, every element numbered, and where each element landed
-- `generated_tensors`: a layer's tensors made on access
-- `traced_port`: a port traced, run and loaded, on one rank or on several
+- `source_tensors`: a layer's tensors, every element numbered; where each landed; tensors made on access
 - `port_tensors`: every tensor that a port's module holds, and the traced part of a large one
 - `origin_tracer`: the passes that show where each element lands
 - `tensor_layout`: the rows and columns of source tensors that a port tensor holds, as text too
-- `scales`: factors by which a port multiplied its weights, and scales that it moved
-- `agreement`: weights that belong together lie alike; a finding
+- `agreement`: weights that belong together lie alike and are scaled alike; a finding
 - `layout_check`: findings from the layouts, and from the checkpoint's own layer in the traced port
 - `repairs`: inverses of known mistakes
 - `trial`: the run on generated weights that clears or proves a suspect

@@ -15,9 +15,15 @@ import torch
 from minimax_tools.capture.manifest import HeldWeights, WeightFault, WeightMistake
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.spec import ModelSpec
-from neuron.weight_trace.agreement import Severity, WeightFinding, find_parted, find_unlike_experts
+from neuron.weight_trace.agreement import (
+    Scales,
+    Severity,
+    WeightFinding,
+    find_parted,
+    find_scaled,
+    find_unlike_experts,
+)
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, name_pattern
-from neuron.weight_trace.scales import Scales, find_scaled
 from neuron.weight_trace.source_tensors import (
     SourceTensor,
     SourceTensors,
@@ -342,7 +348,7 @@ def _find_in_tensor(layout: TensorLayout) -> Iterator[WeightFinding]:
     for segment in disordered.values():
         yield fault(*_word_disorder(segment))
     if origin.has_landed:
-        # Several factors in one tensor are found kind by kind, in `scales`.
+        # Several factors in one tensor are found kind by kind, by `find_scaled`.
         if origin.gain is not None and abs(origin.gain - 1) > _GAIN_SLACK:
             yield fault(WeightMistake.SCALED, f"values are multiplied by {origin.gain:.4g}")
         if origin.offset != 0:

@@ -26,12 +26,12 @@ import torch
 
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.machine.compiled import compiled
-from neuron.weight_trace.generated_tensors import MakeTensor
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, Snapshot, TensorPart
 from neuron.weight_trace.source_tensors import (
     COMPUTED,
     CONSTANT,
     NOT_SAMPLED,
+    MakeTensor,
     SourceTensor,
     SourceTensors,
     TensorOrigin,

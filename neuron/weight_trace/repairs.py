@@ -15,10 +15,8 @@ import torch
 from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight
-from neuron.weight_trace.agreement import ExpertMatrices, group_experts, word_unlike
-from neuron.weight_trace.generated_tensors import LazyTensors, Tensors
-from neuron.weight_trace.scales import Scales, word_factors
-from neuron.weight_trace.source_tensors import SourceTensors, word_kinds
+from neuron.weight_trace.agreement import ExpertMatrices, Scales, group_experts, word_factors, word_unlike
+from neuron.weight_trace.source_tensors import LazyTensors, SourceTensors, Tensors, word_kinds
 from neuron.weight_trace.tensor_layout import Disorder, TensorLayout, expert_orders
 from reports.wording import word_order
 

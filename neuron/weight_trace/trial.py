@@ -36,8 +36,8 @@ from minimax_tools.model.weight_names import (
 from minimax_tools.reference.float32_stages import Float32Layer
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from neuron.ports.target import PortEndError
-from neuron.weight_trace.generated_tensors import LazyTensors, Tensors
 from neuron.weight_trace.repairs import Repair
+from neuron.weight_trace.source_tensors import LazyTensors, Tensors
 
 # Three different powers: the blocks to the right, below, and at the transposed place all have another one.
 _NUM_POWERS = 3

@@ -7,8 +7,8 @@ import torch
 from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.weight_names import K_PROJ, Q_PROJ, V_PROJ
 from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.weight_trace.agreement import Scales
 from neuron.weight_trace.layout_check import check_layouts
-from neuron.weight_trace.scales import Scales
 from neuron.weight_trace.source_tensors import CONSTANT, SourceTensors, TensorOrigin
 from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
 

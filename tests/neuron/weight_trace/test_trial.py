@@ -13,9 +13,8 @@ from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import Float32Layer
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.ports.target import PortEndError
-from neuron.weight_trace.generated_tensors import Tensors
 from neuron.weight_trace.repairs import Repair, candidate_repairs
-from neuron.weight_trace.source_tensors import SourceTensors
+from neuron.weight_trace.source_tensors import SourceTensors, Tensors
 from neuron.weight_trace.trial import TrialOutcome, run_trial
 
 SPEC = SyntheticModel(hidden_size=64, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32).spec()
