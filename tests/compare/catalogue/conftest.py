@@ -1,18 +1,23 @@
-"""A small layer of random values at every site: what a change computes from them is known by hand."""
+"""A small layer of random values at every site, by which changes are known by hand; a layer's weights in float32."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
 import torch
 
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import STAGES, Evaluation, ExpertValue, LayerInputs
 from minimax_tools.reference.expert_pass import LayerWeights
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 # The second prompt is padded in front.
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
@@ -103,3 +108,13 @@ def layer() -> Evaluation:
     values[ExpertValue.EXPERT_NUMBERS] = values[Site.ROUTER_EXPERTS]
     values[ExpertValue.EXPERT_OUTPUTS] = torch.randn(len(tokens), 3, 12, generator=generator)
     return Evaluation(inputs, STAGES, tokens=tokens, values=values)
+
+
+@pytest.fixture(scope="session")
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayerTensors]:
+    """A layer in float32, whose weights a repair changes without rounding."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "float32"
+    model = SyntheticModel(num_hidden_layers=1)
+    synthesize(folder, model=model, dtype=torch.float32, shard_size_bytes=100_000_000, seed=3)
+    with CheckpointReader(folder) as reader:
+        yield LayerTensors.open(reader, ModelSpec.from_folder(folder), 0, torch.float32)

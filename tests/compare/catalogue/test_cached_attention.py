@@ -10,14 +10,12 @@ import torch
 
 from compare.catalogue.cached_attention import (
     HIDDEN,
-    DecodedInputs,
     attend_view,
     decoded_inputs,
     right_view,
 )
-from compare.catalogue.decoding import DECODING_MISTAKES
 from minimax_tools.model.sites import Site
-from minimax_tools.reference.evaluation import Evaluation, with_given
+from minimax_tools.reference.evaluation import Evaluation
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
 
@@ -55,21 +53,3 @@ def test_a_token_that_sees_nothing_gets_zeros(layer: Evaluation) -> None:
         right, shown=torch.full_like(right.shown, HIDDEN), shows_own=torch.zeros_like(right.shows_own)
     )
     assert not attend_view(layer, blind).any()
-
-
-@pytest.mark.parametrize("mistake", DECODING_MISTAKES, ids=lambda mistake: mistake.name)
-def test_each_mistake_changes_the_decoded_tokens(layer: Evaluation, mistake: object) -> None:
-    right = layer[Site.ATTN_CONTEXT]
-    for hypothesis in mistake.hypotheses(layer.inputs):  # type: ignore[attr-defined]
-        changed = layer.changed(hypothesis.change)[Site.ATTN_CONTEXT]
-        assert changed.isfinite().all()
-        assert not torch.allclose(changed, right, rtol=1e-3, atol=1e-4), hypothesis.parameters
-
-
-def test_steps_read_what_the_cache_holds(layer: Evaluation) -> None:
-    inputs = layer.inputs
-    assert isinstance(inputs, DecodedInputs)
-    right = right_view(layer)
-    held = replace(inputs, cached=(right.keys.flip(1), right.values))
-    of_held = Evaluation(held, with_given({Site.INPUT: layer[Site.INPUT]}), tokens=layer.tokens)
-    assert not torch.allclose(attend_view(of_held, right_view(of_held)), layer[Site.ATTN_CONTEXT])

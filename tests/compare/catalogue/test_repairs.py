@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +12,10 @@ from compare.catalogue.candidates import Parameters
 from compare.catalogue.catalogue import CATALOGUE
 from compare.catalogue.repairs import lines_for_layers, repair_lines
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import STAGES, Evaluation, LayerInputs
 from minimax_tools.reference.expert_pass import LayerWeights
-from minimax_tools.synthetic.checkpoint import synthesize
-from minimax_tools.synthetic.toy_model import SyntheticModel
 
 PARAMETERS: dict[str, Parameters] = {
     "expert_ids_shifted": {"offset": 1},
@@ -35,16 +31,6 @@ PARAMETERS: dict[str, Parameters] = {
 }
 REPAIRED = [name for name, mistake in CATALOGUE.items() if mistake.repair is not None]
 LENGTH = 24
-
-
-@pytest.fixture(scope="module")
-def tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayerTensors]:
-    """A layer in float32, whose weights a repair changes without rounding."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "float32"
-    model = SyntheticModel(num_hidden_layers=1)
-    synthesize(folder, model=model, dtype=torch.float32, shard_size_bytes=100_000_000, seed=3)
-    with CheckpointReader(folder) as reader:
-        yield LayerTensors.open(reader, ModelSpec.from_folder(folder), 0, torch.float32)
 
 
 def evaluate(tensors: LayerTensors) -> Evaluation:
