@@ -7,7 +7,7 @@ T real tokens, t of them judged, k experts per token, F channels of a site.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +26,8 @@ from minimax_tools.model.inputs import Inputs, decoded_columns
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
-from minimax_tools.reference.float32_stages import Float32Layer, expert_shares
+from minimax_tools.reference.evaluation import Float32Layer
+from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.results.results import SiteResult, SiteStatus
 
 # Rows [T,F] by site, float32; experts are int64.
@@ -114,29 +115,115 @@ _MOST_FURTHEST, _MOST_SPREAD = 64, 192
 _KEYS_AND_VALUES = (Site.K_ROPE, Site.V_PROJ)
 
 
-class Recomputation:
-    """Sites of one layer, computed from the port's values; the golden of `sides` is mm2's own."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recomputed:
+    """A site judged on the port's own values of its inputs."""
 
-    def __init__(self, sides: Sides, *, layer: int, open_weights: Callable[[], GoldenWeights]) -> None:
+    result: SiteResult
+    rows: Rows | None = None  # the judged rows; None for a choice of experts, and for a wrong shape or dtype
+    own: frozenset[Site] = frozenset()  # the inputs of which the port's values were taken, not the golden's
+
+
+class RecomputingJudge:
+    """Judges sites of one layer, computed from the port's own values of their inputs.
+
+    The layer's input is the golden's. Nothing is judged without weights, of another tool's golden, and by fixed limits.
+    """
+
+    def __init__(self, sides: Sides, *, layer: int, judge: LayerJudge) -> None:
         self._sides = sides
         self._layer = layer
-        self._open_weights = open_weights
-        inputs = sides.reference.read_inputs()
-        self._position_ids = sides.batch.tokens(inputs.position_ids)
-        self._is_decoded = _find_decoded(sides, inputs.attention_mask)
-        self._prompt_of = sides.batch.tokens(
-            torch.arange(inputs.batch_size)[:, None].expand(inputs.batch_shape)
-        )
+        self._judge = judge
+        self._stack = ExitStack()
+        can_compute = not sides.is_classic and sides.reference.known_description is not None
+        self._source = sides.weights if can_compute else None
+
+    def __enter__(self) -> RecomputingJudge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def judge_sites(self, sites: tuple[Site, ...], *, failing: frozenset[Site]) -> Mapping[Site, Recomputed]:
+        """Judge some sites, in execution order, as far as they can be computed; `failing` are all that fail.
+
+        Raises:
+            IncomparableError: The weights are another model's.
+            CheckpointError: They cannot be read.
+        """
+        judged: dict[Site, Recomputed] = {}
+        # Sites that may be wrong by themselves; one that is right on the port's own values is not.
+        doubted = set(failing)
+        for site in sites:
+            recomputed = self._judge_site(site, doubted=frozenset(doubted))
+            if recomputed is not None:
+                judged[site] = recomputed
+                if recomputed.result.status is not SiteStatus.FAIL:
+                    doubted.discard(site)
+        return judged
+
+    def judgements(self, site: Site, *, doubted: frozenset[Site]) -> Iterator[Recomputed]:
+        """Yield the judgements of one site on each of its possible inputs; none if it cannot be computed."""
+        reference, target = self._sides.reference, self._sides.target
+        if self._source is None:
+            return
+        held = set(reference.sites(self._layer)) & set(target.sites(self._layer))
+        if not {site, *SITE_INPUTS[site]} <= held:
+            return
+        result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
+        mismatch = find_mismatch(reference.read(self._layer, site), target.read(self._layer, site))
+        if mismatch is not None:
+            # A wrong shape or dtype is the site's own fault if its inputs have the right ones.
+            if self._has_inputs(site):
+                yield Recomputed(result=replace(result, reason=mismatch))
+        elif site is Site.ROUTER_EXPERTS:
+            yield from self._judge_choice(result)
+        else:
+            stored = self._judge.stored_rows(site)
+            for rows, own in self._rows(site, stored, doubted=doubted):
+                yield Recomputed(result=_name_inputs(self._judge.judge_rows(site, rows)), rows=rows, own=own)
+
+    def _judge_choice(self, result: SiteResult) -> Iterator[Recomputed]:
+        noise = self._judge.router_noise
+        choice = None if noise is None else self._choice(noise)
+        if choice is not None:
+            judged = self._judge.judge_choice(result, *choice)
+            yield Recomputed(result=_name_inputs(judged), own=frozenset({Site.ROUTER_LOGITS}))
+
+    def _judge_site(self, site: Site, *, doubted: frozenset[Site]) -> Recomputed | None:
+        """Judge one site on each of its possible inputs: it passes if it does on any; None if none can be computed."""
+        first: Recomputed | None = None
+        for recomputed in self.judgements(site, doubted=doubted):
+            if recomputed.result.status is not SiteStatus.FAIL:
+                return recomputed
+            first = first or recomputed
+        return first
 
     @cached_property
     def _weights(self) -> GoldenWeights:
-        return self._open_weights()
+        assert self._source is not None, "without weights nothing is recomputed"
+        return self._stack.enter_context(self._source.open_layer(self._layer, self._sides.reference))
 
     @cached_property
     def _float32_layer(self) -> Float32Layer:
         return Float32Layer(self._weights.spec, self._weights.tensors)
 
-    def rows(
+    @cached_property
+    def _position_ids(self) -> torch.Tensor:
+        return self._sides.batch.tokens(self._sides.reference.read_inputs().position_ids)
+
+    @cached_property
+    def _is_decoded(self) -> torch.Tensor:
+        return _find_decoded(self._sides, self._sides.reference.read_inputs().attention_mask)
+
+    @cached_property
+    def _prompt_of(self) -> torch.Tensor:
+        """The number of each token's prompt, int64 [T]."""
+        inputs = self._sides.reference.read_inputs()
+        prompts = torch.arange(inputs.batch_size)[:, None].expand(inputs.batch_shape)
+        return self._sides.batch.tokens(prompts)
+
+    def _rows(
         self, site: Site, stored: Rows, *, doubted: frozenset[Site]
     ) -> Iterator[tuple[Rows, frozenset[Site]]]:
         """Yield rows of a site whose golden is computed from possible inputs, and which inputs are the port's own.
@@ -179,12 +266,12 @@ class Recomputation:
                 # The port's own values, which come first, are so large that what is computed from them overflows.
                 return
 
-    def has_inputs(self, site: Site) -> bool:
+    def _has_inputs(self, site: Site) -> bool:
         """Decide whether both sides hold the site's inputs, in one shape and finite."""
         site_inputs = self._read(site)
         return site_inputs is not None and bool(site_inputs.usable.all())
 
-    def choice(self, noise: RouterNoise) -> tuple[torch.Tensor, RouterNoise] | None:
+    def _choice(self, noise: RouterNoise) -> tuple[torch.Tensor, RouterNoise] | None:
         """Return the experts [T,k] that the port's own logits choose, with the margin and noise of that choice.
 
         Its noise is that of the golden's choice, and grows with the logits. None if a side lacks finite logits.
@@ -322,98 +409,6 @@ def _as_one_prompt(position_ids: torch.Tensor) -> Inputs:
         position_ids=positions,
         source="the port's own values",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recomputed:
-    """A site judged on the port's own values of its inputs."""
-
-    result: SiteResult
-    rows: Rows | None = None  # the judged rows; None for a choice of experts, and for a wrong shape or dtype
-    own: frozenset[Site] = frozenset()  # the inputs of which the port's values were taken, not the golden's
-
-
-class RecomputingJudge:
-    """Judges sites of one layer on the port's own values of their inputs; the layer's input is the golden's."""
-
-    def __init__(self, sides: Sides, *, layer: int, judge: LayerJudge) -> None:
-        self._sides = sides
-        self._layer = layer
-        self._judge = judge
-        self._stack = ExitStack()
-
-    @cached_property
-    def _recomputation(self) -> Recomputation | None:
-        source, golden = self._sides.weights, self._sides.reference
-        if source is None or self._sides.is_classic or golden.known_description is None:
-            return None
-
-        def open_weights() -> GoldenWeights:
-            return self._stack.enter_context(source.open_layer(self._layer, golden))
-
-        return Recomputation(self._sides, layer=self._layer, open_weights=open_weights)
-
-    def __enter__(self) -> RecomputingJudge:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def judge_sites(self, sites: tuple[Site, ...], *, failing: frozenset[Site]) -> Mapping[Site, Recomputed]:
-        """Judge some sites, in execution order, as far as they can be computed; `failing` are all that fail.
-
-        Raises:
-            IncomparableError: The weights are another model's.
-            CheckpointError: They cannot be read.
-        """
-        judged: dict[Site, Recomputed] = {}
-        # Sites that may be wrong by themselves; one that is right on the port's own values is not.
-        doubted = set(failing)
-        for site in sites:
-            recomputed = self._judge_site(site, doubted=frozenset(doubted))
-            if recomputed is not None:
-                judged[site] = recomputed
-                if recomputed.result.status is not SiteStatus.FAIL:
-                    doubted.discard(site)
-        return judged
-
-    def judgements(self, site: Site, *, doubted: frozenset[Site]) -> Iterator[Recomputed]:
-        """Yield the judgements of one site on each of its possible inputs; none if it cannot be computed."""
-        reference, target = self._sides.reference, self._sides.target
-        if self._recomputation is None:
-            return
-        held = set(reference.sites(self._layer)) & set(target.sites(self._layer))
-        if not {site, *SITE_INPUTS[site]} <= held:
-            return
-        result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
-        mismatch = find_mismatch(reference.read(self._layer, site), target.read(self._layer, site))
-        if mismatch is not None:
-            # A wrong shape or dtype is the site's own fault if its inputs have the right ones.
-            if self._recomputation.has_inputs(site):
-                yield Recomputed(result=replace(result, reason=mismatch))
-        elif site is Site.ROUTER_EXPERTS:
-            yield from self._judge_choice(result)
-        else:
-            stored = self._judge.stored_rows(site)
-            for rows, own in self._recomputation.rows(site, stored, doubted=doubted):
-                yield Recomputed(result=_name_inputs(self._judge.judge_rows(site, rows)), rows=rows, own=own)
-
-    def _judge_choice(self, result: SiteResult) -> Iterator[Recomputed]:
-        noise = self._judge.router_noise
-        assert self._recomputation is not None, "only what can be recomputed is judged"
-        choice = None if noise is None else self._recomputation.choice(noise)
-        if choice is not None:
-            judged = self._judge.judge_choice(result, *choice)
-            yield Recomputed(result=_name_inputs(judged), own=frozenset({Site.ROUTER_LOGITS}))
-
-    def _judge_site(self, site: Site, *, doubted: frozenset[Site]) -> Recomputed | None:
-        """Judge one site on each of its possible inputs: it passes if it does on any; None if none can be computed."""
-        first: Recomputed | None = None
-        for recomputed in self.judgements(site, doubted=doubted):
-            if recomputed.result.status is not SiteStatus.FAIL:
-                return recomputed
-            first = first or recomputed
-        return first
 
 
 def _name_inputs(result: SiteResult) -> SiteResult:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, divergence
-from minimax_tools.reference.plausible_flips import FLIP_SHARES
+from minimax_tools.reference.rounded_model import FLIP_SHARES
 from minimax_tools.results.prompt_results import DifferingChoice, PhaseResult, PhaseShare, PromptResult
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 

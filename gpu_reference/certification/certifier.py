@@ -49,7 +49,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.provenance import library_versions
-from minimax_tools.reference.float32_stages import Float32Layer
+from minimax_tools.reference.evaluation import Float32Layer
 from minimax_tools.reference.modules import read_config
 from minimax_tools.reference.twin import Float32Twin
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minimax_tools.reference.plausible_flips import FLIP_SHARES
+from minimax_tools.reference.rounded_model import FLIP_SHARES
 from minimax_tools.reference.rounding import RoundingKind
 
 # Choice of a token whose logits hold NaN.

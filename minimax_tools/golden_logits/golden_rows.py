@@ -29,8 +29,7 @@ from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.model.inputs import Inputs, pad_rows
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.plausible_flips import FLIP_SHARES
-from minimax_tools.reference.rounded_model import RoundedHead, RoundedModel
+from minimax_tools.reference.rounded_model import FLIP_SHARES, RoundedHead, RoundedModel
 from minimax_tools.reference.rounding import RoundingKind
 
 # Rows of similar length are computed side by side, up to so many tokens of all copies with their padding: attention's

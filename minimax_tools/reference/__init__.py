@@ -7,8 +7,8 @@
 - `upcast`: experts in float32 from weights of fewer bits
 - `rounding`: rounding of a batch's copies; final norm and lm_head in float32
 - `rounded_layer`: copies of a layer that round in their own ways
-- `plausible_flips`: the experts that copies of a model choose, some with the flips that noise may cause
-- `rounded_model`: such copies of the whole model, chained from the embedding to the logits
+- `rounded_model`: such copies of the whole model, chained from the embedding to the logits, some with the flips that
+  noise may cause
 - `evaluation`: the float32 layer as a graph of which a change replaces stages
 - `expert_pass`: the experts of many such layers at once; a layer's weights, FP8 codes too
 - `right_stages`: the right values of stages from a port's own inputs of them; where its mistake is cut off

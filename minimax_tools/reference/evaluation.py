@@ -1,5 +1,7 @@
 """Evaluation: the decoder layer in float32 as a graph of stages, one for each site; a change replaces some stages.
 
+`Float32Layer` evaluates the right layer, site by site.
+
 B batch, S sequence, H hidden, D head_dim, k experts per token, T tokens, F channels of any site.
 """
 
@@ -13,11 +15,13 @@ from types import MappingProxyType
 import torch
 
 from minimax_tools.metrics.noise_floor import token_rows
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference import float32_stages
 from minimax_tools.reference.expert_pass import ExpertJob, LayerWeights, Recipe, run_experts
 from minimax_tools.reference.float32_stages import choose_tokens, has_all_tokens
+from minimax_tools.reference.upcast import upcast_experts
 from minimax_tools.text_enum import TextEnum
 
 
@@ -63,6 +67,17 @@ class LayerInputs:
     # Tokens whose values are kept, bool [B,S]; None for all real tokens. Only these are judged.
     is_kept: torch.Tensor | None = None
     rows: torch.Tensor | None = None  # numbers of the rows that are held, ascending; None for a whole batch
+
+    @classmethod
+    def of(cls, spec: ModelSpec, weights: LayerWeights, batch: Inputs) -> LayerInputs:
+        """Build the inputs of a whole batch, of which no token is decoded."""
+        return LayerInputs(
+            spec=spec,
+            weights=weights,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            decode_start=batch.sequence_length,
+        )
 
     def of_rows(self, rows: torch.Tensor) -> LayerInputs:
         """Return the inputs with some of the rows of a whole batch alone."""
@@ -284,6 +299,62 @@ STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
         Site.MOE_DELTA: _moe_delta,
     }
 )
+
+
+class Float32Layer:
+    """A decoder layer in float32, which computes one site or all of them.
+
+    `tensors` are the layer's weights by the hub's relative names: each is upcast when it is needed; only experts'
+    weights are read again for each use.
+    """
+
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._spec = spec
+        self._tensors = tensors
+        self._weights = LayerWeights(tensors, keeps=False)
+
+    def run(
+        self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
+    ) -> dict[Site, torch.Tensor]:
+        """Compute every site but the input [B,S,H], float32 on the CPU; no expert runs for padding.
+
+        `router_experts`, int64 [B,S,k], is the choice to replay; None for the layer's own. That of the result is always
+        the layer's own.
+        """
+        # Later sites are computed from the replayed choice; `sites` keeps the layer's own.
+        replayed = {} if router_experts is None else {Site.ROUTER_EXPERTS: router_experts.long()}
+        sites = {Site.INPUT: hidden_states.float()}
+        for site in Site:
+            if site is not Site.INPUT:
+                sites[site] = self.compute(site, {**sites, **replayed}, inputs)
+        del sites[Site.INPUT]
+        return sites
+
+    def compute(self, site: Site, values: Mapping[Site, torch.Tensor], inputs: Inputs) -> torch.Tensor:
+        """Compute one site but the input, on the CPU, from at least those in `SITE_INPUTS[site]`.
+
+        Values are float32 (experts int64), in the shapes that `Site` gives. No expert runs for padding, which gets 0.
+        """
+        layer = Evaluation(
+            LayerInputs.of(self._spec, self._weights, inputs),
+            {**STAGES, Site.MOE_DELTA: self._run_experts},
+            tokens=torch.arange(inputs.attention_mask.numel()),
+            values={
+                given: value if has_all_tokens(given) else value.flatten(0, 1)
+                for given, value in values.items()
+                if given is not site
+            },
+        )
+        with torch.no_grad():
+            value = layer[site]
+        return value if has_all_tokens(site) else value.unflatten(0, inputs.batch_shape)
+
+    def _run_experts(self, layer: Evaluation) -> torch.Tensor:
+        is_real = layer.attention_mask.flatten().bool()
+        sites = (Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
+        delta = torch.zeros_like(layer[Site.POST_NORM])
+        delta[is_real] = upcast_experts(self._tensors, *(layer[site][is_real] for site in sites))
+        return delta
 
 
 def replace_stage(node: GraphNode, stage: Stage) -> Change:

@@ -48,12 +48,12 @@ class LayerWeights:
     """The weights of a layer by the hub's relative names; safe to use from several threads.
 
     Values are rounded to the dtype of `tensors`, the golden's, before they become float32. Without `keeps`,
-    tensors that were read are not kept, but for those that `kept_value` made float32.
+    tensors that were read are not kept, but for those that `kept_value` made float32. Tensors that lie in no checkpoint
+    have values alone.
     """
 
-    def __init__(self, tensors: LayerTensors, *, keeps: bool = True) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, keeps: bool = True) -> None:
         self._tensors = tensors
-        self._prefix = layer_prefix(tensors.layer)
         self._keeps = keeps
         self._kept: dict[str, torch.Tensor] = {}
         self._float32: dict[str, torch.Tensor] = {}
@@ -61,18 +61,23 @@ class LayerWeights:
         self._lock = threading.Lock()
 
     @property
+    def _stored(self) -> LayerTensors:
+        assert isinstance(self._tensors, LayerTensors), "generated weights lie in no checkpoint"
+        return self._tensors
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype that the golden computes in."""
-        return self._tensors.dtype
+        return self._stored.dtype
 
     @property
     def layer(self) -> int:
         """Number of the layer."""
-        return self._tensors.layer
+        return self._stored.layer
 
     def has_layer(self, layer: int) -> bool:
         """Decide whether the checkpoint that is open here holds another layer's weights."""
-        return layer_prefix(layer) + INPUT_NORM in self._tensors.reader.index.entries
+        return layer_prefix(layer) + INPUT_NORM in self._stored.reader.index.entries
 
     def of_layer(self, layer: int) -> LayerWeights:
         """Return the weights of another layer of the same checkpoint; its experts' matrices are read at every use.
@@ -82,12 +87,13 @@ class LayerWeights:
         """
         with self._lock:
             if layer not in self._others:
-                self._others[layer] = LayerWeights(self._tensors.of_layer(layer), keeps=False)
+                self._others[layer] = LayerWeights(self._stored.of_layer(layer), keeps=False)
             return self._others[layer]
 
     def is_fp8(self, name: str) -> bool:
         """Decide whether the checkpoint stores the tensor as FP8 codes."""
-        return self._tensors.stored_dtype(name) == torch.float8_e4m3fn
+        tensors = self._tensors
+        return isinstance(tensors, LayerTensors) and tensors.stored_dtype(name) == torch.float8_e4m3fn
 
     def value(
         self, name: str, decoding: Decoding = _AS_MEANT, *, allocate: Allocate = torch.empty
@@ -104,7 +110,7 @@ class LayerWeights:
             codes,
             decoding.scales(scales),
             numbers=decoding.numbers,
-            dtype=self._tensors.dtype,
+            dtype=self.dtype,
             out=allocate(codes.shape),
         )
 
@@ -117,11 +123,10 @@ class LayerWeights:
 
     def codes(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the FP8 codes [R,C] and block scales of a matrix."""
-        reader, full_name = self._tensors.reader, self._prefix + name
-        scales = scale_name(name)
+        reader, prefix, scales = self._stored.reader, layer_prefix(self.layer), scale_name(name)
         return (
-            self._keep(name, lambda: reader.read(full_name)),
-            self._keep(scales, lambda: reader.read(self._prefix + scales)),
+            self._keep(name, lambda: reader.read(prefix + name)),
+            self._keep(scales, lambda: reader.read(prefix + scales)),
         )
 
     def _keep(self, name: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:

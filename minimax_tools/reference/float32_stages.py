@@ -1,6 +1,5 @@
 """Stages: MiniMax-M2's decoder layer in float32 as a graph, with one function for each site.
 
-`Float32Layer` evaluates the graph for a whole layer; the diagnosis evaluates it with some stages replaced by mistakes.
 No code is shared with transformers' layer or with a port.
 B batch, S sequence, N heads, K kv heads, D head_dim, E experts, k experts per token, T tokens, Q queries of a block.
 """
@@ -8,48 +7,33 @@ B batch, S sequence, N heads, K kv heads, D head_dim, E experts, k experts per t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from minimax_tools.model import weight_names
-from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.upcast import upcast_experts
 
 # Queries of one prompt whose scores (of all heads) attention holds at a time. It trades memory for speed.
 _BLOCK_QUERIES = 256
 
 
 class LayerValues(Protocol):
-    """The sites of one layer, computed or given.
+    """The sites of one layer, computed or given: what a stage reads.
 
     Attention reads all tokens of a prompt, so sites before `attn_context` hold all: [B,S,…] or [B,heads,S,D]. Later
     sites hold the chosen `tokens` only: [T,…].
     """
 
-    @property
-    def spec(self) -> ModelSpec:
-        """The model."""
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        """1 on real tokens: int64 [B,S]."""
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """Positions: int64 [B,S]."""
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """Chosen tokens, as indices into the flattened batch of B·S tokens: int64 [T]."""
-
-    @property
-    def decode_start(self) -> int:
-        """First column of S that is decoded, with cached keys and values of `base`; S if none is."""
+    spec: ModelSpec
+    attention_mask: torch.Tensor  # 1 on real tokens: int64 [B,S]
+    position_ids: torch.Tensor  # int64 [B,S]
+    tokens: torch.Tensor  # chosen tokens, as indices into the flattened batch of B·S tokens: int64 [T]
+    decode_start: (
+        int  # first column of S that is decoded, with cached keys and values of `base`; S if none is
+    )
 
     @property
     def base(self) -> LayerValues:
@@ -108,9 +92,10 @@ def rotate_halves(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat((*turned, heads[..., width:]), dim=-1)
 
 
-def rotation_angles(layer: LayerValues) -> torch.Tensor:
-    """Return the layer's rotation angles, [B,S,rotary_dim/2]."""
-    return layer.position_ids[:, :, None].float() * frequencies(layer.spec.rotary_dim, layer.spec.rope_theta)
+def rotation_angles(layer: LayerValues, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the rotation angles at positions [B,S], or at the layer's own: [B,S,rotary_dim/2]."""
+    positions = layer.position_ids if positions is None else positions
+    return positions[:, :, None].float() * frequencies(layer.spec.rotary_dim, layer.spec.rope_theta)
 
 
 def attend(
@@ -292,95 +277,3 @@ STAGES: Mapping[Site, Stage] = MappingProxyType(
         Site.OUTPUT: lambda layer: layer[Site.ATTN_RESIDUAL] + layer[Site.MOE_DELTA],
     }
 )
-
-
-class Float32Layer:
-    """A decoder layer in float32, which computes one site or all of them.
-
-    `tensors` are the layer's weights by the hub's relative names: each is upcast when it is needed; only experts'
-    weights are read again for each use.
-    """
-
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._spec = spec
-        self._tensors = tensors
-        self._kept: dict[str, torch.Tensor] = {}
-
-    def run(
-        self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
-    ) -> dict[Site, torch.Tensor]:
-        """Compute every site but the input [B,S,H], float32 on the CPU; no expert runs for padding.
-
-        `router_experts`, int64 [B,S,k], is the choice to replay; None for the layer's own. That of the result is always
-        the layer's own.
-        """
-        # Later sites are computed from the replayed choice; `sites` keeps the layer's own.
-        replayed = {} if router_experts is None else {Site.ROUTER_EXPERTS: router_experts.long()}
-        sites = {Site.INPUT: hidden_states.float()}
-        for site in Site:
-            if site is not Site.INPUT:
-                sites[site] = self.compute(site, {**sites, **replayed}, inputs)
-        del sites[Site.INPUT]
-        return sites
-
-    def compute(self, site: Site, values: Mapping[Site, torch.Tensor], inputs: Inputs) -> torch.Tensor:
-        """Compute one site but the input, on the CPU, from at least those in `SITE_INPUTS[site]`.
-
-        Values are float32 (experts int64), in the shapes that `Site` gives.
-        """
-        layer = _Values(spec=self._spec, tensors=self._tensors, kept=self._kept, inputs=inputs, given=values)
-        with torch.no_grad():
-            value = layer.run_experts() if site is Site.MOE_DELTA else STAGES[site](layer)
-        return value if has_all_tokens(site) else value.unflatten(0, inputs.batch_shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Values:
-    """Given sites of all tokens of a batch, padding included: the `LayerValues` that stages read.
-
-    Stages take and give sites from `attn_context` on with one row for each token: [T,…] instead of [B,S,…].
-    """
-
-    spec: ModelSpec
-    tensors: Mapping[str, torch.Tensor]
-    kept: dict[str, torch.Tensor]  # weights that were upcast for earlier sites
-    inputs: Inputs
-    given: Mapping[Site, torch.Tensor]
-    tokens: torch.Tensor = field(init=False)  # indices of the tokens in the flattened batch: here all of them
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", torch.arange(self.inputs.attention_mask.numel()))
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        return self.inputs.attention_mask
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        return self.inputs.position_ids
-
-    # Nothing is decoded here: `decode_start` is behind the last column, and `base`, which fills the cache, is itself.
-    @property
-    def decode_start(self) -> int:
-        return self.inputs.attention_mask.shape[1]
-
-    @property
-    def base(self) -> _Values:
-        return self
-
-    def __getitem__(self, site: Site) -> torch.Tensor:
-        value = self.given[site]
-        return value if has_all_tokens(site) else value.flatten(0, 1)
-
-    def weight(self, name: str) -> torch.Tensor:
-        if name not in self.kept:
-            self.kept[name] = self.tensors[name].float()
-        return self.kept[name]
-
-    def run_experts(self) -> torch.Tensor:
-        """Run the experts of real tokens, and sum their outputs: [T,H], 0 on padding."""
-        is_real = self.attention_mask.flatten().bool()
-        sites = (Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
-        delta = torch.zeros_like(self[Site.POST_NORM])
-        delta[is_real] = upcast_experts(self.tensors, *(self[site][is_real] for site in sites))
-        return delta

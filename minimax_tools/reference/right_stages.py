@@ -1,4 +1,4 @@
-"""RightStages: the right values of a layer's stages, in float32, from the port's own inputs of them.
+"""Right stages: the right values of a layer's stages, in float32, from the port's own inputs of them.
 
 B batch, S sequence, T real tokens.
 """
@@ -6,14 +6,10 @@ B batch, S sequence, T real tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import SITE_INPUTS, Site
-from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import (
     Evaluation,
     LayerInputs,
@@ -21,7 +17,6 @@ from minimax_tools.reference.evaluation import (
     spread_mask,
     with_given,
 )
-from minimax_tools.reference.expert_pass import LayerWeights
 from minimax_tools.reference.float32_stages import has_all_tokens
 
 
@@ -70,45 +65,26 @@ def waves(sites: Iterable[Site]) -> tuple[tuple[Site, ...], ...]:
     return tuple(tuple(group) for group in groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RightStages:
-    """Stages of the right layer on one batch; no token is decoded."""
+def right_value(inputs: LayerInputs, site: Site, shown: Mapping[Site, torch.Tensor]) -> torch.Tensor:
+    """Return the right values of a site, [B,S,…] in the port's dtype; padding keeps what the port gave.
 
-    inputs: LayerInputs
-
-    @classmethod
-    def of(cls, spec: ModelSpec, tensors: LayerTensors, inputs: Inputs) -> RightStages:
-        """Build the stages of a layer from its weights and the batch."""
-        return cls(
-            inputs=LayerInputs(
-                spec=spec,
-                weights=LayerWeights(tensors),
-                attention_mask=inputs.attention_mask,
-                position_ids=inputs.position_ids,
-                decode_start=inputs.sequence_length,
-            )
-        )
-
-    def value(self, site: Site, shown: Mapping[Site, torch.Tensor]) -> torch.Tensor:
-        """Return the right values of a site, [B,S,…] in the port's dtype; padding keeps what the port gave.
-
-        `shown` has the port's values, [B,S,…]: of the site itself, of the layer's input, and of any others. Those that
-        do not follow from the site stand in for their stages; what is missing between them is computed.
-        """
-        port = shown[site]
-        mask = self.inputs.attention_mask
-        behind = sites_behind([site])
-        given = {
-            source: finite_padding(value, source, mask)
-            for source, value in shown.items()
-            if source is not site and source not in behind
-        }
-        tokens = self.inputs.judged_tokens
-        with torch.no_grad():
-            right = Evaluation(self.inputs, with_given(given), tokens=tokens)[site].to(port.dtype)
-        if has_all_tokens(site):
-            return torch.where(spread_mask(mask, site).bool(), right, port)
-        flat = port.flatten(0, 1).clone()
-        flat[tokens] = right
-        filled: torch.Tensor = flat.unflatten(0, tuple(mask.shape))
-        return filled
+    `shown` has the port's values, [B,S,…]: of the site itself, of the layer's input, and of any others. Those that
+    do not follow from the site stand in for their stages; what is missing between them is computed.
+    """
+    port = shown[site]
+    mask = inputs.attention_mask
+    behind = sites_behind([site])
+    given = {
+        source: finite_padding(value, source, mask)
+        for source, value in shown.items()
+        if source is not site and source not in behind
+    }
+    tokens = inputs.judged_tokens
+    with torch.no_grad():
+        right = Evaluation(inputs, with_given(given), tokens=tokens)[site].to(port.dtype)
+    if has_all_tokens(site):
+        return torch.where(spread_mask(mask, site).bool(), right, port)
+    flat = port.flatten(0, 1).clone()
+    flat[tokens] = right
+    filled: torch.Tensor = flat.unflatten(0, tuple(mask.shape))
+    return filled

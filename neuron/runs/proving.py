@@ -24,10 +24,12 @@ from compare.sides.golden_weights import GoldenWeights, WeightSource
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.reference.evaluation import LayerInputs
+from minimax_tools.reference.expert_pass import LayerWeights
 from minimax_tools.reference.right_stages import (
-    RightStages,
     cut_behind,
     readers_of,
+    right_value,
     sites_behind,
     waves,
 )
@@ -114,8 +116,8 @@ class PortProver:
 
     def _prove(self, undone: tuple[Undo, ...]) -> MistakeProof:
         with self._weights.open_layer(self._layer, self._golden) as weights:
-            right = RightStages.of(weights.spec, weights.tensors, self._golden.read_inputs())
-            hidden = [str(undo) for undo in undone if not undo.may_show(right.inputs)]
+            right = LayerInputs.of(weights.spec, LayerWeights(weights.tensors), self._golden.read_inputs())
+            hidden = [str(undo) for undo in undone if not undo.may_show(right)]
             if hidden:
                 return not_provable(f"{' and '.join(hidden)} cannot show in this model on these tokens")
             before = self._run("before", self._request)
@@ -137,7 +139,7 @@ class PortProver:
         self,
         before: _Judged,
         weights: GoldenWeights,
-        right: RightStages,
+        right: LayerInputs,
         in_weights: tuple[Undo, ...],
         at_stages: tuple[Undo, ...],
     ) -> MistakeProof:
@@ -314,7 +316,7 @@ def _feed_right(
     *,
     sites: tuple[Site, ...],
     known: frozenset[Site],
-    right: RightStages,
+    right: LayerInputs,
 ) -> LayerRequest:
     """Return the request with the right values of `sites` at its border.
 
@@ -325,7 +327,7 @@ def _feed_right(
     border = dict(request.border)
     for wave in waves(sites):
         shown = run(replace(request, sites=asked, border=border)).tensors
-        border |= {site: right.value(site, shown) for site in wave}
+        border |= {site: right_value(right, site, shown) for site in wave}
     return replace(request, border=border)
 
 

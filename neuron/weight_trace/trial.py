@@ -33,7 +33,7 @@ from minimax_tools.model.weight_names import (
     expected_layer_shapes,
     layer_prefix,
 )
-from minimax_tools.reference.float32_stages import Float32Layer
+from minimax_tools.reference.evaluation import Float32Layer
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from neuron.ports.target import PortEndError
 from neuron.weight_trace.repairs import Repair

@@ -23,7 +23,7 @@ from faults.port import PlantedLayer, PlantedPort
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.reference.evaluation import LayerInputs
-from minimax_tools.reference.right_stages import RightStages
+from minimax_tools.reference.expert_pass import LayerWeights
 from neuron.devices.runtime import Runtime
 from neuron.ports.target import Target
 from neuron.runs.proving import PortProver
@@ -105,7 +105,7 @@ class Proofs:
         """Undo other mistakes than the planted one, and than those that the diagnosis cannot tell from it."""
         right = {name for name, _ in self._diagnose()} | {self._plant.name, *self._plant.akin}
         with self._weights.open_layer(self._layer, self._baseline.golden) as weights:
-            inputs = RightStages.of(weights.spec, weights.tensors, self._baseline.inputs).inputs
+            inputs = LayerInputs.of(weights.spec, LayerWeights(weights.tensors), self._baseline.inputs)
             others = _choose_others(self._plant, inputs, right, seed=seed)
         for undo in others:
             yield self._case("wrong", (undo,))

@@ -21,7 +21,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from minimax_tools.reference.float32_stages import Float32Layer
+from minimax_tools.reference.evaluation import Float32Layer
 from minimax_tools.results.results import Comparison
 from neuron.cli import main as mm2_test
 

@@ -12,7 +12,7 @@ from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.float32_stages import Float32Layer
+from minimax_tools.reference.evaluation import Float32Layer
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import RoundingKind
 

@@ -13,8 +13,7 @@ from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING
 from minimax_tools.reference.layer import ReferenceLayer
-from minimax_tools.reference.plausible_flips import FLIP_SHARES, PlausibleFlips
-from minimax_tools.reference.rounded_model import RoundedModel
+from minimax_tools.reference.rounded_model import FLIP_SHARES, PlausibleFlips, RoundedModel
 from minimax_tools.reference.rounding import RoundingKind
 
 LEARNED = Path(__file__).parents[2] / "models" / "learned"

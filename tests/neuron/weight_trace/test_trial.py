@@ -10,7 +10,7 @@ import torch
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
-from minimax_tools.reference.float32_stages import Float32Layer
+from minimax_tools.reference.evaluation import Float32Layer
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.ports.target import PortEndError
 from neuron.weight_trace.repairs import Repair, candidate_repairs
