@@ -27,7 +27,7 @@ from compare.catalogue.words import Place
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import Change, Evaluation, LayerInputs, replace_stage
-from minimax_tools.reference.float32_stages import frequencies, normalise, rotate_halves, split_heads
+from minimax_tools.reference.float32_stages import normalise, rotate_halves, rotation_angles, split_heads
 
 # From the layer's inputs to the positions of all tokens, int64 [B,S].
 _Positions = Callable[[DecodedInputs], torch.Tensor]
@@ -51,9 +51,9 @@ def _each_of(name: str, values: Callable[[DecodedInputs], Iterable[int | str]]) 
 
 def _rotated(of: str, positions: _Positions) -> Change:
     def rotate(layer: Evaluation, *, source: Site, site: Site) -> torch.Tensor:
-        inputs, spec = decoded_inputs(layer), layer.spec
-        angles = positions(inputs).float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
-        turned = rotate_halves(split_heads(layer[source], spec.head_dim), angles)
+        inputs = decoded_inputs(layer)
+        angles = rotation_angles(layer, positions(inputs))
+        turned = rotate_halves(split_heads(layer[source], layer.spec.head_dim), angles)
         return torch.where(inputs.is_changed[:, None, :, None], turned, layer.base[site])
 
     stages = {
@@ -191,13 +191,10 @@ def _keys_rotated(times: int) -> Change:
     """Read keys that were rotated so many times more than once: -1 is not at all."""
 
     def view(layer: Evaluation) -> CacheView:
-        right, spec = right_view(layer), layer.spec
+        right = right_view(layer)
         if times == -1:
-            keys = split_heads(layer[Site.K_NORM], spec.head_dim)
-        else:
-            angles = layer.position_ids.float()[:, :, None] * frequencies(spec.rotary_dim, spec.rope_theta)
-            keys = rotate_halves(right.keys, angles)
-        return replace(right, keys=keys)
+            return replace(right, keys=split_heads(layer[Site.K_NORM], layer.spec.head_dim))
+        return replace(right, keys=rotate_halves(right.keys, rotation_angles(layer)))
 
     return _reading(view)
 
@@ -232,7 +229,7 @@ def _padding_pair(layer: Evaluation, content: str) -> tuple[torch.Tensor, torch.
     # The last position of each prompt's prefill, or 0.
     last = inputs.prefilled() - 1
     positions = last if place == "the last" else torch.zeros_like(last)
-    angles = positions.float()[:, None, None] * frequencies(spec.rotary_dim, spec.rope_theta)
+    angles = rotation_angles(layer, positions[:, None])
     heads = key.unflatten(0, (-1, spec.head_dim))[None, :, None].expand(len(angles), -1, -1, -1)
     value = (layer.weight(weight_names.V_PROJ) @ normed).unflatten(0, (-1, spec.head_dim))
     return rotate_halves(heads, angles)[:, :, 0], value

@@ -90,14 +90,9 @@ class ModelInputs:
         """Round values to the golden's dtype; return them as float32."""
         return values.to(self.dtype).float()
 
-    def of_others(self, values: torch.Tensor, order: str) -> torch.Tensor:
-        """Return the values [T,F] of other tokens, from those of all real ones; NaN where the other is padding."""
-        others = self.exchanged[order]
+    def of_others(self, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """Return the values [T,F] of other tokens, int64 [T], from those of all real ones; NaN where there is none."""
         return values[others].masked_fill((others < 0)[:, None], math.nan)
-
-    def without_first_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Replace [T,F] by NaN at each prompt's first token, which has no token before it."""
-        return values.masked_fill((self.previous < 0)[:, None], math.nan)
 
 
 # From the inputs to the parameters that are worth a try on them.
@@ -184,6 +179,10 @@ def _embedded(inputs: ModelInputs, ids: torch.Tensor) -> torch.Tensor:
     return inputs.weights.embedding[ids].float()
 
 
+def _embedded_of(inputs: ModelInputs, others: torch.Tensor) -> torch.Tensor:
+    return inputs.of_others(_embedded(inputs, inputs.all_token_ids), others)
+
+
 def _by_embedded(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Build a `predict` that looks up the rows `other_rows(token_ids, vocab_size, **parameters)`, not `token_ids`."""
     return lambda inputs, _, **parameters: _embedded(
@@ -262,14 +261,11 @@ EMBEDDING_MISTAKES = (
     ),
     _of_embedding(
         name="embedding_of_token_before",
-        # `previous` are indices among all real tokens; -1 of a prompt's first token, which becomes NaN.
-        predict=lambda inputs, _: inputs.without_first_tokens(
-            _embedded(inputs, inputs.all_token_ids[inputs.previous])
-        ),
+        predict=lambda inputs, _: _embedded_of(inputs, inputs.previous),
     ),
     _of_embedding(
         name="embedding_tokens_exchanged",
-        predict=lambda inputs, _, order: inputs.of_others(_embedded(inputs, inputs.all_token_ids), order),
+        predict=lambda inputs, _, order: _embedded_of(inputs, inputs.exchanged[order]),
         candidates=each("order", lambda inputs: inputs.exchanged),
     ),
     _of_embedding(name="embedding_zero", predict=lambda _, correct: torch.zeros_like(correct)),
@@ -404,14 +400,9 @@ def _normed_twice(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
     return score_states(inputs, inputs.rounded(twice))
 
 
-def _of_other_tokens(inputs: ModelInputs, _: torch.Tensor, *, order: str) -> torch.Tensor:
+def _scored_of(inputs: ModelInputs, others: torch.Tensor) -> torch.Tensor:
     assert inputs.all_normed is not None, "the search asks for predictions only if the head's input is held"
-    return score_states(inputs, inputs.of_others(inputs.all_normed, order))
-
-
-def _of_token_before(inputs: ModelInputs, _: torch.Tensor) -> torch.Tensor:
-    assert inputs.all_normed is not None, "the search asks for predictions only if the head's input is held"
-    return inputs.without_first_tokens(score_states(inputs, inputs.all_normed[inputs.previous]))
+    return score_states(inputs, inputs.of_others(inputs.all_normed, others))
 
 
 HEAD_MISTAKES = (
@@ -439,10 +430,10 @@ HEAD_MISTAKES = (
         predict=lambda inputs, _: None if inputs.states is None else score_states(inputs, inputs.states),
     ),
     _of_head(name="head_normed_twice", predict=_normed_twice),
-    _of_head(name="head_of_token_before", predict=_of_token_before),
+    _of_head(name="head_of_token_before", predict=lambda inputs, _: _scored_of(inputs, inputs.previous)),
     _of_head(
         name="head_tokens_exchanged",
-        predict=_of_other_tokens,
+        predict=lambda inputs, _, order: _scored_of(inputs, inputs.exchanged[order]),
         candidates=each("order", lambda inputs: inputs.exchanged),
     ),
     _of_head(

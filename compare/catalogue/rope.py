@@ -5,7 +5,7 @@ B batch, S sequence, D head_dim; angles are [B,S,width/2], where `width` dims of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ from compare.catalogue.clues import Clues
 from compare.catalogue.low_bits import bfloat16
 from compare.catalogue.mistake import Mistake
 from minimax_tools.model.sites import Site
-from minimax_tools.reference.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage
+from minimax_tools.reference.evaluation import Change, Evaluation, LayerInputs, Stage
 from minimax_tools.reference.float32_stages import frequencies, rotate_halves, rotation_angles, split_heads
 
 # From the right positions, int64 [B,S], to those that a port rotates by, [B,S] of any dtype.
@@ -33,18 +33,27 @@ _OF_EDGES: Mapping[str, tuple[Site, ...]] = MappingProxyType(
 _DTYPES = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
 
 
-def _rotate_by(reposition: _Reposition, of: tuple[Site, ...] = (Site.Q_ROPE, Site.K_ROPE)) -> Change:
-    def rotate(layer: Evaluation, source: Site) -> torch.Tensor:
-        spec = layer.spec
-        positions = reposition(layer.position_ids).float()[:, :, None]
-        angles = positions * frequencies(spec.rotary_dim, spec.rope_theta)
-        return rotate_halves(split_heads(layer[source], spec.head_dim), angles)
+# From heads [B,heads,S,D] to rotated heads.
+_Rotate = Callable[[Evaluation, torch.Tensor], torch.Tensor]
+# Inputs of the rotated sites.
+_NORMED: Mapping[Site, Site] = MappingProxyType({Site.Q_ROPE: Site.Q_NORM, Site.K_ROPE: Site.K_NORM})
 
-    stages: dict[GraphNode, Stage] = {
-        Site.Q_ROPE: lambda layer: rotate(layer, Site.Q_NORM),
-        Site.K_ROPE: lambda layer: rotate(layer, Site.K_NORM),
-    }
-    return Change(stages={site: stages[site] for site in of})
+
+def _rotate_with(rotate: _Rotate, of: Iterable[Site] = _NORMED) -> Change:
+    """Rotate queries and keys, the float32 values `layer[site]` behind their norms, in another way."""
+
+    def stage(source: Site) -> Stage:
+        return lambda layer: rotate(layer, split_heads(layer[source], layer.spec.head_dim))
+
+    return Change(stages={site: stage(_NORMED[site]) for site in of})
+
+
+def _with_angles(angles: Callable[[Evaluation], torch.Tensor], of: Iterable[Site] = _NORMED) -> Change:
+    return _rotate_with(lambda layer, heads: rotate_halves(heads, angles(layer)), of)
+
+
+def _rotate_by(reposition: _Reposition, of: Iterable[Site] = _NORMED) -> Change:
+    return _with_angles(lambda layer: rotation_angles(layer, reposition(layer.position_ids)), of)
 
 
 def _modulo(modulo: int) -> _Reposition:
@@ -107,23 +116,6 @@ def _shows(inputs: LayerInputs, reposition: _Reposition) -> bool:
     # In float64: next to a BF16 tensor, torch would compare the integers in BF16 too.
     differs = reposition(inputs.position_ids).double() != inputs.position_ids
     return bool((differs & inputs.attention_mask.bool()).any())
-
-
-# From heads [B,heads,S,D] to rotated heads.
-_Rotate = Callable[[Evaluation, torch.Tensor], torch.Tensor]
-
-
-def _rotate_with(rotate: _Rotate) -> Change:
-    """Rotate queries and keys, the float32 values `layer[site]` behind their norms, in another way."""
-
-    def stage(source: Site) -> Stage:
-        return lambda layer: rotate(layer, split_heads(layer[source], layer.spec.head_dim))
-
-    return Change(stages={Site.Q_ROPE: stage(Site.Q_NORM), Site.K_ROPE: stage(Site.K_NORM)})
-
-
-def _with_angles(angles: Callable[[Evaluation], torch.Tensor]) -> Change:
-    return _rotate_with(lambda layer, heads: rotate_halves(heads, angles(layer)))
 
 
 def _positions(layer: Evaluation) -> torch.Tensor:
