@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -17,19 +17,61 @@ from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import Evaluation, LayerInputs, with_given
 from minimax_tools.reference.float32_stages import split_heads
 
-NUM_DECODED = 3
 # A prompt of nine tokens beside one of six, which is padded in front or behind.
 RIGHT = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 LEFT = RIGHT.flip(1)
+# Tokens of each prompt in each pass, where several are decoded at once.
+CHUNKS = ((2, 1), (3, 2), (1, 1), (3, 2))
+OpenLayer = Callable[..., Evaluation]
 # Keys and values of a prompt's tokens, [2,K,n,D], or of all prompts, [2,B,K,S,D].
 Entries = torch.Tensor
-# From the right entries of a prompt, the number of prefilled ones, and the step: the entries that it attends to.
-Read = Callable[[Entries, int, int], Entries]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes of one prompt: the places at which they end, and which of them a mistake changes."""
+
+    edges: list[int]
+    is_changed: list[bool]
+
+    def start(self, place: int) -> int:
+        """The place at which the pass of a token begins."""
+        return max(edge for edge in self.edges if edge <= place)
+
+
+# From the right entries of a prompt, the place of a token, and the passes: the entries that it sees.
+See = Callable[[Entries, int, Passes], Entries]
+
+
+def opened(open_layer: OpenLayer, mask: torch.Tensor, *, in_chunks: bool) -> Evaluation:
+    """A layer whose chosen tokens are those on which mistakes act."""
+    layer = open_layer(mask, num_decoded=0, chunks=CHUNKS) if in_chunks else open_layer(mask, num_decoded=3)
+    chosen = decoded_inputs(layer).is_changed.flatten().nonzero().flatten()
+    return Evaluation(layer.inputs, with_given({Site.INPUT: layer[Site.INPUT]}), tokens=chosen)
 
 
 @pytest.fixture(scope="module", params=[RIGHT, LEFT], ids=["right", "left"])
-def layer(request: pytest.FixtureRequest, open_layer: Callable[..., Evaluation]) -> Evaluation:
-    return open_layer(request.param, num_decoded=NUM_DECODED)
+def mask(request: pytest.FixtureRequest) -> torch.Tensor:
+    chosen: torch.Tensor = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def steps(open_layer: OpenLayer, mask: torch.Tensor) -> Evaluation:
+    """A layer that decodes each token alone."""
+    return opened(open_layer, mask, in_chunks=False)
+
+
+@pytest.fixture(scope="module")
+def chunks(open_layer: OpenLayer, mask: torch.Tensor) -> Evaluation:
+    """A layer that decodes several tokens at once."""
+    return opened(open_layer, mask, in_chunks=True)
+
+
+@pytest.fixture(params=["steps", "chunks"])
+def layer(request: pytest.FixtureRequest, steps: Evaluation, chunks: Evaluation) -> Evaluation:
+    """Either of them."""
+    return steps if request.param == "steps" else chunks
 
 
 def find(name: str) -> Mistake:
@@ -46,94 +88,125 @@ def entries_of(layer: Evaluation) -> Entries:
     return torch.stack((layer[Site.K_ROPE], values))
 
 
-@pytest.fixture
-def attend(layer: Evaluation, stepped: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Computes attention of the layer's decoded tokens over what each reads."""
-
-    def attend(read: Read, *, past: Entries | None = None) -> torch.Tensor:
-        return stepped(
-            layer[Site.Q_ROPE],
-            entries_of(layer),
-            layer.attention_mask,
-            read,
-            num_decoded=NUM_DECODED,
-            past=past,
-        )
-
-    return attend
+def passes_of(layer: Evaluation, row: int) -> Passes:
+    inputs = decoded_inputs(layer)
+    is_real = layer.attention_mask[row].bool()
+    numbers = inputs.numbers[row][is_real]
+    # Of chunks, mistakes act on those of several tokens.
+    num_tokens = torch.stack([(inputs.numbers == number).sum(1) for number in numbers.unique()]).amax(1)
+    return Passes(
+        edges=torch.bincount(numbers).cumsum(0).tolist(),
+        is_changed=[not inputs.is_chunked or int(count) > 1 for count in num_tokens],
+    )
 
 
-def up_to_own(entries: Entries, num_prefilled: int, step: int) -> Entries:
-    return entries[:, :, : num_prefilled + step]
+def attend(layer: Evaluation, see: See, *, past: Entries | None = None) -> torch.Tensor:
+    """Attention of the chosen tokens, [T,N·D], as a port computes it that sees such entries.
+
+    `past` are cached entries, if they are not the right ones: a token's own entry is right.
+    """
+    contexts = []
+    for row, is_real in enumerate(layer.attention_mask.bool()):
+        own, passes = entries_of(layer)[:, row][:, :, is_real], passes_of(layer, row)
+        held = own if past is None else past[:, row][:, :, is_real]
+        for place in decoded_inputs(layer).is_changed[row][is_real].nonzero().flatten().tolist():
+            query = layer[Site.Q_ROPE][row][:, is_real][:, place]
+            seen = see(torch.cat((held[:, :, :place], own[:, :, place:]), dim=2), place, passes)
+            keys, values = seen.repeat_interleave(len(query) // seen.shape[1], dim=1)
+            scores = (keys @ query[..., None])[..., 0] * query.shape[-1] ** -0.5
+            contexts.append((scores.softmax(-1)[..., None] * values).sum(1).flatten())
+    return torch.stack(contexts)
 
 
-def without(place: Callable[[int, int], int]) -> Read:
-    """Reads all but one entry."""
-
-    def read(entries: Entries, num_prefilled: int, step: int) -> Entries:
-        seen, hidden = up_to_own(entries, num_prefilled, step), place(num_prefilled, step)
-        return torch.cat((seen[:, :, :hidden], seen[:, :, hidden + 1 :]), dim=2)
-
-    return read
+def up_to_own(entries: Entries, place: int, passes: Passes) -> Entries:
+    return entries[:, :, : place + 1]
 
 
-def writing_beside(by: int, *, reads_own: bool) -> Read:
-    """Writes each step's entry `by` from its own; what was never written holds zeros."""
+def without(hidden: Callable[[int, int], int]) -> See:
+    """Sees all but one entry, by the token's place and the start of its pass."""
 
-    def read(entries: Entries, num_prefilled: int, step: int) -> Entries:
+    def see(entries: Entries, place: int, passes: Passes) -> Entries:
+        entry = hidden(place, passes.start(place))
+        return entries[:, :, [*range(entry), *range(entry + 1, place + 1)]]
+
+    return see
+
+
+def written_beside(by: int, *, reads_own_pass: bool) -> See:
+    """Writes each changed pass `by` entries from its own; what was never written holds zeros."""
+
+    def see(entries: Entries, place: int, passes: Passes) -> Entries:
+        edges, start = passes.edges, passes.start(place)
         cache = torch.zeros_like(entries[:, :, :1]).repeat(1, 1, 20, 1)
-        cache[:, :, :num_prefilled] = entries[:, :, :num_prefilled]
-        for written in range(num_prefilled, num_prefilled + step - reads_own):
-            cache[:, :, written + by] = entries[:, :, written]
-        own = entries[:, :, num_prefilled + step - 1, None]
-        if reads_own:
-            return torch.cat((cache[:, :, : num_prefilled + step - 1], own), dim=2)
-        return cache[:, :, : num_prefilled + step]
+        cache[:, :, : edges[0]] = entries[:, :, : edges[0]]
+        for (first, end), is_changed in zip(itertools.pairwise(edges), passes.is_changed[1:], strict=True):
+            if first < start or (reads_own_pass and first == start):
+                moved = by if is_changed else 0
+                cache[:, :, first + moved : end + moved] = entries[:, :, first:end]
+        if reads_own_pass:
+            return cache[:, :, : place + 1]
+        return torch.cat((cache[:, :, :start], entries[:, :, start : place + 1]), dim=2)
 
-    return read
+    return see
+
+
+def whole_pass(entries: Entries, place: int, passes: Passes) -> Entries:
+    return entries[:, :, : min(edge for edge in passes.edges if edge > place)]
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "read"),
+    ("name", "parameters", "see"),
     [
-        ("decode_mask_short", {"entry": "the newest"}, without(lambda prefilled, step: prefilled + step - 2)),
-        (
-            "decode_mask_short",
-            {"entry": "the token's own"},
-            without(lambda prefilled, step: prefilled + step - 1),
-        ),
-        ("decode_mask_short", {"entry": "the first"}, without(lambda prefilled, step: 0)),
+        ("decode_mask_short", {"entry": "the newest"}, without(lambda place, start: start - 1)),
+        ("decode_mask_short", {"entry": "the token's own"}, without(lambda place, start: place)),
+        ("decode_mask_short", {"entry": "the first"}, without(lambda place, start: 0)),
         (
             "decode_past_missing",
             {"part": "all"},
-            lambda seen, prefilled, step: seen[:, :, [prefilled + step - 1]],
+            lambda seen, place, passes: seen[:, :, passes.start(place) : place + 1],
         ),
         (
             "decode_past_missing",
             {"part": "prefill"},
-            lambda seen, prefilled, step: seen[:, :, prefilled : prefilled + step],
+            lambda seen, place, passes: seen[:, :, passes.edges[0] : place + 1],
         ),
         (
             "decode_past_missing",
             {"part": "decoded"},
-            lambda seen, prefilled, step: seen[:, :, [*range(prefilled), prefilled + step - 1]],
+            lambda seen, place, passes: seen[
+                :, :, [*range(passes.edges[0]), *range(passes.start(place), place + 1)]
+            ],
         ),
+        (
+            "chunk_order_wrong",
+            {"sees": "from the first key on"},
+            lambda seen, place, passes: seen[:, :, : place - passes.start(place) + 1],
+        ),
+        ("chunk_order_wrong", {"sees": "the whole pass"}, whole_pass),
         *(
-            ("cache_one_row_off", {"by": by, "reads": reads}, writing_beside(by, reads_own=reads_own))
+            (
+                "cache_one_row_off",
+                {"by": by, "reads": reads},
+                written_beside(by, reads_own_pass=reads == "after it writes"),
+            )
             for by in (1, -1)
-            for reads, reads_own in (("before it writes", True), ("after it writes", False))
+            for reads in ("before it writes", "after it writes")
         ),
     ],
 )
-def test_step_reads_other_entries(
-    layer: Evaluation,
-    attend: Callable[..., torch.Tensor],
-    name: str,
-    parameters: Parameters,
-    read: Read,
-) -> None:
+def test_token_sees_other_entries(layer: Evaluation, name: str, parameters: Parameters, see: See) -> None:
     found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, attend(read))
+    torch.testing.assert_close(found, attend(layer, see))
+
+
+def test_each_mistake_changes_the_tokens(layer: Evaluation) -> None:
+    right = layer[Site.ATTN_CONTEXT]
+    torch.testing.assert_close(right, attend(layer, up_to_own))
+    for mistake in DECODING_MISTAKES:
+        for hypothesis in mistake.hypotheses(layer.inputs):
+            wrong = layer.changed(hypothesis.change)[Site.ATTN_CONTEXT]
+            assert wrong.isfinite().all()
+            assert not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4), hypothesis.parameters
 
 
 def keys_at(layer: Evaluation, positions: torch.Tensor) -> torch.Tensor:
@@ -165,7 +238,7 @@ def on(layer: Evaluation, **parts: object) -> Evaluation:
             "cache_heads_exchanged",
             {"order": "rolled", "tokens": "decoded"},
             lambda layer, right: torch.where(
-                decoded_inputs(layer).is_decoded[:, None, :, None], right[:, :, [3, 0, 1, 2]], right
+                decoded_inputs(layer).is_changed[:, None, :, None], right[:, :, [3, 0, 1, 2]], right
             ),
         ),
         (
@@ -189,22 +262,19 @@ def on(layer: Evaluation, **parts: object) -> Evaluation:
 )
 def test_cache_holds_other_entries(
     layer: Evaluation,
-    attend: Callable[..., torch.Tensor],
     name: str,
     parameters: Parameters,
     edit: Callable[[Evaluation, Entries], Entries],
 ) -> None:
     found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, attend(up_to_own, past=edit(layer, entries_of(layer))))
+    torch.testing.assert_close(found, attend(layer, up_to_own, past=edit(layer, entries_of(layer))))
 
 
-def test_cache_of_another_layer_is_read_beside_the_tokens_own_entry(
-    layer: Evaluation, attend: Callable[..., torch.Tensor]
-) -> None:
+def test_cache_of_another_layer_is_read_beside_the_tokens_own_entry(layer: Evaluation) -> None:
     other = torch.randn(entries_of(layer).shape, generator=torch.Generator().manual_seed(1))
     given = on(layer, caches={3: tuple(other)})
     found = changed(given, "cache_of_another_layer", layer=3)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, attend(up_to_own, past=other))
+    torch.testing.assert_close(found, attend(layer, up_to_own, past=other))
 
 
 def entry_of(layer: Evaluation, states: torch.Tensor, *, position: int) -> Entries:
@@ -220,35 +290,34 @@ def entry_of(layer: Evaluation, states: torch.Tensor, *, position: int) -> Entri
 
 @pytest.mark.parametrize("part", ["bucket", "batch and bucket"])
 @pytest.mark.parametrize("content", ["zeros", "token 0 at 0", "token 7 at the last"])
-def test_padding_is_read_as_often_as_it_lies_there(
-    layer: Evaluation, attend: Callable[..., torch.Tensor], part: str, content: str
-) -> None:
+def test_padding_is_read_as_often_as_it_lies_there(steps: Evaluation, part: str, content: str) -> None:
     states = {
-        name: torch.randn(layer.spec.hidden_size, generator=torch.Generator().manual_seed(seed))
+        name: torch.randn(steps.spec.hidden_size, generator=torch.Generator().manual_seed(seed))
         for seed, name in enumerate(("token 7", "token 0"))
     }
-    padded = on(layer, padding=states)
+    padded = on(steps, padding=states)
 
     def padding(content: str, num_prefilled: int, num_times: int) -> Entries:
         name, _, place = content.partition(" at ")
         if content == "zeros":
-            entry = torch.zeros_like(entries_of(layer)[:, 0, :, :1])
+            entry = torch.zeros_like(entries_of(steps)[:, 0, :, :1])
         else:
-            entry = entry_of(layer, states[name], position=0 if place == "0" else num_prefilled - 1)
+            entry = entry_of(steps, states[name], position=0 if place == "0" else num_prefilled - 1)
         return entry.repeat(1, 1, num_times, 1)
 
-    def read(entries: Entries, num_prefilled: int, step: int) -> Entries:
+    def see(entries: Entries, place: int, passes: Passes) -> Entries:
         # The prefill has six columns, the bucket eight.
-        seen = [up_to_own(entries, num_prefilled, step), padding(content, num_prefilled, 2)]
+        num_prefilled = passes.edges[0]
+        seen = [up_to_own(entries, place, passes), padding(content, num_prefilled, 2)]
         if part != "bucket":
             # mm2 pads with the first token of `padding`: in front at position 0, behind at the last.
-            place = "the last" if bool(layer.attention_mask[1, 0]) else "0"
+            place = "the last" if bool(steps.attention_mask[1, 0]) else "0"
             of_batch = content if content == "zeros" else f"token 7 at {place}"
             seen.append(padding(of_batch, num_prefilled, 6 - num_prefilled))
         return torch.cat(seen, dim=2)
 
     found = changed(padded, "decode_padding_visible", width=8, of=part, content=content)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, attend(read))
+    torch.testing.assert_close(found, attend(steps, see))
 
 
 @pytest.mark.parametrize(
@@ -261,15 +330,15 @@ def test_padding_is_read_as_often_as_it_lies_there(
 )
 @pytest.mark.parametrize("of", ["queries and keys", "queries", "keys"])
 def test_decoded_tokens_are_rotated_by_other_positions(
-    layer: Evaluation, name: str, parameters: Parameters, positions: list[int], of: str
+    steps: Evaluation, name: str, parameters: Parameters, positions: list[int], of: str
 ) -> None:
-    moved, found = with_decoded_at(layer, positions), changed(layer, name, **parameters, of=of)
+    moved, found = with_decoded_at(steps, positions), changed(steps, name, **parameters, of=of)
     for site, kind in ((Site.Q_ROPE, "queries"), (Site.K_ROPE, "keys")):
-        torch.testing.assert_close(found[site], (moved if kind in of else layer)[site])
+        torch.testing.assert_close(found[site], (moved if kind in of else steps)[site])
 
 
-def test_decoded_tokens_are_rotated_by_their_columns(layer: Evaluation) -> None:
-    moved, found = with_decoded_at(layer, [6, 7, 8, 6, 7, 8]), changed(layer, "decode_positions_of_columns")
+def test_decoded_tokens_are_rotated_by_their_columns(steps: Evaluation) -> None:
+    moved, found = with_decoded_at(steps, [6, 7, 8, 6, 7, 8]), changed(steps, "decode_positions_of_columns")
     for site in (Site.Q_ROPE, Site.K_ROPE):
         torch.testing.assert_close(found[site], moved[site])
 
@@ -284,15 +353,15 @@ def parameters_of(name: str, inputs: DecodedInputs) -> list[tuple[int | str | fl
     return [tuple(parameters.values()) for parameters in find(name).candidates(inputs)]
 
 
-def test_layer_that_decodes_nothing_is_not_asked_for_its_cache(layer: Evaluation) -> None:
-    inputs = layer.inputs
+def test_layer_that_decodes_nothing_is_not_asked_for_its_cache(steps: Evaluation) -> None:
+    inputs = steps.inputs
     plain = LayerInputs(**{field.name: getattr(inputs, field.name) for field in fields(LayerInputs)})
     for name in ("cache_of_another_layer", "cache_of_another_prompt", "decode_padding_visible"):
         assert list(find(name).candidates(plain)) == []
 
 
-def test_padding_is_tried_up_to_the_buckets_that_hold_the_prefill(layer: Evaluation) -> None:
-    inputs = decoded_inputs(on(layer, padding={"token 7": torch.zeros(1)}))
+def test_padding_is_tried_up_to_the_buckets_that_hold_the_prefill(steps: Evaluation) -> None:
+    inputs = decoded_inputs(on(steps, padding={"token 7": torch.zeros(1)}))
     contents = ("zeros", "token 7 at 0", "token 7 at the last")
     buckets = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
     assert parameters_of("decode_padding_visible", inputs) == [
@@ -309,8 +378,8 @@ def test_padding_is_tried_up_to_the_buckets_that_hold_the_prefill(layer: Evaluat
     ]
 
 
-def test_mistakes_that_cannot_show_are_not_tried(layer: Evaluation) -> None:
-    inputs = decoded_inputs(layer)
+def test_mistakes_that_cannot_show_are_not_tried(steps: Evaluation) -> None:
+    inputs = decoded_inputs(steps)
     assert parameters_of("decode_positions_of_columns", inputs) == [()]
     assert parameters_of("cache_of_another_prompt", inputs) == [(1,), (-1,)]
     mask = torch.ones(1, 9, dtype=torch.int64)
@@ -324,9 +393,9 @@ def test_mistakes_that_cannot_show_are_not_tried(layer: Evaluation) -> None:
 
 @pytest.mark.parametrize(("num_heads", "orders"), [(1, ()), (2, ("reversed",)), (4, ("reversed", "rolled"))])
 def test_heads_are_exchanged_in_each_order_that_differs(
-    layer: Evaluation, num_heads: int, orders: tuple[str, ...]
+    steps: Evaluation, num_heads: int, orders: tuple[str, ...]
 ) -> None:
-    inputs = decoded_inputs(layer)
+    inputs = decoded_inputs(steps)
     inputs = replace(inputs, spec=replace(inputs.spec, num_key_value_heads=num_heads))
     assert parameters_of("cache_heads_exchanged", inputs) == [
         (order, tokens) for tokens in ("decoded", "all") for order in orders
@@ -338,121 +407,10 @@ def test_fp8_is_clipped_at_its_largest_number(dtype: str, largest: float) -> Non
     assert round_to_fp8(torch.tensor([1e6, -1e6]), dtype).tolist() == [largest, -largest]
 
 
-# Tokens of each prompt in each pass.
-CHUNKS = ((2, 1), (3, 2), (1, 1), (3, 2))
-WIDTHS = [max(sizes) for sizes in CHUNKS]
-# From the right entries of a prompt, the place of a token, and that at which its pass begins: the entries that it sees.
-See = Callable[[Entries, int, int], Entries]
-
-
-@pytest.fixture(scope="module", params=[RIGHT, LEFT], ids=["right", "left"])
-def chunked(request: pytest.FixtureRequest, open_layer: Callable[..., Evaluation]) -> Evaluation:
-    layer = open_layer(request.param, num_decoded=0, chunks=CHUNKS)
-    chosen = decoded_inputs(layer).is_changed.flatten().nonzero().flatten()
-    return Evaluation(layer.inputs, with_given({Site.INPUT: layer[Site.INPUT]}), tokens=chosen)
-
-
-def edges_of(row: int) -> list[int]:
-    """The places in a prompt at which its passes end."""
-    edges: list[int] = torch.tensor([sizes[row] for sizes in CHUNKS]).cumsum(0).tolist()
-    return edges
-
-
-def attend_chunks(layer: Evaluation, see: See) -> torch.Tensor:
-    """Attention of the tokens of chunks behind the first, [T,N·D], as a port computes it that sees such entries."""
-    contexts = []
-    for row, is_real in enumerate(layer.attention_mask.bool()):
-        entries = entries_of(layer)[:, row][:, :, is_real]
-        for (start, end), width in zip(itertools.pairwise(edges_of(row)), WIDTHS[1:], strict=True):
-            for place in range(start, end) if width > 1 else ():
-                query = layer[Site.Q_ROPE][row][:, is_real][:, place]
-                keys, values = see(entries, place, start).repeat_interleave(
-                    len(query) // entries.shape[1], dim=1
-                )
-                scores = (keys @ query[..., None])[..., 0] * query.shape[-1] ** -0.5
-                contexts.append((scores.softmax(-1)[..., None] * values).sum(1).flatten())
-    return torch.stack(contexts)
-
-
-def written_beside(by: int, *, reads_own_pass: bool) -> See:
-    """Writes each chunk behind the first `by` entries from its own; what was never written holds zeros."""
-
-    def see(entries: Entries, place: int, start: int) -> Entries:
-        edges = edges_of(0 if entries.shape[2] == 9 else 1)
-        cache = torch.zeros_like(entries[:, :, :1]).repeat(1, 1, 12, 1)
-        cache[:, :, : edges[0]] = entries[:, :, : edges[0]]
-        for (first, end), width in zip(itertools.pairwise(edges), WIDTHS[1:], strict=True):
-            if first < start or (reads_own_pass and first == start):
-                moved = by if width > 1 else 0
-                cache[:, :, first + moved : end + moved] = entries[:, :, first:end]
-        if reads_own_pass:
-            return cache[:, :, : place + 1]
-        return torch.cat((cache[:, :, :start], entries[:, :, start : place + 1]), dim=2)
-
-    return see
-
-
-def whole_pass(entries: Entries, place: int, start: int) -> Entries:
-    return entries[:, :, : min(end for end in edges_of(0 if entries.shape[2] == 9 else 1) if end > place)]
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "see"),
-    [
-        (
-            "decode_past_missing",
-            {"part": "all"},
-            lambda entries, place, start: entries[:, :, start : place + 1],
-        ),
-        (
-            "decode_mask_short",
-            {"entry": "the newest"},
-            lambda entries, place, start: entries[:, :, [*range(start - 1), *range(start, place + 1)]],
-        ),
-        (
-            "chunk_order_wrong",
-            {"sees": "from the first key on"},
-            lambda entries, place, start: entries[:, :, : place - start + 1],
-        ),
-        (
-            "chunk_order_wrong",
-            {"sees": "the whole pass"},
-            whole_pass,
-        ),
-        *(
-            (
-                "cache_one_row_off",
-                {"by": by, "reads": reads},
-                written_beside(by, reads_own_pass=reads == "after it writes"),
-            )
-            for by in (1, -1)
-            for reads in ("before it writes", "after it writes")
-        ),
-    ],
-)
-def test_token_of_a_chunk_sees_other_entries(
-    chunked: Evaluation, name: str, parameters: Parameters, see: See
-) -> None:
-    found = changed(chunked, name, **parameters)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, attend_chunks(chunked, see))
-
-
-def test_each_mistake_changes_a_chunk(chunked: Evaluation) -> None:
-    right = chunked[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(
-        right, attend_chunks(chunked, lambda entries, place, start: entries[:, :, : place + 1])
-    )
-    for mistake in DECODING_MISTAKES:
-        for hypothesis in mistake.hypotheses(chunked.inputs):
-            wrong = chunked.changed(hypothesis.change)[Site.ATTN_CONTEXT]
-            assert wrong.isfinite().all()
-            assert not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4), hypothesis.parameters
-
-
-def test_the_first_token_of_each_chunk_is_rotated_alone(chunked: Evaluation) -> None:
-    moved = changed(chunked, "decode_positions_off", by=-1, of="keys", tokens="the first of each pass")
-    is_moved = (moved[Site.K_ROPE] != chunked[Site.K_ROPE]).any(-1).any(1)
-    ordinals = decoded_inputs(chunked).ordinals()
+def test_the_first_token_of_each_chunk_is_rotated_alone(chunks: Evaluation) -> None:
+    moved = changed(chunks, "decode_positions_off", by=-1, of="keys", tokens="the first of each pass")
+    is_moved = (moved[Site.K_ROPE] != chunks[Site.K_ROPE]).any(-1).any(1)
+    ordinals = decoded_inputs(chunks).ordinals()
     first = torch.tensor([[2, 6], [1, 4]])
-    assert is_moved.equal((ordinals[..., None] == first[:, None]).any(-1) & chunked.attention_mask.bool())
-    torch.testing.assert_close(moved[Site.Q_ROPE], chunked[Site.Q_ROPE])
+    assert is_moved.equal((ordinals[..., None] == first[:, None]).any(-1) & chunks.attention_mask.bool())
+    torch.testing.assert_close(moved[Site.Q_ROPE], chunks[Site.Q_ROPE])
