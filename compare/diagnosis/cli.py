@@ -105,11 +105,7 @@ def main(
         from compare.diagnosis.diagnose import diagnose
         from compare.diagnosis.kept_diagnosis import KeptDiagnosis, digest_question, note_change
         from compare.diagnosis.proving import prove_diagnosis
-        from compare.diagnosis.report import (
-            diagnosis_record,
-            render_diagnosis,
-            render_nothing_to_prove,
-        )
+        from compare.diagnosis.report import diagnosis_record, render_diagnosis
         from compare.next_commands import after_diagnosis
         from compare.run_report import report_run
         from compare.sides.pairing import select_layers
@@ -150,9 +146,7 @@ def main(
         )
     commands = RunCommands.of(reference, target, model=model, target=port, reading=sides.reading_arguments)
     following = after_diagnosis(diagnosis, commands, options=_chosen(layer_pattern, mistakes))
-    if not proves or not diagnosis.findings:
-        # Proofs note by themselves that they are of a changed port.
-        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *note_change(target)))
+    diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *note_change(diagnosis, target)))
     report = None
     if report_path:
         report = partial(report_run, judged[0], report_path, next_commands=following, diagnosis=diagnosis)
@@ -162,8 +156,6 @@ def main(
         print_json(diagnosis_record(diagnosis), next_commands=following)
         if report:
             report()
-    elif proves and not diagnosis.findings and kept:
-        print_text(render_nothing_to_prove(diagnosis), next_commands=following)
     else:
         print_then_report(text, report, next_commands=following)
     end_command(diagnosis.exit_code)

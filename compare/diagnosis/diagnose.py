@@ -43,7 +43,7 @@ Entry = TypeVar("Entry", Mistake, ModelMistake)
 _Place = tuple[tuple[str, ...], ...]
 _SITES = frozenset(map(str, Site))
 
-# From the number of layers that are diagnosed to the context of their progress.
+# From the number of layers that are diagnosed, or of proofs, to the context of their progress.
 OpenProgress = Callable[[int], AbstractContextManager[Progress]]
 
 

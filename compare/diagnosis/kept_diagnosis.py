@@ -84,12 +84,18 @@ def has_changed(run: CaptureSource) -> bool:
     return file.stat().st_mtime > (run.directory / MANIFEST_NAME).stat().st_mtime
 
 
-def note_change(run: CaptureSource) -> tuple[str, ...]:
-    """Note that the port's file has changed since the run."""
+def note_change(diagnosis: Diagnosis, run: CaptureSource) -> tuple[str, ...]:
+    """Note that the port has changed since the run: by the source that its proofs ran, or without any by its file."""
     description = run.known_description
-    if description is None or not has_changed(run):
+    if description is None:
+        return ()
+    was = description.provenance
+    proofs = [finding.proof for finding in diagnosis.findings if finding.proof is not None]
+    if was.target_digest and {proof.target_digest for proof in proofs} - {"", was.target_digest}:
+        return (f"the source of {was.target} has changed since the run: the proofs are of what it is now",)
+    if proofs or not has_changed(run):
         return ()
     return (
-        f"{description.provenance.target} has changed since the run: the diagnosis is of the port as it was. "
+        f"{was.target} has changed since the run: the diagnosis is of the port as it was. "
         "Run the port again, and diagnose that run.",
     )

@@ -34,29 +34,24 @@ class LayerGroup:
     others: tuple[tuple[MistakeFinding, ...], ...]
 
     @property
+    def first(self) -> LayerDiagnosis:
+        """The first layer, which stands for all: if nothing explains them, the blame of all names the same sites."""
+        return self.diagnoses[0]
+
+    @property
     def is_right(self) -> bool:
         """True if there is nothing to explain in these layers."""
-        return self.diagnoses[0].is_right
-
-    @property
-    def is_of_shape(self) -> bool:
-        """True if these layers fail by the shape of sites alone."""
-        return self.diagnoses[0].is_of_shape
-
-    @property
-    def blame(self) -> tuple[Blame, ...]:
-        """Blame of the first layer; if nothing explains the layers, that of the others names the same sites."""
-        return self.diagnoses[0].blame
+        return self.first.is_right
 
     @property
     def is_of_weights(self) -> bool:
         """True if wrong weights explain all that is blamed here."""
-        return bool(self.blame) and all(blame.is_of_weights for blame in self.blame)
+        return bool(self.first.blame) and all(blame.is_of_weights for blame in self.first.blame)
 
     @property
     def causes(self) -> tuple[tuple[Blame, ...], ...]:
         """The causes in the first layer, each with the blame of its sites."""
-        return join_causes(self.blame)
+        return join_causes(self.first.blame)
 
     @property
     def numbers(self) -> tuple[int, ...]:

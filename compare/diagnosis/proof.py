@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,6 +51,11 @@ class StageProof:
     leaves: float | None  # ρ against the mistake
     unexplained: float | None  # ρ against the right stage
 
+    @classmethod
+    def of(cls, *, leaves: float, unexplained: float) -> StageProof:
+        """Build it from figures that need not be finite."""
+        return cls(leaves=finite_or_none(leaves), unexplained=finite_or_none(unexplained))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MistakeProof:
@@ -80,6 +86,11 @@ class MistakeProof:
         """The site that was the furthest off, of those that were not replaced; None if none has a figure."""
         measured = [site for site in self.sites if not site.is_replaced and site.before is not None]
         return max(measured, key=lambda site: site.before or 0.0, default=None)
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a figure, or None if it is not finite: JSON has no other."""
+    return value if math.isfinite(value) else None
 
 
 def not_provable(reason: str, next_step: str = "", *, before: Verdict | None = None) -> MistakeProof:

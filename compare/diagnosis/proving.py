@@ -6,12 +6,11 @@ right. `compare` knows nothing of ports: it starts the command, and reads what t
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,9 +18,18 @@ import torch
 from compare.catalogue.mistake import Hypothesis
 from compare.catalogue.undo import Undo, join_hypotheses, undo_finding
 from compare.comparer import compare_captures
+from compare.diagnosis.diagnose import OpenProgress
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_case import LayerCase, comparable_sites
-from compare.diagnosis.proof import MistakeProof, ProofOutcome, ProofWay, SiteProof, StageProof, not_provable
+from compare.diagnosis.proof import (
+    MistakeProof,
+    ProofOutcome,
+    ProofWay,
+    SiteProof,
+    StageProof,
+    finite_or_none,
+    not_provable,
+)
 from compare.diagnosis.score import FAINT_RHO, Score, is_explanation, most_left
 from compare.diagnosis.trial import Trial
 from compare.limits.criteria import Criteria
@@ -31,7 +39,7 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import parse_json
-from minimax_tools.machine.progress import NoProgress, Progress
+from minimax_tools.machine.progress import NoProgress
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, ModelSite, Site
 from minimax_tools.reference.right_stages import cut_behind, sites_behind
@@ -161,7 +169,7 @@ class RecomputedProofs:
             fit = fit_on_own_input(
                 self.golden, self.dump, weights=weights, layer=layer, hypothesis=hypothesis, cut=cut
             )
-            stage = StageProof(leaves=_finite(fit.score.leaves), unexplained=_finite(fit.score.unexplained))
+            stage = StageProof.of(leaves=fit.score.leaves, unexplained=fit.score.unexplained)
             if not fit.is_explained:
                 return MistakeProof(
                     outcome=ProofOutcome.NOT_PROVED,
@@ -198,7 +206,7 @@ class RecomputedProofs:
         return SiteProof(
             site=result.site,
             before=before,
-            after=_finite(after),
+            after=finite_or_none(after),
             is_right=after <= most_left(stage.unexplained),
         )
 
@@ -214,10 +222,6 @@ def _missing(sites: Collection[Site], cut: tuple[Site, ...], shown: Collection[S
 
 def _word(sites: Collection[str]) -> str:
     return ", ".join(map(str, sites))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,10 +285,6 @@ def _find_error(done: subprocess.CompletedProcess[str]) -> str:
         return lines[-1] if lines else f"it ended with exit code {done.returncode}"
 
 
-# From the number of proofs to the context of their progress.
-OpenProgress = Callable[[int], AbstractContextManager[Progress]]
-
-
 def prove_diagnosis(
     diagnosis: Diagnosis,
     reference: CaptureSource,
@@ -326,8 +326,7 @@ def prove_diagnosis(
         )
         for site in diagnosis.sites
     )
-    proved = replace(diagnosis, layers=tuple(layers), sites=sites)
-    return replace(proved, notes=(*diagnosis.notes, *_source_notes(proved, target)))
+    return replace(diagnosis, layers=tuple(layers), sites=sites)
 
 
 def _find_prover(
@@ -376,15 +375,3 @@ def _prove_outside(site: SiteDiagnosis, finding: MistakeFinding, diagnosis: Diag
     if behind:
         return MistakeProof(outcome=ProofOutcome.NOT_PROVED, reason=f"{behind[0]} is wrong too", stage=stage)
     return MistakeProof(outcome=ProofOutcome.PROVED, way=ProofWay.RECOMPUTED, stage=stage)
-
-
-def _source_notes(diagnosis: Diagnosis, target: CaptureSource) -> tuple[str, ...]:
-    description = target.known_description
-    if description is None or not description.provenance.target_digest:
-        return ()
-    found = {finding.proof.target_digest for finding in diagnosis.findings if finding.proof} - {""}
-    if found <= {description.provenance.target_digest}:
-        return ()
-    return (
-        f"the source of {description.provenance.target} has changed since the run: the proofs are of what it is now",
-    )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from compare.blame.blame import join_causes
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.proof import MEND_FIRST, PROVE_THE_PLACE, MistakeProof, word_lines_place, word_proof
-from compare.diagnosis.view import formulas_of, word_diagnosis, word_lies_between
+from compare.diagnosis.view import formulas_of, word_diagnosis
 from minimax_tools.model.sites import ModelSite
 from reports.canvas import Canvas
 from reports.data import to_json
@@ -17,7 +16,6 @@ from reports.wording import word_untested
 
 # Mistakes that are listed as alike, and edits, which may differ by a number from layer to layer.
 _MOST_LISTED, _MOST_EDITS = 3, 3
-_NOTHING_TO_PROVE = "Nothing to prove: no mistake was named."
 
 
 def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -75,9 +73,9 @@ def render_diagnosis(
     """Render the diagnosis as text, the verdict first; see `reports.terminal.render_comparison`."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     run = word_diagnosis(diagnosis)
-    _draw_headline(canvas, run.headline, is_wrong=diagnosis.exit_code != 0)
+    canvas.line(run.headline, style="bold red" if diagnosis.exit_code else "bold green")
     if proves and not diagnosis.findings and not diagnosis.has_wrong_weights:
-        canvas.line(_NOTHING_TO_PROVE)
+        canvas.line("Nothing to prove: no mistake was named.")
     canvas.facts([("golden", diagnosis.reference), ("run", diagnosis.target)])
     for place in run.places:
         if place.method or not place.is_right:
@@ -97,24 +95,6 @@ def render_diagnosis(
     return canvas.text
 
 
-def render_nothing_to_prove(diagnosis: Diagnosis) -> str:
-    """Render the answer to --prove where a diagnosis named nothing: its verdict, and the places of the mistakes."""
-    canvas = Canvas(width=None, is_terminal=None)
-    _draw_headline(canvas, word_diagnosis(diagnosis).headline, is_wrong=diagnosis.exit_code != 0)
-    if not diagnosis.has_wrong_weights:
-        canvas.line(_NOTHING_TO_PROVE)
-    of_shape = [layer for layer in diagnosis.layers if layer.is_of_shape]
-    told = {layer.layer for layer in of_shape}
-    causes = [cause for cause in join_causes(diagnosis.unexplained_blame) if cause[0].layer not in told]
-    sentences = [blame.reason for blame in diagnosis.weights]
-    sentences += [word_lies_between(cause) for cause in causes if cause[0].right]
-    for sentence in dict.fromkeys(sentences):
-        canvas.paragraph(sentence)
-    for note in dict.fromkeys([*(note for layer in of_shape for note in layer.notes), *diagnosis.notes]):
-        canvas.item(note)
-    return canvas.text
-
-
 def render_proof(proof: MistakeProof, *, layer: int, undone: str) -> str:
     """Render the proof of one layer as text; `undone` words the mistakes."""
     canvas = Canvas(width=None, is_terminal=None)
@@ -127,10 +107,6 @@ def render_proof(proof: MistakeProof, *, layer: int, undone: str) -> str:
             _draw_edit(canvas, place, proof.lines, PROVE_THE_PLACE)
         canvas.line(MEND_FIRST, style="bold")
     return canvas.text
-
-
-def _draw_headline(canvas: Canvas, headline: str, *, is_wrong: bool) -> None:
-    canvas.line(headline, style="bold red" if is_wrong else "bold green")
 
 
 def _draw_place(canvas: Canvas, place: DiagnosedPlace) -> None:

@@ -84,7 +84,7 @@ def _word_part(part: Part, diagnosis: Diagnosis) -> str:
         return f"{word_layers(part.numbers)}, {word_mistake(part.named)}"
     layers = sorted((*part.numbers, *_passed_over_like(part, diagnosis)))
     sites = map(_word_suspects, part.causes)
-    if part.is_of_shape:
+    if part.first.is_of_shape:
         unnamed = "the shape is wrong"
     elif part.is_of_weights:
         unnamed = _WRONG_WEIGHTS
@@ -117,8 +117,8 @@ def _layers(group: LayerGroup, diagnosis: Diagnosis) -> DiagnosedPlace:
         )
     elif group.is_right:
         outcome = f"nothing to explain (ρ {before})"
-    elif group.is_of_shape:
-        right = f", and no other site fails (ρ {before})" if group.diagnoses[0].sites else ""
+    elif group.first.is_of_shape:
+        right = f", and no other site fails (ρ {before})" if group.first.sites else ""
         outcome = f"the shape is wrong{right}"
     else:
         unnamed = f"no known mistake explains {'it' if is_single else 'them'}"
@@ -134,7 +134,7 @@ def _layers(group: LayerGroup, diagnosis: Diagnosis) -> DiagnosedPlace:
         is_right=group.is_right,
         lies=lies,
         mistakes=mistakes,
-        method=_NOT_OF_SHAPE if group.is_of_shape else _word_method(group),
+        method=_NOT_OF_SHAPE if group.first.is_of_shape else _word_method(group),
         notes=_word_notes(group),
     )
 

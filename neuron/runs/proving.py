@@ -18,7 +18,6 @@ from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.layer_case import comparable_sites
 from compare.diagnosis.proof import MistakeProof, ProofOutcome, ProofWay, SiteProof, StageProof, not_provable
 from compare.diagnosis.proving import fit_on_own_input
-from compare.diagnosis.score import Score
 from compare.limits.criteria import Criteria
 from compare.sides.golden_weights import GoldenWeights, WeightSource
 from minimax_tools.capture.reader import Capture
@@ -161,12 +160,13 @@ class PortProver:
             hypothesis=join_hypotheses((*in_weights, *at_stages)),
             cut=cut,
         )
+        stage = StageProof.of(leaves=fit.score.leaves, unexplained=fit.score.unexplained)
         if not fit.is_explained:
             return MistakeProof(
                 outcome=ProofOutcome.NOT_PROVED,
                 reason=fit.word_refusal("the port", _word(cut)),
                 before=before.comparison.verdict,
-                stage=_stage(fit.score),
+                stage=stage,
             )
         while True:
             # Before the replaced sites the mistake still shows.
@@ -191,7 +191,7 @@ class PortProver:
                 "Point the port's `sites` at a submodule whose output it computes with.",
                 before=before.comparison.verdict,
             )
-        return self._conclude(before, after, in_weights, replaced=cut, score=fit.score)
+        return self._conclude(before, after, in_weights, replaced=cut, stage=stage)
 
     def _undone(
         self, in_weights: tuple[Undo, ...], *, hidden: frozenset[Site] = frozenset()
@@ -252,7 +252,7 @@ class PortProver:
         in_weights: tuple[Undo, ...],
         *,
         replaced: tuple[Site, ...] = (),
-        score: Score | None = None,
+        stage: StageProof | None = None,
     ) -> MistakeProof:
         """Compare the layer before and after; if it is still wrong, name what explains the rest."""
         way = ProofWay.WEIGHTS_AND_STAGE if in_weights and replaced else None
@@ -287,7 +287,7 @@ class PortProver:
             else (),
             num_layers=self._request.spec.num_hidden_layers,
             has_conversion=has_conversion,
-            stage=_stage(score),
+            stage=stage,
         )
         if proof.is_proved:
             return proof
@@ -329,16 +329,6 @@ def _feed_right(
         shown = run(replace(request, sites=asked, border=border)).tensors
         border |= {site: right_value(right, site, shown) for site in wave}
     return replace(request, border=border)
-
-
-def _stage(score: Score | None) -> StageProof | None:
-    if score is None:
-        return None
-    return StageProof(leaves=_finite(score.leaves), unexplained=_finite(score.unexplained))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _folder(undone: Collection[Undo]) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
-from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver
+from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding, PassedOver
 from compare.diagnosis.layer_group import group_layers, withdraw_rare, withdraw_unequal
-from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame
 
@@ -52,14 +50,6 @@ def layer(
         is_blamed=is_blamed,
         notes=notes,
     )
-
-
-def text(*layers: LayerDiagnosis) -> str:
-    return render_diagnosis(diagnosis(*layers), width=200, is_terminal=False)
-
-
-def diagnosis(*layers: LayerDiagnosis) -> Diagnosis:
-    return Diagnosis(reference=str(Path("golden")), target=str(Path("run")), is_failed=True, layers=layers)
 
 
 class TestGroups:
@@ -146,32 +136,3 @@ class TestRareNames:
         more = [*layers, layer(6, finding(6))]
         assert withdraw_rare(more, ())[0].named
         assert not withdraw_rare(more, (passed,))[0].named
-
-
-def test_notes_of_some_layers_say_which() -> None:
-    told = text(layer(0, finding(0), notes=("one NaN", "no FP8")), layer(1, finding(1), notes=("no FP8",)))
-    assert "- layer 0: one NaN" in told
-    assert told.count("- no FP8") == 1
-
-
-def test_hints_are_marked_in_the_record() -> None:
-    record = diagnosis_record(diagnosis(layer(0, finding(0)), layer(1, nearest=(finding(1),))))
-    assert [one["is_hint"] for one in record["diagnosis"]] == [False]
-    assert [one["is_hint"] for one in record["layers"][1]["nearest"]] == [True]
-
-
-def test_record_stays_per_layer() -> None:
-    record = diagnosis_record(diagnosis(*(layer(n, finding(n)) for n in range(3))))
-    assert [one["layer"] for one in record["diagnosis"]] == [0, 1, 2]
-    assert [one["layer"] for one in record["layers"]] == [0, 1, 2]
-
-
-class TestRightLayers:
-    def test_they_have_nothing_to_explain(self) -> None:
-        right = [layer(number, unexplained=1.02, is_blamed=False) for number in (0, 2)]
-        words = text(right[0], layer(1, nearest=(finding(1),)), right[1])
-        assert "Layers 0, 2: nothing to explain (ρ 1.02)" in words
-        assert "Layer 1: no known mistake explains it (ρ 100)" in words
-
-    def test_blamed_one_is_not_right_however_small_its_error(self) -> None:
-        assert "Layer 0: no known mistake explains it (ρ 1.02)" in text(layer(0, unexplained=1.02))
