@@ -3,7 +3,7 @@
 - `layer`: the decoder layer as a plain torch module, every site exposed
 - `float32_stages`: the decoder layer in float32 as a graph, one function for each site
 - `modules`: transformers' own modules, and which module shows each site
-- `twin`: transformers' layer by itself, and in float32, for the noise floor
+- `twin`: transformers' layer by itself, in float32, for the noise floor
 - `upcast`: experts in float32 from weights of fewer bits
 - `rounding`: rounding of a batch's copies; final norm and lm_head in float32
 - `rounded_layer`: copies of a layer that round in their own ways

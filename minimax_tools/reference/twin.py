@@ -1,4 +1,4 @@
-"""TransformersLayer, one decoder layer of transformers by itself, and Float32Twin, the same in float32.
+"""Float32Twin: one decoder layer of transformers by itself, in float32.
 
 The difference between the BF16 layer and its twin is what BF16 alone costs: the noise floor. Weights are upcast when
 they are needed and dropped again, so no float32 copy of a whole layer ever exists.
@@ -23,36 +23,49 @@ if TYPE_CHECKING:
     from transformers import MiniMaxM2Config
 
 
-class TransformersLayer:
-    """A decoder layer that is built without weights; `bind` gives it some.
+_ATTN_IMPLEMENTATION = "sdpa"
+# Name under which transformers finds `_upcast_experts`.
+_EXPERTS_IMPLEMENTATION = "mm2_upcast"
+# Attribute of transformers' experts module that holds the layer's weights.
+_TENSORS = "mm2_tensors"
 
-    `config` is transformers' own, which names the implementations of attention and experts. It computes in `dtype`, or
-    in that of the input.
+
+class Float32Twin:
+    """The float32 twin of one decoder layer of transformers.
+
+    `tensors` are the layer's weights by the hub's relative names, in the dtype that the golden computes in; `config` is
+    transformers' config of the checkpoint.
     """
 
     def __init__(
-        self, config: MiniMaxM2Config, *, layer: int, device: torch.device, dtype: torch.dtype | None = None
+        self,
+        config: MiniMaxM2Config,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        layer: int,
+        device: torch.device,
     ) -> None:
         from transformers.models.minimax_m2.modeling_minimax_m2 import (
             MiniMaxM2DecoderLayer,
             MiniMaxM2RotaryEmbedding,
         )
 
-        self._config = config
+        self._config = _twin_config(config)
         self._device = device
-        self._dtype = dtype
         with torch.device("meta"):
-            self.module: torch.nn.Module = MiniMaxM2DecoderLayer(config, layer).eval()
-        self._rotary = MiniMaxM2RotaryEmbedding(config).to(device)
-
-    def bind(self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
-        """Give the layer some weights, by the hub's relative names, in `dtype` or else in their own."""
-        weights = {
-            name.replace("block_sparse_moe.", "mlp."): tensor.to(self._device, dtype)
-            for name, tensor in tensors.items()
+            self._module: torch.nn.Module = MiniMaxM2DecoderLayer(self._config, layer).eval()
+        self._rotary = MiniMaxM2RotaryEmbedding(self._config).to(device)
+        norms_and_router = {
+            name.replace("block_sparse_moe.", "mlp."): tensors[name].to(device, torch.float32)
+            for name in tensors
+            if EXPERTS not in name and name not in ATTENTION_MATRICES
         }
-        # Not strict: the float32 twin gives its large matrices only while they are used.
-        self.module.load_state_dict(weights, strict=False, assign=True)
+        # Not strict: the large matrices are given only while they are used.
+        self._module.load_state_dict(norms_and_router, strict=False, assign=True)
+        for name in ATTENTION_MATRICES:
+            _upcast_on_use(self._module, name, tensors, device)
+        # `_upcast_experts` finds the weights there.
+        setattr(self._module.get_submodule("mlp.experts"), _TENSORS, tensors)
 
     def run(
         self,
@@ -69,14 +82,14 @@ class TransformersLayer:
         `router_weights` are the weights of the replayed choice, in its order.
         """
         own_choice = Recorder(
-            self.module, {Site.ROUTER_EXPERTS: LAYER_TAPS[Site.ROUTER_EXPERTS]}, keep=copy_to_host
+            self._module, {Site.ROUTER_EXPERTS: LAYER_TAPS[Site.ROUTER_EXPERTS]}, keep=copy_to_host
         )
         recording = recording_layer(
-            self.module, sites=sites, attn_implementation=str(self._config._attn_implementation)
+            self._module, sites=sites, attn_implementation=str(self._config._attn_implementation)
         )
         # Hooks fire in the order of registration: `own_choice` records the choice before `_replaying` replaces it.
-        with torch.no_grad(), own_choice, _replaying(self.module, router_experts), recording as tensors:
-            self._forward(hidden_states.to(self._device, self._dtype), inputs)
+        with torch.no_grad(), own_choice, _replaying(self._module, router_experts), recording as tensors:
+            self._forward(hidden_states.to(self._device, torch.float32), inputs)
         recorded = {**tensors, **own_choice.tensors}
         return {site: shape_to_batch(site, recorded[site], inputs.batch_shape) for site in sites}
 
@@ -91,7 +104,7 @@ class TransformersLayer:
             None,  # the cache: by its place, as its name is `past_key_values` up to transformers 5.23, `cache` since
             position_ids=position_ids,
         )
-        self.module(
+        self._module(
             hidden_states,
             attention_mask=mask,
             position_ids=position_ids,
@@ -117,39 +130,6 @@ def _replaying(layer: torch.nn.Module, router_experts: torch.Tensor | None) -> I
         yield
     finally:
         handle.remove()
-
-
-_ATTN_IMPLEMENTATION = "sdpa"
-# Name under which transformers finds `_upcast_experts`.
-_EXPERTS_IMPLEMENTATION = "mm2_upcast"
-# Attribute of transformers' experts module that holds the layer's weights.
-_TENSORS = "mm2_tensors"
-
-
-class Float32Twin(TransformersLayer):
-    """The float32 twin of one layer.
-
-    `tensors` are the layer's weights by the hub's relative names, in the dtype that the golden computes in; `config` is
-    transformers' config of the checkpoint.
-    """
-
-    def __init__(
-        self,
-        config: MiniMaxM2Config,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        layer: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(_twin_config(config), layer=layer, device=device, dtype=torch.float32)
-        norms_and_router = {
-            name: tensors[name] for name in tensors if EXPERTS not in name and name not in ATTENTION_MATRICES
-        }
-        self.bind(norms_and_router, dtype=torch.float32)
-        for name in ATTENTION_MATRICES:
-            _upcast_on_use(self.module, name, tensors, device)
-        # `_upcast_experts` finds the weights there.
-        setattr(self.module.get_submodule("mlp.experts"), _TENSORS, tensors)
 
 
 def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:

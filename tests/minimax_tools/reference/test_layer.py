@@ -15,7 +15,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes
 from minimax_tools.reference.layer import ReferenceLayer
 
-LAYERS = range(4)
+LAYERS = (0, 3)
 TAPS = {parse_site(name): Tap.parse(text) for name, text in ReferenceLayer.sites.items()}
 
 
