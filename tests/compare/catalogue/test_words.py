@@ -33,5 +33,8 @@ def test_unknown_name_is_refused_with_a_near_one() -> None:
     require_known(("norm_eps", "head_zero"))
     with pytest.raises(UsageError, match="gate_up_swaped.*gate_up_swapped"):
         require_known(("gate_up_swaped",))
+    with pytest.raises(UsageError) as unlike:
+        require_known(("too_many_cooks",))
+    assert "Did you mean" not in str(unlike.value)
     with pytest.raises(UsageError):
         require_known(("head_zero",), places=(Place.LAYER,))

@@ -42,20 +42,6 @@ def test_text_names_the_mistake_and_where_to_look(
     assert "Trying" in result.stderr
 
 
-def test_text_says_when_nothing_explains_the_layer(
-    toy: Path, golden: Path, swapped: Path, command: Command
-) -> None:
-    paths = ("--model", toy, "--golden", golden, "--run", swapped)
-    result = command(mm2_diagnose, *paths, "--mistake", "gelu_activation", "--quiet")
-    assert result.exit_code == 1
-    assert "Layer 1: no known mistake explains it" in result.stdout
-    assert (
-        "Lies between post_norm, router_experts, router_weights (right) and moe_delta (wrong)."
-        in " ".join(result.stdout.split())
-    )
-    assert "gelu_activation" not in result.stdout.partition("Next")[0]
-
-
 def test_layers_like_two_that_nothing_explains_are_passed_over_unless_chosen(
     toy: Path, golden: Path, command: Command, tmp_path: Path
 ) -> None:
@@ -138,21 +124,9 @@ def test_model_must_be_named(golden: Path, swapped: Path, command: Command) -> N
 
 def test_mistake_must_be_in_the_catalogue(toy: Path, golden: Path, swapped: Path, command: Command) -> None:
     paths = ("--model", toy, "--golden", golden, "--run", swapped)
-    result = command(mm2_diagnose, *paths, "--mistake", "too_many_cooks")
+    result = command(mm2_diagnose, *paths, "--mistake", "final_norm_mising")
     assert result.exit_code == 2
-    assert "no mistake is called 'too_many_cooks'" in result.output
-    assert "Did you mean" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"), [("gate_up_swap", "gate_up_swapped"), ("final_norm_mising", "final_norm_missing")]
-)
-def test_mistake_that_is_misspelled_is_answered_by_a_near_one(
-    name: str, meant: str, toy: Path, golden: Path, swapped: Path, command: Command
-) -> None:
-    result = command(mm2_diagnose, "--model", toy, "--golden", golden, "--run", swapped, "--mistake", name)
-    assert result.exit_code == 2
-    assert f"Did you mean {meant}" in result.output
+    assert "Did you mean final_norm_missing" in result.output
 
 
 def test_checkpoint_of_another_model_is_refused(

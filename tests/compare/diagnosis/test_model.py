@@ -295,24 +295,17 @@ def test_right_port_has_nothing_to_explain(
     assert "nothing differs: there is nothing to diagnose" in text
 
 
-def test_mistakes_outside_the_layers_are_listed_and_chosen(
-    port: Port, toy: Path, golden: Path, command: Command
-) -> None:
-    assert "head_is_embedding" in command(mm2_diagnose, "--list").stdout
+def test_mistakes_outside_the_layers_are_chosen(port: Port, diagnose: Diagnose) -> None:
     target = port.score_by(lambda normed: normed @ port.embedding.T)
-    paths = ("--model", toy, "--golden", golden, "--run", target, "--json", "--quiet")
-    record = json.loads(command(mm2_diagnose, *paths, "--mistake", "head_zero").stdout)
-    assert record["diagnosis"] == []
-    record = json.loads(command(mm2_diagnose, *paths, "--mistake", "head_is_embedding").stdout)
-    assert named(record) == [(None, "head_is_embedding")]
+    for mistake, found in (("head_zero", []), ("head_is_embedding", [(None, "head_is_embedding")])):
+        _, record = diagnose(target, "--mistake", mistake)
+        assert named(record) == found
 
 
 @pytest.mark.parametrize("pattern", ["layer_2", "layer_[12]"])
 def test_sites_outside_are_left_out_if_some_layers_are_chosen(
-    pattern: str, port: Port, toy: Path, golden: Path, command: Command
+    pattern: str, port: Port, diagnose: Diagnose
 ) -> None:
     target = port.score_by(lambda normed: normed @ port.embedding.T)
-    paths = ("--model", toy, "--golden", golden, "--run", target, "--json", "--quiet")
-    result = command(mm2_diagnose, *paths, "--layer-pattern", pattern, "--mistake", "head_is_embedding")
-    record = json.loads(result.stdout)
-    assert (result.exit_code, record["sites"], record["diagnosis"]) == (0, [], [])
+    exit_code, record = diagnose(target, "--layer-pattern", pattern, "--mistake", "head_is_embedding")
+    assert (exit_code, record["sites"], record["diagnosis"]) == (0, [], [])
