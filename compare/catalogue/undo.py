@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from compare.catalogue.candidates import Parameters, Value, nothing_listed
@@ -148,10 +149,7 @@ def undo_finding(name: str, parameters: Mapping[str, Value]) -> tuple[Undo, ...]
 
 def join_hypotheses(undone: Iterable[Undo]) -> Hypothesis:
     """Return the hypothesis that the port made all of these mistakes."""
-    first, *others = (undo.hypothesis for undo in undone)
-    for other in others:
-        first = first.and_also(other)
-    return first
+    return reduce(Hypothesis.and_also, (undo.hypothesis for undo in undone))
 
 
 def _kinds(parameters: Parameters) -> dict[str, bool]:

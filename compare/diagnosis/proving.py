@@ -43,7 +43,7 @@ from minimax_tools.machine.progress import NoProgress
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, ModelSite, Site
 from minimax_tools.reference.right_stages import cut_behind, sites_behind
-from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
+from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 
 _MODULE = "neuron"  # the package of `mm2-test`
 _RUN_PORT = "Run the port on this golden with mm2-test, and prove it there."
@@ -57,13 +57,22 @@ class OwnInputFit:
     is_explained: bool  # whether the stage gave what the mistake gives
     is_factor: bool = False  # whether a factor on the stage's right values explains what it gave as well
 
-    def word_refusal(self, side: str, sites: str) -> str:
-        """Say why the mistake is not proved; `side` gave the values at the sites."""
+    @property
+    def stage(self) -> StageProof:
+        """The fit as a proof tells it."""
+        return StageProof.of(leaves=self.score.leaves, unexplained=self.score.unexplained)
+
+    def refuted(self, side: str, cut: tuple[Site, ...], *, before: Verdict) -> MistakeProof:
+        """Return the proof of a mistake that does not explain what `side`, with this verdict, gave at `cut`."""
+        fault = "is not what the mistake gives on its own inputs"
         if self.is_factor:
-            return (
-                f"what {side} gives at {sites} is the right value times a factor as much as it is the mistake"
-            )
-        return f"what {side} gives at {sites} is not what the mistake gives on its own inputs"
+            fault = "is the right value times a factor as much as it is the mistake"
+        return MistakeProof(
+            outcome=ProofOutcome.NOT_PROVED,
+            reason=f"what {side} gives at {', '.join(map(str, cut))} {fault}",
+            before=before,
+            stage=self.stage,
+        )
 
 
 def fit_on_own_input(
@@ -169,14 +178,8 @@ class RecomputedProofs:
             fit = fit_on_own_input(
                 self.golden, self.dump, weights=weights, layer=layer, hypothesis=hypothesis, cut=cut
             )
-            stage = StageProof.of(leaves=fit.score.leaves, unexplained=fit.score.unexplained)
             if not fit.is_explained:
-                return MistakeProof(
-                    outcome=ProofOutcome.NOT_PROVED,
-                    reason=fit.word_refusal("the dump", _word(cut)),
-                    before=self.comparison.verdict,
-                    stage=stage,
-                )
+                return fit.refuted("the dump", cut, before=self.comparison.verdict)
             mistaken = {*hypothesis.sites, *cut}
             sites = tuple(
                 self._judge_site(result, layer, weights, fit.score)
@@ -186,11 +189,11 @@ class RecomputedProofs:
         wrong = [site.site for site in sites if not site.is_right]
         return MistakeProof(
             outcome=ProofOutcome.NOT_PROVED if wrong else ProofOutcome.PROVED,
-            reason=f"{_word(wrong)} is wrong too" if wrong else "",
+            reason=f"{', '.join(wrong)} is wrong too" if wrong else "",
             way=ProofWay.RECOMPUTED,
             before=self.comparison.verdict,
             sites=sites,
-            stage=stage,
+            stage=fit.stage,
         )
 
     def _judge_site(self, result: SiteResult, layer: int, weights: GoldenWeights, stage: Score) -> SiteProof:
@@ -218,10 +221,6 @@ def _missing(sites: Collection[Site], cut: tuple[Site, ...], shown: Collection[S
     else:
         needed = {Site.INPUT} if sites_behind(cut) & set(shown) else {Site.INPUT, Site.OUTPUT}
     return tuple(sorted(needed - set(shown), key=lambda site: site.order))
-
-
-def _word(sites: Collection[str]) -> str:
-    return ", ".join(map(str, sites))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

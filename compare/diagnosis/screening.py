@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from types import MappingProxyType
 
 import torch
@@ -175,13 +176,11 @@ def _with_value(hypothesis: Hypothesis, number: int, value: float) -> Hypothesis
     parameters[number] = MappingProxyType(
         {**parameters[number], str(hypothesis.mistakes[number].fitted): value}
     )
-    changed, *others = (
+    changed = (
         mistake.with_parameters(values, is_fitted=True)
         for mistake, values in zip(hypothesis.mistakes, parameters, strict=True)
     )
-    for other in others:
-        changed = changed.and_also(other)
-    return changed
+    return reduce(Hypothesis.and_also, changed)
 
 
 def _first_bracket(trial: Trial, hypothesis: Hypothesis, number: int) -> _Bracket:

@@ -160,14 +160,8 @@ class PortProver:
             hypothesis=join_hypotheses((*in_weights, *at_stages)),
             cut=cut,
         )
-        stage = StageProof.of(leaves=fit.score.leaves, unexplained=fit.score.unexplained)
         if not fit.is_explained:
-            return MistakeProof(
-                outcome=ProofOutcome.NOT_PROVED,
-                reason=fit.word_refusal("the port", _word(cut)),
-                before=before.comparison.verdict,
-                stage=stage,
-            )
+            return fit.refuted("the port", cut, before=before.comparison.verdict)
         while True:
             # Before the replaced sites the mistake still shows.
             mistaken = hypothesis.sites | sites_behind(hypothesis.sites)
@@ -191,7 +185,7 @@ class PortProver:
                 "Point the port's `sites` at a submodule whose output it computes with.",
                 before=before.comparison.verdict,
             )
-        return self._conclude(before, after, in_weights, replaced=cut, stage=stage)
+        return self._conclude(before, after, in_weights, replaced=cut, stage=fit.stage)
 
     def _undone(
         self, in_weights: tuple[Undo, ...], *, hidden: frozenset[Site] = frozenset()
