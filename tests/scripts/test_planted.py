@@ -33,7 +33,7 @@ PREFILLED = BaselineRequest(
     intermediate_size=128,
 )
 DECODED = BaselineRequest(name="decoded", seed=0, lengths=(40, 39), num_layers=1, intermediate_size=128)
-DUMPED = BaselineRequest(name="dump", seed=0, lengths=(20, 7), num_layers=3, intermediate_size=128)
+DUMPED = BaselineRequest(name="dumped", seed=0, lengths=(20, 7), num_layers=3, intermediate_size=128)
 GOLDEN = torch.linspace(-3, 3, 600, dtype=torch.float64).reshape(20, 30) + 0.01
 TWIN = GOLDEN * (1 + 1e-3)
 FLOOR = float((GOLDEN - TWIN).norm())
