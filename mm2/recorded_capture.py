@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.proof import name_place
 from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE
@@ -123,19 +124,11 @@ class RecordedCapture(CaptureSource):
         """Return how often the module computed those of them that it computed in parts."""
         return self._num_parts
 
-    def model_sites(self) -> tuple[ModelSite, ...]:
-        """Return nothing: a layer has no sites outside it."""
-        return ()
-
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
         """Return a site's tensor."""
-        if layer != self._layer or site not in self._tensors:
-            raise CaptureError(f"{self.directory} holds no {site} of layer {layer}")
+        if layer != self._layer or not isinstance(site, Site) or site not in self._tensors:
+            raise CaptureError(f"{self.directory} holds no {name_place(site, layer)}")
         return self._tensors[site]
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Refuse: a layer has no sites outside it."""
-        raise CaptureError(f"{self.directory} holds no {site}")
 
     def read_attention_mask(self) -> torch.Tensor | None:
         """Return the golden's mask, by which real tokens are told; None without a golden."""

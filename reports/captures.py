@@ -70,7 +70,7 @@ def read_contents(source: CaptureSource) -> tuple[LayerContents, ...]:
         for layer in source.layers
     ]
     model = tuple(
-        _read_site(site, source.entry(None, site), partial(source.read_model, site))
+        _read_site(site, source.entry(None, site), partial(source.read, None, site))
         for site in source.model_sites()
     )
     return (*layers, LayerContents(layer=None, sites=model)) if model else tuple(layers)

@@ -37,7 +37,7 @@ def shown_by_modules(source: Capture, *, moe: str) -> Iterator[Shown]:
     """Return the tensors that hooks on modules see in a chained run of the whole model."""
 
     def show(module: str, site: Site | ModelSite, point: str = "output", element: str = "") -> Shown:
-        values = source.read(layer, site) if isinstance(site, Site) else source.read_model(site)
+        values = source.read(layer if isinstance(site, Site) else None, site)
         return Shown(module=module, point=point, element=element, site=site, values=values)
 
     layer = 0

@@ -86,8 +86,8 @@ def measure_ratios(report: Path, engine: Path, *, baseline: Path | None = None) 
 
 
 def _module_values(source: Capture) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "model.embed_tokens", source.read_model(ModelSite.EMBEDDING)
-    yield "lm_head", source.read_model(ModelSite.LOGITS)
+    yield "model.embed_tokens", source.read(None, ModelSite.EMBEDDING)
+    yield "lm_head", source.read(None, ModelSite.LOGITS)
     for layer in source.layers:
         for name, site in MODULES.items():
             yield f"model.layers.{layer}.{name}", token_rows(source.read(layer, site), site)

@@ -27,6 +27,7 @@ from compare.noise.rows import TINY, Squares, square_difference, square_rows
 from compare.sides.captured_input import CapturedInput
 from compare.sides.layer_floor import LayerFloor
 from compare.sides.sides import Batch, Sides
+from minimax_tools.capture.proof import name_place
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError, IncomparableError
@@ -306,16 +307,11 @@ class _OneSiteSource(CaptureSource):
     def sites(self, layer: int) -> tuple[Site, ...]:
         return (self.site,) if layer == self.layer else ()
 
-    def model_sites(self) -> tuple[ModelSite, ...]:
-        return ()
-
-    def read(self, layer: int, site: Site) -> torch.Tensor:
-        if site not in self.sites(layer):
-            raise CaptureError(f"there is no {site} of layer {layer}: only {self.site} of layer {self.layer}")
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
+        if (layer, site) != (self.layer, self.site):
+            place = name_place(site, layer)
+            raise CaptureError(f"there is no {place}: only {self.site} of layer {self.layer}")
         return self.tensor
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        raise CaptureError(f"there is no {site}: only {self.site} of layer {self.layer}")
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return None

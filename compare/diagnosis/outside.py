@@ -173,7 +173,7 @@ class ModelCases:
 
     def open(self, site: ModelSite) -> SiteCase | str:
         """Open a site that both sides hold; return the reason, in words, if it cannot be judged."""
-        golden, port = self._golden.read_model(site), self._target.read_model(site)
+        golden, port = self._golden.read(None, site), self._target.read(None, site)
         mismatch = find_mismatch(golden, port)
         if mismatch is not None:
             return mismatch
@@ -228,7 +228,7 @@ class ModelCases:
             states=self._read_states(side),
         )
         if has_norm and ModelSite.FINAL_NORM in side.model_sites():
-            normed = self._site_values(side.read_model(ModelSite.FINAL_NORM), ModelSite.FINAL_NORM)
+            normed = self._site_values(side.read(None, ModelSite.FINAL_NORM), ModelSite.FINAL_NORM)
         elif inputs.states is not None:
             normed = inputs.rounded(norm_states(inputs))
         else:

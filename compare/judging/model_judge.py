@@ -131,7 +131,7 @@ class ModelJudge:
 
     def _read(self, site: ModelSite) -> tuple[torch.Tensor, torch.Tensor]:
         """Read a site of both sides, the port's embedding in the golden's dtype: a lookup rounds nothing."""
-        golden, port = (side.read_model(site) for side in (self._sides.reference, self._sides.target))
+        golden, port = (side.read(None, site) for side in (self._sides.reference, self._sides.target))
         is_other = port.is_floating_point() and golden.is_floating_point()
         return golden, port.to(golden.dtype) if site is ModelSite.EMBEDDING and is_other else port
 
@@ -177,7 +177,7 @@ class ModelJudge:
         # An embedding's lookup rounds nothing, so the golden (the same object) is its own twin.
         if site is ModelSite.EMBEDDING:
             return reference
-        twin = self._sides.reference.read_model_twin(site)
+        twin = self._sides.reference.read_twin(None, site)
         return None if twin is None else self._sides.batch.rows(twin, site)
 
     def _widened_floor(self, site: ModelSite) -> Squares | None:

@@ -31,7 +31,7 @@ from minimax_tools.capture.passes import CacheChange, CachePair
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import format_count
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.float32_stages import split_heads
 from minimax_tools.results.results import ModelFinding, SiteStatus
 
@@ -138,13 +138,16 @@ class _CachedAsSites(Capture):
 
     def __init__(self, target: CaptureSource, manifest: Manifest, pair: CachePair) -> None:
         super().__init__(target.directory, manifest)
-        self._cached = {Site.K_ROPE: pair[0], Site.V_PROJ: pair[1].transpose(1, 2).flatten(2)}
+        self._cached: dict[Site | ModelSite, torch.Tensor] = {
+            Site.K_ROPE: pair[0],
+            Site.V_PROJ: pair[1].transpose(1, 2).flatten(2),
+        }
 
     def sites(self, layer: int) -> tuple[Site, ...]:
         """Return the two sites that a cache holds."""
-        return tuple(self._cached)
+        return (Site.K_ROPE, Site.V_PROJ)
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
         """Read what the cache holds of a site."""
         return self._cached[site]
 

@@ -69,7 +69,7 @@ def judge_own_logits(run: Sides, chunks: Sides, split: PassSplit) -> tuple[Model
     sides = (run.target, chunks.target)
     if any(ModelSite.LOGITS not in side.model_sites() for side in sides):
         return ()
-    before, again = (side.read_model(ModelSite.LOGITS).double() for side in sides)
+    before, again = (side.read(None, ModelSite.LOGITS).double() for side in sides)
     if before.shape != again.shape:
         return ()
     is_held = torch.ones_like(split.numbers, dtype=torch.bool)
@@ -170,7 +170,7 @@ def _logits_error(sides: Sides) -> float:
     if any(ModelSite.LOGITS not in side.model_sites() for side in (sides.reference, sides.target)):
         return 0.0
     golden, port = (
-        sides.batch.rows(side.read_model(ModelSite.LOGITS), ModelSite.LOGITS)
+        sides.batch.rows(side.read(None, ModelSite.LOGITS), ModelSite.LOGITS)
         for side in (sides.reference, sides.target)
     )
     held = sides.target.held_tokens(ModelSite.LOGITS)

@@ -104,7 +104,7 @@ def compare_passes(sides: Sides, split: PassSplit | None) -> tuple[PassLogits, .
 
 def _compare(number: int | None, sides: Sides, batch: Batch) -> PassLogits | None:
     golden, port = (
-        batch.rows(side.read_model(ModelSite.LOGITS), ModelSite.LOGITS)
+        batch.rows(side.read(None, ModelSite.LOGITS), ModelSite.LOGITS)
         for side in (sides.reference, sides.target)
     )
     if golden.shape != port.shape:
@@ -117,7 +117,7 @@ def _compare(number: int | None, sides: Sides, batch: Batch) -> PassLogits | Non
         return None
     divergence = divergences(golden[is_held], port[is_held])
     worst = int(divergence.argmax())
-    places = batch.places(sides.target.read_model(ModelSite.LOGITS), ModelSite.LOGITS)[is_held]
+    places = batch.places(sides.target.read(None, ModelSite.LOGITS), ModelSite.LOGITS)[is_held]
     agrees: torch.Tensor = golden[is_held].argmax(-1) == port[is_held].argmax(-1)
     row, token = places[worst].tolist()
     return PassLogits(

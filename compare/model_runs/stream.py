@@ -87,7 +87,7 @@ def judge_norm_input(
         number: The first pass in which the norm is wrong.
     """
     target = sides.target
-    before, normed = _read_output(target, last_layer), target.read_model(ModelSite.FINAL_NORM)
+    before, normed = _read_output(target, last_layer), target.read(None, ModelSite.FINAL_NORM)
     if before is None or normed.shape != before.shape:
         return None
     head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
@@ -256,7 +256,7 @@ def _read_output(target: CaptureSource, layer: int) -> torch.Tensor | None:
     """Return a layer's output [B,S,H], the embedding for layer -1; None if it is not held."""
     if layer < 0:
         is_held = ModelSite.EMBEDDING in target.model_sites()
-        return target.read_model(ModelSite.EMBEDDING) if is_held else None
+        return target.read(None, ModelSite.EMBEDDING) if is_held else None
     return target.read(layer, Site.OUTPUT) if Site.OUTPUT in target.sites(layer) else None
 
 

@@ -93,7 +93,7 @@ def _repeats_the_layer_before(target: CaptureSource, layer: int) -> bool:
     if Site.OUTPUT in target.sites(layer - 1):
         before = target.read(layer - 1, Site.OUTPUT)
     elif layer == 0 and ModelSite.EMBEDDING in target.model_sites():
-        before = target.read_model(ModelSite.EMBEDDING)
+        before = target.read(None, ModelSite.EMBEDDING)
     else:
         return False
     values = target.read(layer, Site.INPUT)

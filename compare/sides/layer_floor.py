@@ -176,8 +176,6 @@ class LayerFloor:
         return statistic
 
     def _read_floor(self, name: str) -> torch.Tensor | None:
-        if self._layer is None:
-            return self._reference.read_model_floor(name)
         return self._reference.read_floor(self._layer, name)
 
     def _prove_not_empty(self, site: Site | ModelSite, parts: Squares) -> None:

@@ -86,8 +86,10 @@ class PortHeadGolden(_ComputedGolden):
         rounded = head.run_rounded(self._given, Rounding(seed=0), every_row)
         return {site: values.bfloat16() for site, values in rounded.items()}
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site's tensor; the last layer's output is the port's."""
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
+        """Read a site's tensor, rounded as a golden rounds; the last layer's output is the port's."""
+        if isinstance(site, ModelSite) and site in self._rounded:
+            return self._rounded[site]
         is_last_output = (layer, site) == (self._layer, Site.OUTPUT)
         return self._given if is_last_output else super().read(layer, site)
 
@@ -96,20 +98,16 @@ class PortHeadGolden(_ComputedGolden):
         stored = super().model_sites()
         return tuple(site for site in ModelSite if site in stored or site in self._twin)
 
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Read a site's tensor, rounded as a golden rounds."""
-        return self._rounded[site] if site in self._rounded else super().read_model(site)
-
-    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
+    def read_twin(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor | None:
         """Read a site's float32 twin; None in a float32 golden, whose values are the twin's."""
-        if site in self._twin:
+        if isinstance(site, ModelSite) and site in self._twin:
             return None if self._is_float32 else self._twin[site]
-        return super().read_model_twin(site)
+        return super().read_twin(layer, site)
 
-    def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """Read a floor statistic; a BF16 golden has those of final norm and logits alone."""
-        if self._is_float32:
-            return super().read_model_floor(name)
+    def read_floor(self, layer: int | None, name: str) -> torch.Tensor | None:
+        """Read a floor statistic; outside the layers, a BF16 golden has those of final norm and logits alone."""
+        if layer is not None or self._is_float32:
+            return super().read_floor(layer, name)
         return self._floor.get(name)
 
 
@@ -161,9 +159,9 @@ class PortInputGolden(_ComputedGolden):
         """Return the sites of a layer: every one of the computed layer."""
         return tuple(Site) if layer == self._layer else super().sites(layer)
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
         """Read a site's tensor, rounded as a golden rounds."""
-        if layer != self._layer:
+        if layer != self._layer or isinstance(site, ModelSite):
             return super().read(layer, site)
         if site is Site.INPUT:
             return self._given
@@ -171,13 +169,13 @@ class PortInputGolden(_ComputedGolden):
         is_kept = self._is_float32 or site in _FLOAT32_SITES or not value.is_floating_point()
         return value if is_kept else value.bfloat16()
 
-    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
+    def read_twin(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor | None:
         """Read a site's float32 twin."""
-        if layer != self._layer or self._is_float32:
+        if layer != self._layer or isinstance(site, ModelSite) or self._is_float32:
             return super().read_twin(layer, site)
         return self._twin.get(site)
 
-    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
+    def read_floor(self, layer: int | None, name: str) -> torch.Tensor | None:
         """Read one of the layer's floor statistics."""
         if layer != self._layer or self._is_float32:
             return super().read_floor(layer, name)

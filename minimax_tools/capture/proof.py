@@ -283,7 +283,7 @@ class Proof:
         self._checks.run_now(self._key(file, f"{site} as a twin"), check)
 
     def _check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:
-        place = _place(entry.site, entry.layer)
+        place = name_place(entry.site, entry.layer)
         self._check_digest(entry.file, place, tensor, entry.digest)
         if self._needs_statistics(entry) and not _matches_statistics(tensor, entry.statistics):
             raise self.refuse(
@@ -316,8 +316,9 @@ class Proof:
             raise self.refuse(f"is damaged: {file} cannot be read", found=str(error)) from error
 
 
-def _place(site: str, layer: int | None) -> str:
-    return site if layer is None else f"{site} of layer {layer}"
+def name_place(site: str, layer: int | None) -> str:
+    """Name a site, or what is stored of it, in messages."""
+    return str(site) if layer is None else f"{site} of layer {layer}"
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -31,9 +31,9 @@ from minimax_tools.capture.passes import (
     ModelPasses,
     cache_file,
 )
-from minimax_tools.capture.proof import OpenFiles, Proof
+from minimax_tools.capture.proof import OpenFiles, Proof, name_place
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.capture.store import MANIFEST_NAME, layer_files, list_captures
+from minimax_tools.capture.store import MANIFEST_NAME, floor_file, layer_files, list_captures, twins_file
 from minimax_tools.errors import CaptureError, IncomparableError, list_names
 from minimax_tools.machine.files import read_ahead
 from minimax_tools.model.inputs import Inputs
@@ -253,43 +253,49 @@ class Capture(CaptureSource):
         is_chained = self.description.run.mode is Mode.CHAINED
         return self._entries.get((layer - 1, str(Site.OUTPUT))) if is_chained else None
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
         entry = self.entry(layer, site)
         if entry is None:
             raise CaptureError(
-                f"{self.directory} holds no {site} of layer {layer}",
-                next_step="Capture it with --sites all, or compare fewer layers.",
+                f"{self.directory} holds no {name_place(site, layer)}",
+                next_step="Only whole-model runs capture it."
+                if layer is None
+                else "Capture it with --sites all, or compare fewer layers.",
             )
         tensor, golden = self.read_entry(entry), self._golden
-        if golden is None or not site.has_heads_dim or site not in golden.sites(layer):
+        if golden is None or layer is None or not site.has_heads_dim or site not in golden.sites(layer):
             return tensor
         return _nearer_heads(tensor, lambda: golden.read(layer, site))
 
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        entry = self.entry(None, site)
-        if entry is None:
-            raise CaptureError(
-                f"{self.directory} holds no {site}", next_step="Only whole-model runs capture it."
-            )
-        return self.read_entry(entry)
-
-    # `place` is a tensor's name in messages, here and below.
-    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        place = f"the float32 twin of {site} of layer {layer}"
+    def read_twin(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor | None:
+        if self.description.noise_floor != "full":
+            return None
+        place, file = f"the float32 twin of {name_place(site, layer)}", twins_file(layer)
+        twin = self._read_optional(file, str(site), place=place)
         # A layer's input needs no twin: the float32 twin is given the golden's.
         entry = None if site is Site.INPUT else self.entry(layer, site)
-        return self._read_twin(f"layer_{layer}.fp32.safetensors", site, entry, place=place)
+        if twin is None and entry is not None and site is not ModelSite.EMBEDDING:
+            # A floor kept whole has a twin for every entry, listed or not. Only the embedding has none: the float32
+            # twin is given the golden's.
+            raise self._absent(file, str(site), layer=entry.layer)
+        if twin is None:
+            return None
 
-    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        entry = self.entry(None, site)
-        return self._read_twin("model.fp32.safetensors", site, entry, place=f"the float32 twin of {site}")
+        # The golden's tensor and the mask, read only if the twin is not finite everywhere.
+        def read_golden() -> tuple[torch.Tensor | None, torch.Tensor]:
+            return None if entry is None else self.read_entry(entry), self.read_attention_mask()
 
-    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        file = f"layer_{layer}.floor.safetensors"
-        return self._read_floor(file, name, place=f"the floor's {name} of layer {layer}")
+        twin = self._put_back(twin, has_heads_dim=site.has_heads_dim)
+        shape = None if entry is None else self._shape(entry, site)
+        self._proof.check_twin(site, twin, place=place, file=file, shape=shape, read_golden=read_golden)
+        return twin
 
-    def read_model_floor(self, name: str) -> torch.Tensor | None:
-        return self._read_floor("model.floor.safetensors", name, place=f"the floor's {name}")
+    def read_floor(self, layer: int | None, name: str) -> torch.Tensor | None:
+        if not self.has_floor:
+            return None
+        place = name_place(f"the floor's {name}", layer)
+        statistic = self._read_optional(floor_file(layer), name, place=place)
+        return None if statistic is None else self._put_back(statistic)
 
     def read_inputs(self) -> Inputs:
         inputs = Inputs(
@@ -375,32 +381,6 @@ class Capture(CaptureSource):
     def _kept(self) -> KeptTokens:
         return KeptTokens(self.read_inputs())
 
-    def _read_floor(self, file: str, name: str, *, place: str) -> torch.Tensor | None:
-        statistic = self._read_optional(file, name, place=place) if self.has_floor else None
-        return None if statistic is None else self._put_back(statistic)
-
-    def _read_twin(
-        self, file: str, site: Site | ModelSite, entry: Entry | None, *, place: str
-    ) -> torch.Tensor | None:
-        if self.description.noise_floor != "full":
-            return None
-        twin = self._read_optional(file, str(site), place=place)
-        if twin is None and entry is not None and site is not ModelSite.EMBEDDING:
-            # A floor kept whole has a twin for every entry, listed or not. Only the embedding has none: the float32
-            # twin is given the golden's.
-            raise self._absent(file, str(site), layer=entry.layer)
-        if twin is None:
-            return None
-
-        # The golden's tensor and the mask, read only if the twin is not finite everywhere.
-        def read_golden() -> tuple[torch.Tensor | None, torch.Tensor]:
-            return None if entry is None else self.read_entry(entry), self.read_attention_mask()
-
-        twin = self._put_back(twin, has_heads_dim=site.has_heads_dim)
-        shape = None if entry is None else self._shape(entry, site)
-        self._proof.check_twin(site, twin, place=place, file=file, shape=shape, read_golden=read_golden)
-        return twin
-
     def _shape(self, entry: Entry, site: Site | ModelSite) -> tuple[int, ...]:
         """Return the shape of an entry's tensor as it is read."""
         is_cut = self.keeps_last_tokens
@@ -415,7 +395,10 @@ class Capture(CaptureSource):
         return tensor
 
     def _read_optional(self, file: str, name: str, *, place: str) -> torch.Tensor | None:
-        """Read a tensor that has no entry, and check it by its digest; None if neither file nor manifest has it."""
+        """Read a tensor that has no entry, and check it by its digest; None if neither file nor manifest has it.
+
+        `place` is its name in messages.
+        """
         tensor = self._load(file, name)
         if tensor is None:
             self._proof.check_absent(file, name, place=place)

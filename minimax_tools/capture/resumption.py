@@ -19,7 +19,7 @@ from minimax_tools.capture.digests import FileDigests
 from minimax_tools.capture.manifest import OF_LAYER, Description, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import inspect_capture
-from minimax_tools.capture.store import MANIFEST_NAME, list_captures
+from minimax_tools.capture.store import MANIFEST_NAME, group_name, list_captures
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.files import LOCK_NAME, is_temporary
 from minimax_tools.model.sites import Site
@@ -58,22 +58,23 @@ def add_part(manifest: Manifest, part: Manifest) -> Manifest:
     new_model_entries = [entry for entry in new if entry.layer is None]
     if new_model_entries:
         model_entries = [entry for entry in manifest.entries if entry.layer is None]
-        merged = manifest.with_model((*model_entries, *new_model_entries), _digests_of(part, "model"))
+        merged = manifest.with_model((*model_entries, *new_model_entries), _digests_of(part, None))
     for layer in part.complete_layers:
         if layer not in merged.complete_layers:
             merged = merged.with_layer(
                 layer,
                 tuple(entry for entry in new if entry.layer == layer),
-                digests=_digests_of(part, f"layer_{layer}"),
+                digests=_digests_of(part, layer),
                 **{name: getattr(part, name).get(layer) for name in OF_LAYER},
             )
     # The dtypes that the manifest has already stay.
     return replace(merged, observed_dtypes={**part.observed_dtypes, **manifest.observed_dtypes})
 
 
-def _digests_of(part: Manifest, group: str) -> FileDigests:
-    """Return the digests of the files of a layer (`layer_7`), or of the sites outside the layers (`model`)."""
-    return {file: digests for file, digests in part.digests.items() if file.startswith(f"{group}.")}
+def _digests_of(part: Manifest, layer: int | None) -> FileDigests:
+    """Return the digests of the files of a layer, or of the sites outside the layers."""
+    beginning = f"{group_name(layer)}."
+    return {file: digests for file, digests in part.digests.items() if file.startswith(beginning)}
 
 
 def remove_parts(directory: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from minimax_tools.capture.manifest import Certificate, Description, Entry, HeldWeights, Manifest
 from minimax_tools.capture.passes import CachePair, Generation, ModelPasses
+from minimax_tools.capture.store import floor_file
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
@@ -56,8 +57,8 @@ class DumpListing:
 class CaptureSource(ABC):
     """A capture opened for reading; layouts that do not record something keep the answer given here.
 
-    Methods with `model` in their names are about the sites outside the layers (`ModelSite`), which have no layer. All
-    methods that read raise CaptureError if a file is missing or damaged, or does not hold what must be there.
+    The sites outside the layers (`ModelSite`) have the layer None. All methods that read raise CaptureError if a file
+    is missing or damaged, or does not hold what must be there.
 
     B prompts, S their padded length, H hidden.
     """
@@ -92,17 +93,13 @@ class CaptureSource(ABC):
         The input counts too if only the output of the layer before is held, and is the same.
         """
 
-    @abstractmethod
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Return the sites held outside the layers."""
+        return ()
 
     @abstractmethod
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
         """Read a site's tensor to the CPU, in its stored dtype."""
-
-    @abstractmethod
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Read the tensor of a site outside the layers."""
 
     @abstractmethod
     def read_attention_mask(self) -> torch.Tensor | None:
@@ -257,20 +254,12 @@ class CaptureSource(ABC):
         """Read the keys and values in a whole port's cache, [B,K,S,D] each; None if they were not stored."""
         return None
 
-    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
+    def read_twin(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor | None:
         """Read the float32 twin of a site; None if the noise floor was not kept whole."""
         return None
 
-    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """Read the float32 twin of a site outside the layers; None if the noise floor was not kept whole."""
-        return None
-
-    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """Read one statistic of a layer's noise floor; None if the floor was not measured."""
-        return None
-
-    def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """Read one statistic of the noise floor outside the layers; None if the floor was not measured."""
+    def read_floor(self, layer: int | None, name: str) -> torch.Tensor | None:
+        """Read one statistic of the noise floor of a layer, or outside them; None if the floor was not measured."""
         return None
 
     def _undescribed(self) -> IncomparableError:
@@ -315,16 +304,13 @@ def _reads(capture: CaptureSource, *, with_inputs: bool) -> Iterator[tuple[Calla
         yield capture.read_passes, 0  # JSON
     for entry in capture.manifest.entries:
         yield partial(capture.read_entry, entry), 1
-    for layer in capture.layers:
-        for site in Site:
+    groups = (*capture.layers, *((None,) if capture.model_sites() else ()))
+    for layer in groups:
+        for site in ModelSite if layer is None else Site:
             yield partial(capture.read_twin, layer, site), 1
-        for name in capture.manifest.names_in(f"layer_{layer}.floor.safetensors"):
+        for name in capture.manifest.names_in(floor_file(layer)):
             yield partial(capture.read_floor, layer, name), 1
+    for layer in capture.layers:
         for name in capture.further(layer):
             yield partial(capture.read_further, layer, name), 1
         yield partial(capture.read_cache, layer), 2  # keys and values
-    if capture.model_sites():
-        for model_site in ModelSite:
-            yield partial(capture.read_model_twin, model_site), 1
-        for name in capture.manifest.names_in("model.floor.safetensors"):
-            yield partial(capture.read_model_floor, name), 1

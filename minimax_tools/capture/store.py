@@ -46,9 +46,29 @@ def list_captures(*folders: Path) -> list[Path]:
     return [path.parent for path in newest_first]
 
 
+def group_name(layer: int | None) -> str:
+    """Return the first part of the names of a layer's files; None stands for the sites outside the layers."""
+    return "model" if layer is None else f"layer_{layer}"
+
+
+def sites_file(layer: int | None) -> str:
+    """Return the name of the file with a layer's sites."""
+    return f"{group_name(layer)}.safetensors"
+
+
+def twins_file(layer: int | None) -> str:
+    """Return the name of the file with the float32 twins of a layer's sites."""
+    return f"{group_name(layer)}.fp32.safetensors"
+
+
+def floor_file(layer: int | None) -> str:
+    """Return the name of the file with a layer's noise floor."""
+    return f"{group_name(layer)}.floor.safetensors"
+
+
 def layer_files(directory: Path, layer: int) -> tuple[Path, ...]:
     """Return the files that a capture may hold of a layer: its sites, their float32 twins and the noise floor."""
-    return tuple(directory / f"layer_{layer}{kind}.safetensors" for kind in ("", ".fp32", ".floor"))
+    return tuple(directory / name for name in (sites_file(layer), twins_file(layer), floor_file(layer)))
 
 
 def stored_layers(directory: Path) -> tuple[int, ...]:

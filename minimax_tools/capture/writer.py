@@ -35,7 +35,7 @@ from minimax_tools.capture.resumption import (
     remove_parts,
 )
 from minimax_tools.capture.source import inspect_capture
-from minimax_tools.capture.store import MANIFEST_NAME
+from minimax_tools.capture.store import MANIFEST_NAME, floor_file, sites_file, twins_file
 from minimax_tools.errors import CaptureError, list_faults
 from minimax_tools.machine.compiled import CorePool
 from minimax_tools.machine.files import (
@@ -245,7 +245,7 @@ class CaptureWriter:
             cache: Keys and values [B,K,S,D] in the cache of a whole port.
             of_layer: What else the manifest notes of a layer, by the names of its fields `OF_LAYER`.
         """
-        entries, digests = self._write_group(f"layer_{layer}", layer, tensors, twin=twin, floor=floor)
+        entries, digests = self._write_group(layer, tensors, twin=twin, floor=floor)
         if further:
             digests |= self._write(further_file(layer), further)
         if cache is not None:
@@ -264,7 +264,7 @@ class CaptureWriter:
         floor: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Store the sites outside the layers; for the arguments see `write_layer`."""
-        entries, digests = self._write_group("model", None, tensors, twin=twin, floor=floor)
+        entries, digests = self._write_group(None, tensors, twin=twin, floor=floor)
         self._update(self.manifest.with_model(entries, digests))
 
     def add_part(self, part: Manifest) -> None:
@@ -309,7 +309,6 @@ class CaptureWriter:
 
     def _write_group(
         self,
-        name: str,
         layer: int | None,
         tensors: SiteTensors,
         *,
@@ -327,11 +326,10 @@ class CaptureWriter:
             floor = None if floor is None else self._kept.cut_floor(floor)
         digests: dict[str, Mapping[str, TensorDigest]] = {}
         if twin is not None:
-            digests |= self._write(f"{name}.fp32.safetensors", _by_name(twin))
+            digests |= self._write(twins_file(layer), _by_name(twin))
         if floor is not None:
-            digests |= self._write(f"{name}.floor.safetensors", floor)
-        file = f"{name}.safetensors"
-        named = _by_name(tensors)
+            digests |= self._write(floor_file(layer), floor)
+        file, named = sites_file(layer), _by_name(tensors)
         # Threads describe the tensors while they are written. Each computes alone: statistics of blocks are too short
         # for torch's own threads, which would wait for each other up to a hundred times as long.
         with CorePool("describing") as pool:

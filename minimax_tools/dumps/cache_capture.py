@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.digests import dtype_name
+from minimax_tools.capture.proof import name_place
 from minimax_tools.capture.source import CaptureSource, DumpListing
 from minimax_tools.dumps.assembly import batch_mask
 from minimax_tools.dumps.piece import find_layer
@@ -39,7 +40,7 @@ _PLACES = (
 _PROMPT = re.compile(r"prompt_(\d+)")
 _LAYER = re.compile(r"(.*\.)?layers\.\d+\.self_attn(\..+)?")
 # Site of each half of a layer's pair.
-_HALVES = {Site.K_ROPE: 0, Site.V_PROJ: 1}
+_HALVES: dict[Site | ModelSite, int] = {Site.K_ROPE: 0, Site.V_PROJ: 1}
 _AGAIN = "Run its KV-cache analysis again, on all prompts."
 _SAME_PROMPTS = "Make the golden with the same prompts, in the same order."
 # Keys and values of each layer, [1,K,S,D].
@@ -123,22 +124,16 @@ class CacheCapture(CaptureSource):
         held = self.sites(layer)
         return tuple(site for site in Site if site not in held)
 
-    def model_sites(self) -> tuple[ModelSite, ...]:
-        return ()
-
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
         """Read k_rope [B,K,S,D] or v_proj [B,S,K·D]; zeros on padding."""
-        if site not in self.sites(layer):
-            raise CaptureError(f"{self.directory} holds no {site} of layer {layer}", expected=LAYOUT)
+        if layer is None or site not in self.sites(layer):
+            raise CaptureError(f"{self.directory} holds no {name_place(site, layer)}", expected=LAYOUT)
         # Tokens first: [S,K,D] of each prompt.
         prompts = [cache[layer][_HALVES[site]][0].transpose(0, 1) for cache in self._caches]
         batch = prompts[0].new_zeros((*self._mask.shape, *prompts[0].shape[1:]))
         for row, (tokens, is_real) in enumerate(zip(prompts, self._mask, strict=True)):
             batch[row, is_real] = tokens[: int(is_real.sum())]
         return batch.transpose(1, 2) if site.has_heads_dim else batch.flatten(-2)
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        raise CaptureError(f"{self.directory} holds no {site}", expected=LAYOUT)
 
     def read_attention_mask(self) -> torch.Tensor:
         return self._mask.to(torch.int64)
@@ -253,13 +248,11 @@ class JoinedCapture(CaptureSource):
     def model_sites(self) -> tuple[ModelSite, ...]:
         return self._dump.model_sites()
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
         # A module's values may be right, and written wrongly into the cache: the cache shows either mistake.
-        source = self._caches if site in self._caches.sites(layer) else self._dump
+        is_cached = layer is not None and site in self._caches.sites(layer)
+        source = self._caches if is_cached else self._dump
         return source.read(layer, site)
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        return self._dump.read_model(site)
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return self._dump.read_attention_mask()

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.manifest import Entry
+from minimax_tools.capture.proof import name_place
 from minimax_tools.capture.recorder import with_signed
 from minimax_tools.capture.source import CaptureSource, DumpListing, ListedTensor
 from minimax_tools.dumps.assembly import DumpAssembly, TokenKind, TokenRows, batch_mask, lay_out
@@ -281,28 +282,24 @@ class DumpCapture(PlacedCapture[FoundSite]):
         held = self.sites(layer)
         return tuple(site for site in Site if site not in held)
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site's tensor; zeros on padding, or as the file holds it if nothing tells the padding."""
-        found_site = self._find(layer, site)
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
+        """Read a site's tensor; zeros on padding and outside `held_tokens`.
+
+        If nothing tells the padding, it is read as the file holds it.
+        """
+        found_site, place = self._find(layer, site), name_place(site, layer)
         if found_site is None:
             raise CaptureError(
-                f"{self.directory} holds no {site} of layer {layer}",
-                next_step="A map (--map) says where sites lie. This lists what the dump holds: "
+                f"{self.directory} holds no {place}",
+                next_step="Capture the whole model."
+                if layer is None
+                else "A map (--map) says where sites lie. This lists what the dump holds: "
                 f"{shlex.join(('mm2-test', 'show', str(self.directory)))}",
             )
-        return self._read(found_site, what=f"{site} of layer {layer}", has_heads_dim=site.has_heads_dim)
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Read the tensor of a site outside the layers; zeros on padding and outside `held_tokens`."""
-        found_site = self.found.sites.get((None, site))
-        if found_site is None:
-            raise CaptureError(f"{self.directory} holds no {site}", next_step="Capture the whole model.")
-        tokens = self._last_tokens.get(site)
+        tokens = self._last_tokens.get(site) if isinstance(site, ModelSite) else None
         if tokens and self._mask is not None:
-            return read_last_tokens(
-                found_site, tokens, assembly=self._assembly, mask=self._mask, what=str(site)
-            )
-        return self._read(found_site, what=str(site), has_heads_dim=False)
+            return read_last_tokens(found_site, tokens, assembly=self._assembly, mask=self._mask, what=place)
+        return self._read(found_site, what=place, has_heads_dim=site.has_heads_dim)
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return None if self._mask is None else self._mask.to(torch.int64)

@@ -217,25 +217,20 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
             )
         return cls(directory)
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
         """Read a site's tensor to the CPU, in its stored dtype; [B,S,H] if the files tell B and S."""
         place = self._find(layer, site)
-        if place is None:
-            raise CaptureError(
-                f"{self.directory} holds no {site} of layer {layer}",
-                found=", ".join(f"layer {held}: {'/'.join(self.sites(held))}" for held in self.layers),
-                next_step="Such files keep inputs and outputs of layers only; for more, capture with mm2.",
-            )
-        return self._read(place)
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Read the tensor of a site outside the layers."""
-        place = self._places.get((None, site))
-        if place is None:
+        if place is not None:
+            return self._read(place)
+        if layer is None:
             raise CaptureError(
                 f"{self.directory} holds no {site}", next_step="Only whole-model runs capture it."
             )
-        return self._read(place)
+        raise CaptureError(
+            f"{self.directory} holds no {site} of layer {layer}",
+            found=", ".join(f"layer {held}: {'/'.join(self.sites(held))}" for held in self.layers),
+            next_step="Such files keep inputs and outputs of layers only; for more, capture with mm2.",
+        )
 
     def read_attention_mask(self) -> torch.Tensor | None:
         """Read the mask, int64 [B,S], 1 on real tokens; None if no file holds one.

@@ -31,9 +31,9 @@ class PlacedCapture(CaptureSource, Generic[PlaceT]):
     def model_sites(self) -> tuple[ModelSite, ...]:
         return tuple(site for site in ModelSite if (None, site) in self._places)
 
-    def _find(self, layer: int, site: Site) -> PlaceT | None:
+    def _find(self, layer: int | None, site: Site | ModelSite) -> PlaceT | None:
         place = self._places.get((layer, site))
-        if place is not None or site is not Site.INPUT:
+        if place is not None or layer is None or site is not Site.INPUT:
             return place
         # A layer's input is also the output of the layer before, or of the embedding.
         return self._places.get((None, ModelSite.EMBEDDING) if layer == 0 else (layer - 1, Site.OUTPUT))

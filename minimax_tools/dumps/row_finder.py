@@ -40,7 +40,7 @@ class OtherSide:
         return cls(
             mask=mask.bool(),
             input_ids=source.read_input_ids(),
-            embedding=source.read_model(ModelSite.EMBEDDING) if has_embedding else None,
+            embedding=source.read(None, ModelSite.EMBEDDING) if has_embedding else None,
             hidden_size=_hidden_size(source),
         )
 

@@ -214,7 +214,7 @@ def captured_logits(golden: CaptureSource) -> dict[Row, torch.Tensor]:
     """Return a golden's own logits [T,V] by the token ids of its rows; empty if it stored none."""
     if ModelSite.LOGITS not in golden.model_sites():
         return {}
-    inputs, logits = golden.read_inputs(), golden.read_model(ModelSite.LOGITS)
+    inputs, logits = golden.read_inputs(), golden.read(None, ModelSite.LOGITS)
     is_real = inputs.attention_mask.bool()
     return {
         tuple(row): values[real]

@@ -76,7 +76,7 @@ def judge_in_float32(judged: JudgedRun) -> Comparison:
     # What float32 costs each layer, and the head.
     limit = sides.criteria.noise.float32 * (1 + len(judged.comparison.layers))
     by = f"a limit of {limit:.2g} of their norm, as float32 has it"
-    golden, port = (side.read_model(ModelSite.LOGITS).double() for side in (sides.reference, sides.target))
+    golden, port = (side.read(None, ModelSite.LOGITS).double() for side in (sides.reference, sides.target))
     held = sides.target.held_tokens(ModelSite.LOGITS)
     errors = (port - golden).norm(dim=-1) / golden.norm(dim=-1)  # [B,S]
     is_held = torch.ones_like(split.numbers, dtype=torch.bool) if held is None else held
@@ -104,7 +104,7 @@ def _read_logits(capture: CaptureSource, row: int) -> tuple[torch.Tensor, torch.
     is_real = capture.read_inputs().attention_mask[row].bool()
     held = capture.held_tokens(ModelSite.LOGITS)
     is_held = torch.ones_like(is_real) if held is None else held[row]
-    logits = capture.read_model(ModelSite.LOGITS)[row]
+    logits = capture.read(None, ModelSite.LOGITS)[row]
     return is_held[is_real].nonzero().flatten(), logits[is_real & is_held]
 
 

@@ -278,7 +278,7 @@ class _CachedLayers:
 
 def _first_tokens(capture: Capture, inputs: Inputs) -> torch.Tensor:
     """Choose the tokens [B,1] by the logits of each row's last real token."""
-    logits = capture.read_model(ModelSite.LOGITS)
+    logits = capture.read(None, ModelSite.LOGITS)
     # Padding counts as index 0, so the largest index is that of the last real token.
     real_indices = torch.arange(inputs.sequence_length) * inputs.attention_mask
     last = real_indices.argmax(dim=1)

@@ -183,15 +183,15 @@ def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> C
 
 def _shown_modules(capture: Capture) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the modules that the writer shows, by name, with their values."""
-    yield "model.embed_tokens", capture.read_model(ModelSite.EMBEDDING)
+    yield "model.embed_tokens", capture.read(None, ModelSite.EMBEDDING)
     for layer in capture.layers:
         sites = capture.sites(layer)
         for module, site in _MODULES.items():
             if site in sites:
                 yield f"model.layers.{layer}.{module}", capture.read(layer, site)
         yield f"model.layers.{layer}", capture.read(layer, Site.OUTPUT)
-    yield "model.norm", capture.read_model(ModelSite.FINAL_NORM)
-    yield "lm_head", capture.read_model(ModelSite.LOGITS)
+    yield "model.norm", capture.read(None, ModelSite.FINAL_NORM)
+    yield "lm_head", capture.read(None, ModelSite.LOGITS)
 
 
 def _fill(tokens: torch.Tensor, size: int) -> torch.Tensor:

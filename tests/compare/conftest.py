@@ -171,7 +171,7 @@ class Copyist:
         floor: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         tensors = {
-            site: change(self.source.read_model(site))
+            site: change(self.source.read(None, site))
             for site in run.model_sites
             if (change := changes.get((None, site), _same)) is not None
         }

@@ -333,7 +333,7 @@ class TestDiagnosis:
         with CheckpointReader(toy) as reader:
             embedding = reader.read_weight("model.embed_tokens.weight", torch.bfloat16).float()
         mask = source.read_attention_mask()
-        normed = source.read_model(ModelSite.FINAL_NORM)[torch.arange(2), mask.sum(dim=1) - 1].float()
+        normed = source.read(None, ModelSite.FINAL_NORM)[torch.arange(2), mask.sum(dim=1) - 1].float()
         path = nxdi_file(tmp_path / "dump", "lm_head")
         torch.save((normed @ embedding.T)[:, None].to(torch.load(path).dtype), path)
         paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump", "--json")
@@ -437,7 +437,7 @@ class TestRows:
         for layer in range(4):
             tensor = dumps.padded(source.read(layer, Site.OUTPUT), mask, side="left")
             dumps.save_nxdi(tmp_path / "dump", f"layers.{layer}", "output", tensor)
-        embedding = dumps.padded(source.read_model(ModelSite.EMBEDDING), mask, side="left")
+        embedding = dumps.padded(source.read(None, ModelSite.EMBEDDING), mask, side="left")
         dumps.save_nxdi(tmp_path / "dump", "embed_tokens", "output", embedding)
         exit_code, record = compare(tmp_path / "dump", "padding: left")
         assert exit_code == 0

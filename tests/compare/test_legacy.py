@@ -46,7 +46,7 @@ class Old:
         if with_mask:
             held["attention_mask"] = inputs.attention_mask
         torch.save({"model_path": "/models/MiniMax-M2", "inputs": held}, directory / "metadata.pt")
-        torch.save(self.source.read_model(ModelSite.EMBEDDING), directory / "embedding_output.pt")
+        torch.save(self.source.read(None, ModelSite.EMBEDDING), directory / "embedding_output.pt")
         for layer in range(NUM_LAYERS):
             torch.save(self.output(layer), directory / f"layer_{layer}_output.pt")
         return directory

@@ -225,8 +225,8 @@ def test_embedding_final_norm_and_logits_frame_the_layers(
     capture: Capture, inputs: Inputs, reader: CheckpointReader, spec: ModelSpec
 ) -> None:
     embedding, norm, head = (reader.read(name) for name in (EMBEDDING, FINAL_NORM, LM_HEAD))
-    assert torch.equal(capture.read_model(ModelSite.EMBEDDING), embedding[inputs.input_ids])
-    normed = capture.read_model(ModelSite.FINAL_NORM)
+    assert torch.equal(capture.read(None, ModelSite.EMBEDDING), embedding[inputs.input_ids])
+    normed = capture.read(None, ModelSite.FINAL_NORM)
     exact = rms_norm(capture.read(LAYERS[-1], Site.OUTPUT), norm, spec.rms_norm_eps)
     assert relative_error(normed, exact) < ROUNDING
-    assert relative_error(capture.read_model(ModelSite.LOGITS), normed.double() @ head.double().T) < ROUNDING
+    assert relative_error(capture.read(None, ModelSite.LOGITS), normed.double() @ head.double().T) < ROUNDING

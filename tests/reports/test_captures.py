@@ -94,11 +94,10 @@ class PlainSource(CaptureSource):
     def model_sites(self) -> tuple[ModelSite, ...]:
         return (ModelSite.EMBEDDING,)
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
+        if layer is None:
+            return torch.tensor([[1.0, torch.inf, 3.0]])
         return layer_tensors(layer)[site]
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        return torch.tensor([[1.0, torch.inf, 3.0]])
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return None
@@ -166,7 +165,7 @@ class TestRecord:
 
     def test_unreadable_tensor_is_a_capture_error(self, tmp_path: Path) -> None:
         class Damaged(PlainSource):
-            def read(self, layer: int, site: Site) -> torch.Tensor:
+            def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
                 raise CaptureError(f"layer_{layer}.pt is damaged")
 
         with pytest.raises(CaptureError, match=r"layer_0\.pt is damaged"):

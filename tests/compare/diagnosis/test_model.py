@@ -65,7 +65,7 @@ class Port:
 
     def score_by(self, head: Table) -> Path:
         """A run whose logits are `head` of the right final norm [B,S,H]."""
-        normed = self._copyist.source.read_model(ModelSite.FINAL_NORM).float()
+        normed = self._copyist.source.read(None, ModelSite.FINAL_NORM).float()
         return self._write({(None, ModelSite.LOGITS): head(normed)})
 
     def normalise(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

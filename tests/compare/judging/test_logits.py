@@ -164,7 +164,7 @@ def test_comparison_reports_them(copyist: Any, judge: Judge) -> None:
 
 
 def test_another_likeliest_token_is_told_with_its_place(copyist: Any, judge: Judge) -> None:
-    gaps = copyist.source.read_model(ModelSite.LOGITS)[0].float().topk(2).values
+    gaps = copyist.source.read(None, ModelSite.LOGITS)[0].float().topk(2).values
     position = int((gaps[:, 0] - gaps[:, 1]).argmax())
 
     def swap(logits: torch.Tensor) -> torch.Tensor:

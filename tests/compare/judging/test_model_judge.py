@@ -103,20 +103,19 @@ class ModelCapture(CaptureSource):
     def model_sites(self) -> tuple[ModelSite, ...]:
         return tuple(self._tensors)
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
+        if isinstance(site, ModelSite):
+            return self._tensors[site]
         assert self._output is not None
         return self._output
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        return self._tensors[site]
 
     def read_attention_mask(self) -> torch.Tensor:
         return MASK
 
-    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
+    def read_twin(self, layer: int | None, site: Any) -> torch.Tensor | None:
         return self._twin.get(site)
 
-    def read_model_floor(self, name: str) -> torch.Tensor | None:
+    def read_floor(self, layer: int | None, name: str) -> torch.Tensor | None:
         return self._floor.get(name)
 
     def read_generation(self) -> Generation | None:

@@ -23,7 +23,7 @@ from compare.sides.captured_input import CapturedInput
 from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import floor_statistics
-from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, GATE, expert_weight
 from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.reference.upcast import upcast_experts
@@ -76,22 +76,16 @@ class MemoryCapture(CaptureSource):
     def sites(self, layer: int) -> tuple[Site, ...]:
         return tuple(self._tensors)
 
-    def model_sites(self) -> tuple[ModelSite, ...]:
-        return ()
-
-    def read(self, layer: int, site: Site) -> torch.Tensor:
+    def read(self, layer: int | None, site: Any) -> torch.Tensor:
         return self._tensors[site]
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        raise KeyError(site)
 
     def read_attention_mask(self) -> torch.Tensor:
         return self._mask
 
-    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
+    def read_twin(self, layer: int | None, site: Any) -> torch.Tensor | None:
         return self._twin.get(site)
 
-    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
+    def read_floor(self, layer: int | None, name: str) -> torch.Tensor | None:
         return self._floor.get(name)
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:

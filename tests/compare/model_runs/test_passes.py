@@ -63,17 +63,14 @@ class Side:
     def model_sites(self) -> tuple[ModelSite, ...]:
         return tuple(self.model_values)
 
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        return self.model_values[site]
-
     def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
         return self.held
 
     def sites(self, layer: int) -> tuple[Site, ...]:
         return tuple(site for number, site in self.values if number == layer)
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
-        return self.values[layer, site]
+    def read(self, layer: int | None, site: Any) -> torch.Tensor:
+        return self.model_values[site] if layer is None else self.values[layer, site]
 
 
 def sides(target: Side, reference: Side | None = None) -> Sides:

@@ -98,16 +98,16 @@ def test_computed_head_has_twin_and_floor_and_all_else_is_the_goldens(
     found = PortHeadGolden(source, source, layer=LAST, weights=weights)
     real = source.read_inputs().attention_mask.bool()
     for site in (ModelSite.FINAL_NORM, ModelSite.LOGITS):
-        computed, stored = (side.read_model(site)[real].float() for side in (found, source))
+        computed, stored = (side.read(None, site)[real].float() for side in (found, source))
         assert float((computed - stored).norm() / stored.norm()) < 0.01
-        twin = found.read_model_twin(site)
+        twin = found.read_twin(None, site)
         assert twin is not None
-        assert (twin.dtype, found.read_model(site).dtype) == (torch.float32, torch.bfloat16)
+        assert (twin.dtype, found.read(None, site).dtype) == (torch.float32, torch.bfloat16)
         for name in (f"{site}.error", f"random_1/{site}.error"):
-            assert found.read_model_floor(name) is not None
+            assert found.read_floor(None, name) is not None
     embedding = ModelSite.EMBEDDING
-    assert torch.equal(found.read_model(embedding), source.read_model(embedding))
-    assert found.read_model_floor("embedding.error") is None
+    assert torch.equal(found.read(None, embedding), source.read(None, embedding))
+    assert found.read_floor(None, "embedding.error") is None
     assert found.model_sites() == source.model_sites()
     output = found.read(LAST, Site.OUTPUT)
     assert torch.equal(output[real], source.read(LAST, Site.OUTPUT)[real])

@@ -56,7 +56,7 @@ def test_value_is_the_goldens_bit_for_bit(
             assert value.dtype == dtype
             assert torch.equal(value, source.read(2, site)[1:2, :length])
     logits = load(compare / captures / "dp0/prefill_s31_0/lm_head/rank0.pt")
-    assert torch.equal(logits, source.read_model(ModelSite.LOGITS)[1:2, :31])
+    assert torch.equal(logits, source.read(None, ModelSite.LOGITS)[1:2, :31])
 
 
 def test_caches_are_rotated_keys_and_values_in_float32(report: Path, golden: Path) -> None:

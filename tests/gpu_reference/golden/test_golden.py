@@ -233,7 +233,7 @@ def test_float32_golden_is_captured_in_float32(ask: Any, tmp_path: Path) -> None
     exact = capture(ask(dtype=torch.float32), tmp_path / "capture")
     assert exact.description.provenance.dtypes["weights"] == "float32"
     assert exact.read(3, Site.MOE_DELTA).dtype == torch.float32
-    assert exact.read_model(ModelSite.LOGITS).dtype == torch.float32
+    assert exact.read(None, ModelSite.LOGITS).dtype == torch.float32
 
 
 def test_manifest_holds_no_path_of_the_machine(whole: Path, toy: Path) -> None:

@@ -102,7 +102,7 @@ def test_statistics_are_the_same_whether_the_twin_is_kept_or_not(
             assert torch.equal(mine, theirs), name
     for site in MODEL_SITES:
         for name in (error_name(site), ordinary_error_name(site), massive_error_name(site)):
-            mine, theirs = stats.read_model_floor(name), full_of_stats.read_model_floor(name)
+            mine, theirs = stats.read_floor(None, name), full_of_stats.read_floor(None, name)
             assert mine is not None
             assert theirs is not None
             assert torch.equal(mine, theirs), name
@@ -111,15 +111,15 @@ def test_statistics_are_the_same_whether_the_twin_is_kept_or_not(
 def test_model_sites_have_a_floor_too(full: Capture) -> None:
     real = full.read_attention_mask().bool()
     for site in MODEL_SITES:
-        twin, stored = full.read_model_twin(site), full.read_model_floor(error_name(site))
+        twin, stored = full.read_twin(None, site), full.read_floor(None, error_name(site))
         assert twin is not None
         assert stored is not None
-        reference = full.read_model(site).double()
+        reference = full.read(None, site).double()
         torch.testing.assert_close(
             stored.double()[real], (reference - twin).norm(dim=-1)[real], rtol=1e-4, atol=1e-9
         )
         assert 1e-4 < float((reference - twin)[real].norm() / reference[real].norm()) < 1e-2
-    assert full.read_model_twin(ModelSite.EMBEDDING) is None
+    assert full.read_twin(None, ModelSite.EMBEDDING) is None
 
 
 def test_no_floor_is_kept_when_it_is_off(ask: Any, tmp_path: Path) -> None:

@@ -343,4 +343,4 @@ def test_site_outside_the_layers_is_named_without_one(describe: Any, inputs: Inp
         writer.write_model({ModelSite.LOGITS: torch.ones(2, 3, 5)})
     change(tmp_path, "model.safetensors", "logits", lambda logits: logits + 1)
     with pytest.raises(CaptureError, match=r"written: logits in model\.safetensors does not match"):
-        Capture.open(tmp_path).read_model(ModelSite.LOGITS)
+        Capture.open(tmp_path).read(None, ModelSite.LOGITS)

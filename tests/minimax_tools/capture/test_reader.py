@@ -89,8 +89,8 @@ def test_capture_without_a_floor_has_none(capture: Capture) -> None:
     assert not capture.has_floor
     assert capture.read_twin(0, Site.OUTPUT) is None
     assert capture.read_floor(0, "router_margin") is None
-    assert capture.read_model_twin(ModelSite.LOGITS) is None
-    assert capture.read_model_floor("logits.error") is None
+    assert capture.read_twin(None, ModelSite.LOGITS) is None
+    assert capture.read_floor(None, "logits.error") is None
 
 
 def test_floor_that_is_promised_and_missing_is_an_error(

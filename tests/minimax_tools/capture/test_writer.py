@@ -90,9 +90,9 @@ def test_model_sites_are_written_with_their_floor(describe: Any, inputs: Inputs,
         )
         assert writer.has_model_sites
     capture = Capture.open(tmp_path)
-    assert torch.equal(capture.read_model(ModelSite.LOGITS), logits)
-    assert torch.equal(capture.read_model_twin(ModelSite.LOGITS), logits * 2)
-    assert torch.equal(capture.read_model_floor("logits.error"), torch.zeros(2, 3))
+    assert torch.equal(capture.read(None, ModelSite.LOGITS), logits)
+    assert torch.equal(capture.read_twin(None, ModelSite.LOGITS), logits * 2)
+    assert torch.equal(capture.read_floor(None, "logits.error"), torch.zeros(2, 3))
 
 
 def test_hidden_states_lie_with_the_inputs(describe: Any, inputs: Inputs, tmp_path: Path) -> None:

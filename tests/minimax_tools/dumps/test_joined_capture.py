@@ -34,7 +34,7 @@ def write_run(directory: Path, golden: Path, change_keys: Keys = lambda _, keys:
     for prompt, is_real in enumerate(mask):
         length = int(is_real.sum())
         folder = directory / f"tensor_compare/neuron/dp0/prefill_s{length}_0"
-        values = {"model.embed_tokens": source.read_model(ModelSite.EMBEDDING)}
+        values = {"model.embed_tokens": source.read(None, ModelSite.EMBEDDING)}
         caches = {}
         for layer in source.layers:
             values |= {

@@ -38,7 +38,7 @@ def test_last_token_of_the_prompt_is_held(tmp_path: Path) -> None:
     assert held is not None
     assert held.nonzero().tolist() == [[0, T - 1]]
     logits = torch.load(tmp_path / f"dp0/prefill_s{T}_0/lm_head/rank0.pt")
-    assert torch.equal(capture.read_model(ModelSite.LOGITS)[0, -1], logits[0])
+    assert torch.equal(capture.read(None, ModelSite.LOGITS)[0, -1], logits[0])
 
 
 def test_last_token_behind_the_prompt_is_not_taken_for_the_prompts(tmp_path: Path) -> None:

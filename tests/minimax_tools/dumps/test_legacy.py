@@ -140,9 +140,9 @@ def test_model_sites_are_read_where_they_are_stored(tmp_path: Path) -> None:
     torch.save({"logits": hidden_states(7)}, directory / "logits.pt")
     capture = LegacyCapture.open(directory)
     assert capture.model_sites() == (ModelSite.EMBEDDING, ModelSite.LOGITS)
-    assert torch.equal(capture.read_model(ModelSite.LOGITS), hidden_states(7))
+    assert torch.equal(capture.read(None, ModelSite.LOGITS), hidden_states(7))
     with pytest.raises(CaptureError, match="holds no final_norm"):
-        capture.read_model(ModelSite.FINAL_NORM)
+        capture.read(None, ModelSite.FINAL_NORM)
 
 
 @pytest.mark.parametrize("metadata", [{"attention_mask": MASK}, {"inputs": {"attention_mask": MASK.bool()}}])

@@ -34,7 +34,7 @@ def ask(run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Any:
 def golden_logits(golden: Path, *, num_tokens: int = NUM_DECODED + 1) -> torch.Tensor:
     """Return the golden's own logits of each row's last tokens, [B,t,V]."""
     capture = Capture.open(golden)
-    logits, lengths = capture.read_model(ModelSite.LOGITS), capture.read_inputs().lengths
+    logits, lengths = capture.read(None, ModelSite.LOGITS), capture.read_inputs().lengths
     return torch.stack(
         [row[length - num_tokens : length] for row, length in zip(logits, lengths, strict=True)]
     )
