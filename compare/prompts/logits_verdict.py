@@ -1,6 +1,6 @@
 """LogitsVerdict: whether a port's next-token logits of some rows are those of a right port, in one value.
 
-The rows are judged one by one, and then all together.
+The rows are judged one by one, and then all together. T tokens of a row, t of them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from compare.prompts.prompt_judge import GoldenSource, NoiseLevel, PortLogits, PromptJudge
+from minimax_tools.golden_logits.golden_rows import GoldenRows
 from minimax_tools.results.prompt_results import PhaseResult, PhaseShare, PromptResult
-from minimax_tools.text.answered_prompts import AnsweredPrompt
+from minimax_tools.text.answered_prompts import AnsweredPrompt, split_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,35 @@ class LogitsVerdict:
     def is_right(self) -> bool:
         """True if nothing differs beyond the noise of right models."""
         return self.first_pass is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowLogits:
+    """A port's next-token logits of some tokens of a row."""
+
+    tokens: torch.Tensor  # indices in the row, int64 [t], ascending
+    logits: torch.Tensor  # [t,V]
+
+
+def judge_rows(
+    rows: Sequence[Sequence[int]],
+    logits: Sequence[RowLogits],
+    source: GoldenRows,
+    *,
+    num_decoded: int,
+    through: str,
+) -> LogitsVerdict:
+    """Judge the logits of rows of token ids, and compute golden logits that `source` lacks.
+
+    `num_decoded` tokens of each row were decoded; `through` is that of `judge_logits`.
+    """
+    prompts = split_rows(rows, num_decoded=num_decoded)
+    source.make([prompt.row for prompt in prompts])
+    ports = [
+        PortLogits(tokens=row.tokens, logits=source.read(prompt.row).measure(row.logits, row.tokens))
+        for row, prompt in zip(logits, prompts, strict=True)
+    ]
+    return judge_logits(prompts, ports, source, through=through)
 
 
 def judge_logits(

@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -110,15 +110,16 @@ class OpenFiles:
     def __init__(self, directory: Path, *, hold: Callable[[str], None] | None = None) -> None:
         self._directory = directory
         self._hold = hold
-        # By file name, the one read last at the end.
-        self._opened: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._open = lru_cache(maxsize=_MOST_OPEN)(_OpenFile.of)
+        self._states: dict[str, FileState] = {}
 
     def read(self, file: str, name: str) -> torch.Tensor | None:
         """Read a tensor that no other reader shares; None if the file holds none of that name."""
         if self._hold is not None:
             self._hold(file)
         path = self._path_of(file)
-        opened = self._open(path, file)
+        state = self._states[file] = file_state(path)
+        opened = self._open(path, state)
         if name not in opened.names:
             return None
         tensor = opened.read(name)
@@ -130,28 +131,15 @@ class OpenFiles:
         return large
 
     def state(self, file: str) -> FileState:
-        """Return the state in which a file was read last; the present one if it is not open."""
-        opened = self._opened.get(file)
-        return file_state(self._path_of(file)) if opened is None else opened.state
+        """Return the state in which a file was read last; the present one if it was not read."""
+        return self._states.get(file) or file_state(self._path_of(file))
 
     def _path_of(self, file: str) -> str:
         # As text: one is built for each tensor, and `Path` takes several times as long.
         return f"{self._directory}/{file}"
 
-    def _open(self, path: str, file: str) -> _OpenFile:
-        """Return the file as it is now, and close the one that was read longest ago if there are too many."""
-        state = file_state(path)
-        opened = self._opened.pop(file, None)
-        if opened is None or opened.state != state:
-            opened = _OpenFile.of(path, state)
-        self._opened[file] = opened
-        if len(self._opened) > _MOST_OPEN:
-            self._opened.popitem(last=False)
-        return opened
-
 
 class _OpenFile(NamedTuple):
-    state: FileState
     names: frozenset[str]
     read: Callable[[str], torch.Tensor]
     is_mapped: bool  # False for a file that was read whole
@@ -162,9 +150,9 @@ class _OpenFile(NamedTuple):
             # `load` knows fewer dtypes than `safe_open`.
             with suppress(KeyError):
                 tensors = safetensors.torch.load(Path(path).read_bytes())
-                return cls(state, frozenset(tensors), tensors.__getitem__, is_mapped=False)
+                return cls(frozenset(tensors), tensors.__getitem__, is_mapped=False)
         opened: Any = safe_open(path, framework="pt")  # it has no public type
-        return cls(state, frozenset(opened.keys()), opened.get_tensor, is_mapped=True)
+        return cls(frozenset(opened.keys()), opened.get_tensor, is_mapped=True)
 
 
 class Proof:

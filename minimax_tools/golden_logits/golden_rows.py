@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -157,6 +158,21 @@ class GoldenRows:
     # Logits [T,V] of a golden at hand, by the row's token ids: it is a right model too, and an alternative of its rows
     captured: Mapping[Row, torch.Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        reader: CheckpointReader,
+        spec: ModelSpec,
+        golden: CaptureSource | None = None,
+        start: StreamStart | None = None,
+    ) -> GoldenRows:
+        """Open the golden logits that `folder` keeps of a model, those from `start` on (see `LogitsStore`)."""
+        store = LogitsStore.open(folder, reader=reader, spec=spec, start=start)
+        captured = {} if golden is None else _captured_logits(golden)
+        return cls(store=store, reader=reader, spec=spec, captured=captured)
+
     def make(self, rows: Sequence[Row]) -> int:
         """Compute the golden logits of the rows that the store lacks. Return the number of those that it had."""
         distinct = list(dict.fromkeys(rows))
@@ -210,7 +226,7 @@ class GoldenRows:
                 )
 
 
-def captured_logits(golden: CaptureSource) -> dict[Row, torch.Tensor]:
+def _captured_logits(golden: CaptureSource) -> dict[Row, torch.Tensor]:
     """Return a golden's own logits [T,V] by the token ids of its rows; empty if it stored none."""
     if ModelSite.LOGITS not in golden.model_sites():
         return {}

@@ -11,7 +11,7 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, print_json, print_text, say
 from minimax_tools.errors import UsageError, format_count
-from minimax_tools.golden_logits.golden_rows import GoldenRows, captured_logits
+from minimax_tools.golden_logits.golden_rows import GoldenRows
 from minimax_tools.golden_logits.logits_store import LOGITS_FOLDER, LogitsStore
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.memory import MemoryBudget
@@ -57,12 +57,8 @@ def run_prompts(options: PromptOptions) -> None:
     prompts = _read_prompts(options, golden, folder, spec)
     directory = options.store.directory(DEVICE_SIDE, "prompts")
     with output_set_aside(), CheckpointReader(folder) as reader:
-        goldens = GoldenRows(
-            store=LogitsStore.open(_logits_folder(options), reader=reader, spec=spec),
-            reader=reader,
-            spec=spec,
-            captured={} if golden is None else captured_logits(golden),
-        )
+        folder_of_logits = options.golden_logits or options.store.captures / LOGITS_FOLDER
+        goldens = GoldenRows.open(folder_of_logits, reader=reader, spec=spec, golden=golden)
         run = PromptRun(
             prompts=tuple(prompts),
             spec=spec,
@@ -204,10 +200,6 @@ def _read_samples(options: PromptOptions, folder: Path) -> list[AnsweredPrompt]:
         if not samples:
             raise UsageError(f"{options.samples} holds no wrong answer", next_step="Leave out --wrong.")
     return encode_samples(folder, samples)
-
-
-def _logits_folder(options: PromptOptions) -> Path:
-    return options.golden_logits or options.store.captures / LOGITS_FOLDER
 
 
 def _words(folder: Path, ranking: PromptRanking) -> dict[int, str]:

@@ -23,21 +23,18 @@ from compare.diagnosis.finding import Diagnosis, MistakeFinding, confirm_causes
 from compare.limits.criteria import Criteria
 from compare.model_runs.findings import add_findings, join_verdicts
 from compare.model_runs.passes import split_passes
-from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
-from compare.prompts.prompt_judge import PortLogits
+from compare.prompts.logits_verdict import LogitsVerdict, RowLogits, judge_rows
 from compare.sides.golden_weights import WeightSource
 from compare.sides.sides import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
-from minimax_tools.golden_logits.golden_rows import GoldenRows, captured_logits
-from minimax_tools.golden_logits.logits_store import LogitsStore
+from minimax_tools.golden_logits.golden_rows import GoldenRows
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.prompt_results import word_flipped
 from minimax_tools.results.results import Comparison, ModelFinding, SiteResult, SiteStatus, Verdict
-from minimax_tools.text.answered_prompts import split_rows
 from neuron.model_runs.model_runner import ModelRun
 
 _LOGITS = str(ModelSite.LOGITS)
@@ -58,15 +55,14 @@ def judge_black_box(
 ) -> Comparison:
     """Judge the logits of a run whose comparison could not; `folder` keeps golden logits from run to run."""
     rows = capture.read_inputs().real_rows()
-    prompts = split_rows(rows, num_decoded=capture.description.run.num_decoded)
-    store = LogitsStore.open(folder, reader=reader, spec=spec)
-    source = GoldenRows(store=store, reader=reader, spec=spec, captured=captured_logits(golden))
-    source.make([prompt.row for prompt in prompts])
-    ports = []
-    for row, prompt in enumerate(prompts):
-        tokens, logits = _read_logits(capture, row)
-        ports.append(PortLogits(tokens=tokens, logits=source.read(prompt.row).measure(logits, tokens)))
-    return _conclude(comparison, judge_logits(prompts, ports, source, through="all layers"))
+    verdict = judge_rows(
+        rows,
+        [_read_logits(capture, row) for row in range(len(rows))],
+        GoldenRows.open(folder, reader=reader, spec=spec, golden=golden),
+        num_decoded=capture.description.run.num_decoded,
+        through="all layers",
+    )
+    return _conclude(comparison, verdict)
 
 
 def judge_in_float32(judged: JudgedRun) -> Comparison:
@@ -99,13 +95,13 @@ def judge_in_float32(judged: JudgedRun) -> Comparison:
     return _conclude(judged.comparison, LogitsVerdict(excess=0.0, first_pass=None, reason=""), by=by)
 
 
-def _read_logits(capture: CaptureSource, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of a row that the run holds logits of, int64 [t], and these logits, [t,V]."""
+def _read_logits(capture: CaptureSource, row: int) -> RowLogits:
+    """Read the logits that the run holds of a row."""
     is_real = capture.read_inputs().attention_mask[row].bool()
     held = capture.held_tokens(ModelSite.LOGITS)
     is_held = torch.ones_like(is_real) if held is None else held[row]
     logits = capture.read(None, ModelSite.LOGITS)[row]
-    return is_held[is_real].nonzero().flatten(), logits[is_real & is_held]
+    return RowLogits(tokens=is_held[is_real].nonzero().flatten(), logits=logits[is_real & is_held])
 
 
 def _conclude(comparison: Comparison, verdict: LogitsVerdict, *, by: str = _MODELS) -> Comparison:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from compare.prompts.logits_verdict import RowLogits
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.errors import CaptureError, TargetError, UsageError, shorten
 from minimax_tools.json_codec import decode, encode
@@ -31,7 +32,7 @@ from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.results.probes import Point, name_point
 from neuron.model_runs.passes import Pass, plan_passes
-from neuron.replacement.stream import RowLogits, ignores_stream
+from neuron.replacement.stream import ignores_stream
 
 PLAN_NAME, INPUTS_NAME, LOGITS_NAME = "replacement.json", "inputs.safetensors", "logits"
 _SUFFIXES = (".safetensors", ".pt")

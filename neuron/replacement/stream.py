@@ -13,23 +13,20 @@ from pathlib import Path
 
 import torch
 
-from compare.prompts.logits_verdict import judge_logits
-from compare.prompts.prompt_judge import PortLogits
+from compare.prompts.logits_verdict import RowLogits, judge_rows
 from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import IncomparableError, UsageError, format_count
 from minimax_tools.golden_logits.golden_logits import StreamStart
-from minimax_tools.golden_logits.golden_rows import GoldenRows, captured_logits
-from minimax_tools.golden_logits.logits_store import LogitsStore
+from minimax_tools.golden_logits.golden_rows import GoldenRows
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.probes import Point, ReplacedRun
-from minimax_tools.text.answered_prompts import split_rows
 from neuron.runs.device_request import GoldenInputs, digest_sites
 
 
@@ -106,14 +103,6 @@ _LIMIT = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowLogits:
-    """A port's next-token logits of some tokens of a row."""
-
-    tokens: torch.Tensor  # indices in the row, int64 [t], ascending
-    logits: torch.Tensor  # [t,V]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplacedJudge:
     """Judges the logits of all rows of the golden's batch."""
 
@@ -124,23 +113,18 @@ class ReplacedJudge:
 
     def judge(self, point: Point, rows: Sequence[RowLogits]) -> ReplacedRun:
         """Judge a run with the stream replaced at a point."""
-        prompts = split_rows(self.stream.inputs.real_rows(), num_decoded=self.num_decoded)
-        start = None if point is None else self.stream.start(point)
-        store = LogitsStore.open(self.folder, reader=self.reader, spec=self.stream.spec, start=start)
-        source = GoldenRows(
-            store=store,
+        source = GoldenRows.open(
+            self.folder,
             reader=self.reader,
             spec=self.stream.spec,
-            captured=captured_logits(self.stream.golden),
+            golden=self.stream.golden,
+            start=None if point is None else self.stream.start(point),
         )
-        source.make([prompt.row for prompt in prompts])
-        ports = [
-            PortLogits(tokens=row.tokens, logits=source.read(prompt.row).measure(row.logits, row.tokens))
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
         num_layers = self.stream.spec.num_hidden_layers - (point or 0)
         through = f"{format_count(num_layers, 'layer')} and the head" if num_layers else "the head"
-        verdict = judge_logits(prompts, ports, source, through=through)
+        verdict = judge_rows(
+            self.stream.inputs.real_rows(), rows, source, num_decoded=self.num_decoded, through=through
+        )
         excess = verdict.excess / _LIMIT
         is_right = excess <= 1.0
         return ReplacedRun(

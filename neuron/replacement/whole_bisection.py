@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from compare.chains.stream_search import search_stream
+from compare.prompts.logits_verdict import RowLogits
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.store import DEVICE_SIDE
@@ -39,7 +40,7 @@ from neuron.model_runs.model_request import ModelRequest
 from neuron.model_runs.passes import Pass
 from neuron.ports.returned import REPLACE_STREAM
 from neuron.ports.target import ModelBatch
-from neuron.replacement.stream import GoldenStream, ReplacedJudge, RowLogits, ignores_stream
+from neuron.replacement.stream import GoldenStream, ReplacedJudge, ignores_stream
 from neuron.runs.bisection import Journal, open_journal
 
 
