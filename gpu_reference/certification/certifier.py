@@ -328,7 +328,7 @@ def check_golden(capture: Capture, model: str | None) -> Certificate:
         checks = _run_checks(capture, golden_model, progress)
     return Certificate(
         checks=tuple(checks),
-        content_digest=capture.manifest.content_digest(),
+        content=capture.manifest.content_digest(),
         versions=library_versions(),
     )
 

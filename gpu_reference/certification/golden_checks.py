@@ -66,7 +66,7 @@ class Worst:
         check = claim(self.name, is_right=self.figure <= self.limit, found=found)
         # The manifest is JSON, which has no infinity and no NaN.
         figure = self.figure if math.isfinite(self.figure) else None
-        return replace(check, worst=figure, limit=self.limit)
+        return replace(check, figure=figure, limit=self.limit)
 
 
 def claim(name: str, *, is_right: bool, found: str) -> Check:

@@ -103,17 +103,8 @@ class Check:
     outcome: Outcome
     found: str  # the finding in words, or the reason why the check could not be made
     # The worst value measured; None if the check measures nothing, or the value is not finite
-    worst: float | None = None
+    figure: float | None = None
     limit: float | None = None  # the largest value that passes; None if the check measures nothing
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the check as a manifest holds it: with `worst` under the key `figure`."""
-        return encode_fields(self, worst="figure")
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Check:
-        """Return the check that a manifest holds."""
-        return decode_fields(cls, record, worst="figure")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +112,7 @@ class Certificate:
     """The checks of a golden."""
 
     checks: tuple[Check, ...]  # every check, including those that could not be made
-    content_digest: str  # `Manifest.content_digest` of the capture that was checked
+    content: str  # `Manifest.content_digest` of the capture that was checked
     versions: Mapping[str, str] = field(default_factory=dict)  # of the libraries that checked, by library
 
     @property
@@ -149,12 +140,12 @@ class Certificate:
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as a manifest holds it."""
-        return {"passed": self.has_passed, **encode_fields(self, content_digest="content")}
+        return {"passed": self.has_passed, **encode_fields(self)}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Certificate:
         """Return the certificate that a manifest holds."""
-        return decode_fields(cls, record, content_digest="content")
+        return decode_fields(cls, record)
 
     def _with_outcome(self, outcome: Outcome) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.outcome is outcome)
@@ -265,7 +256,7 @@ class Manifest:
     @property
     def is_certified(self) -> bool:
         """True if there is a certificate, and it belongs to the tensors listed here."""
-        return self.certificate is not None and self.certificate.content_digest == self.content_digest()
+        return self.certificate is not None and self.certificate.content == self.content_digest()
 
     def content_digest(self) -> str:
         """Return a sha256 over the digests of everything stored, and the description.

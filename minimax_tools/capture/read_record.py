@@ -40,14 +40,7 @@ class ReadRecord:
                 raise ValueError(f"{name} is {shorten(str(getattr(self, name)))}")
 
     @classmethod
-    def of(cls, node: str, sizes: Mapping[str, int], *, bytes_read: int) -> ReadRecord:
-        """Build the record of a single attempt, which opened tensors of these sizes, in bytes by name."""
-        return cls(
-            node=node, tensors=tuple(sorted(sizes)), bytes_read=bytes_read, bytes_asked=sum(sizes.values())
-        )
-
-    @classmethod
-    def begun(cls, node: str, *, plan: str) -> ReadRecord:
+    def begun(cls, node: str, *, plan: str = "") -> ReadRecord:
         """Begin the record of a node that has read nothing yet; `plan` is the digest of its plan."""
         return cls(node=node, tensors=(), bytes_read=0, bytes_asked=0, plan=plan)
 

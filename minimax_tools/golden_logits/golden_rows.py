@@ -27,7 +27,7 @@ from minimax_tools.golden_logits.golden_logits import (
 )
 from minimax_tools.golden_logits.logits_store import LogitsStore
 from minimax_tools.machine.progress import LayerProgress
-from minimax_tools.model.inputs import Inputs, pad_rows
+from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounded_model import FLIP_SHARES, RoundedHead, RoundedModel
@@ -89,24 +89,17 @@ def _run(
         )
         for group in groups
     ]
-    outputs = model.run(batches) if start is None else _run_from(model, rows, groups, batches, start)
+    if start is None:
+        outputs = model.run(batches)
+    else:
+        streams = [
+            start.pad([tuple(rows[index]) for index in group], num_columns=batch.sequence_length)
+            for group, batch in zip(groups, batches, strict=True)
+        ]
+        outputs = model.run(batches, streams=streams, first_layer=start.layer)
     for group, states_cbsh in zip(groups, outputs, strict=True):
         for place, index in enumerate(group):
             yield index, states_cbsh[:, place, : len(rows[index])]
-
-
-def _run_from(
-    model: RoundedModel,
-    rows: Sequence[Sequence[int]],
-    groups: list[list[int]],
-    batches: list[Inputs],
-    start: StreamStart,
-) -> list[torch.Tensor]:
-    streams = [
-        start.pad([tuple(rows[index]) for index in group], num_columns=batch.sequence_length)
-        for group, batch in zip(groups, batches, strict=True)
-    ]
-    return model.run(batches, streams=streams, first_layer=start.layer)
 
 
 def _group_copies(rows: Sequence[Sequence[int]], *, most_tokens: int) -> list[list[int]]:

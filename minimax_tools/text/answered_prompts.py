@@ -11,7 +11,7 @@ from minimax_tools.errors import UsageError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.lm_eval_samples import LmEvalSample
-from minimax_tools.text.tokenizer import decode_rows, encode_answered, has_tokenizer, render_messages
+from minimax_tools.text.tokenizer import decode_if_possible, encode_answered, render_messages
 
 # Tokens at a prompt's end that are decoded if no answer is known.
 _USUAL_STEPS = 4
@@ -50,27 +50,22 @@ def split_rows(rows: Sequence[Sequence[int]], *, num_decoded: int) -> list[Answe
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthLimits:
-    """The lengths to which prompts and answers are cut."""
+def cut_prompt(prompt: AnsweredPrompt, *, num_decoded: int, max_length: int) -> AnsweredPrompt:
+    """Return a prompt of at most `max_length` tokens, cut at its front, with at most `num_decoded` of its answer.
 
-    num_decoded: int  # most tokens of an answer
-    max_length: int  # most tokens of a prompt with its answer; what is beyond is cut from the prompt's front
-
-    def cut(self, prompt: AnsweredPrompt) -> AnsweredPrompt:
-        """Return a prompt within the limits; one without an answer gets its own end as the answer."""
-        prompt_ids, answer_ids = prompt.prompt_ids, prompt.answer_ids
-        if not answer_ids:
-            num_decoded = min(_USUAL_STEPS, self.num_decoded, len(prompt_ids) - 1)
-            split = len(prompt_ids) - num_decoded
-            prompt_ids, answer_ids = prompt_ids[:split], prompt_ids[split:]
-        kept = answer_ids[: min(self.num_decoded, self.max_length - 1)]
-        return replace(
-            prompt,
-            prompt_ids=prompt_ids[-(self.max_length - len(kept)) :],
-            answer_ids=kept,
-            num_cut=len(answer_ids) - len(kept),
-        )
+    One without an answer gets its own end as the answer.
+    """
+    prompt_ids, answer_ids = prompt.prompt_ids, prompt.answer_ids
+    if not answer_ids:
+        split = len(prompt_ids) - min(_USUAL_STEPS, num_decoded, len(prompt_ids) - 1)
+        prompt_ids, answer_ids = prompt_ids[:split], prompt_ids[split:]
+    kept = answer_ids[: min(num_decoded, max_length - 1)]
+    return replace(
+        prompt,
+        prompt_ids=prompt_ids[-(max_length - len(kept)) :],
+        answer_ids=kept,
+        num_cut=len(answer_ids) - len(kept),
+    )
 
 
 def encode_prompts(
@@ -160,9 +155,9 @@ def token_rows(folder: Path, inputs: Inputs, *, num_decoded: int) -> list[Answer
             expected="at least one token of each row before the first that is decoded",
             next_step="Give --decode fewer tokens.",
         )
-    texts = decode_rows(folder, rows) if has_tokenizer(folder) else [""] * len(rows)
     prompts = split_rows(rows, num_decoded=num_decoded)
-    return [replace(prompt, prompt=text) for prompt, text in zip(prompts, texts, strict=True)]
+    texts = decode_if_possible(folder, rows)
+    return [replace(prompt, prompt=text or "") for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def refuse_unknown_tokens(prompts: Sequence[AnsweredPrompt], spec: ModelSpec) -> None:

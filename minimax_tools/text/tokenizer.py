@@ -19,11 +19,6 @@ from minimax_tools.model.spec import CONFIG_FILE, read_config_file
 _SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
-def render_chat(folder: Path, prompt: str) -> str:
-    """Render a user's prompt as the text that the model continues (see `render_messages`)."""
-    return render_messages(folder, [("user", prompt)])
-
-
 def render_messages(folder: Path, messages: Sequence[tuple[str, str]]) -> str:
     """Render messages, role and content each, as the text that the model continues, special tokens included.
 
@@ -133,7 +128,7 @@ def encode_texts(folder: Path, texts: list[str], *, chat: bool) -> list[list[int
     """
     tokenizer = _read_tokenizer(folder)
     if chat:
-        texts = [render_chat(folder, text) for text in texts]
+        texts = [render_messages(folder, [("user", text)]) for text in texts]
     # The chat template writes the special tokens itself.
     return [list(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
 

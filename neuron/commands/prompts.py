@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -21,9 +20,6 @@ from minimax_tools.command_line.options import (
     text_options,
 )
 from neuron.options import PromptOptions, backend_option, golden_option, rank_options
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command(

@@ -25,7 +25,7 @@ from minimax_tools.results.prompt_results import Followed, PromptRanking
 from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import (
     AnsweredPrompt,
-    LengthLimits,
+    cut_prompt,
     encode_prompts,
     encode_samples,
     refuse_unknown_tokens,
@@ -174,11 +174,12 @@ def _read_prompts(
         return token_rows(folder, inputs, num_decoded=num_decoded)[: options.limit]
     prompts = _read_samples(options, folder) if options.samples is not None else _read_texts(options, folder)
     refuse_unknown_tokens(prompts, spec)
-    limits = LengthLimits(
-        num_decoded=_MOST_DECODED if options.num_decoded is None else options.num_decoded,
-        max_length=min(options.max_length or spec.max_position_embeddings, spec.max_position_embeddings),
-    )
-    return [limits.cut(prompt) for prompt in prompts[: options.limit]]
+    num_decoded = _MOST_DECODED if options.num_decoded is None else options.num_decoded
+    max_length = min(options.max_length or spec.max_position_embeddings, spec.max_position_embeddings)
+    return [
+        cut_prompt(prompt, num_decoded=num_decoded, max_length=max_length)
+        for prompt in prompts[: options.limit]
+    ]
 
 
 def _read_texts(options: PromptOptions, folder: Path) -> list[AnsweredPrompt]:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from compare.prompts.prompt_judge import NoiseLevel, PortLogits, PromptJudge
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError, IncomparableError, TargetError
-from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, join_tokens
+from minimax_tools.golden_logits.golden_logits import LOGITS_FIELDS, GoldenLogits, TokenLogits, join_tokens
 from minimax_tools.golden_logits.golden_rows import GoldenRows
 from minimax_tools.json_codec import encode
 from minimax_tools.machine.files import whole_capture_file
@@ -36,7 +36,7 @@ from minimax_tools.results.prompt_results import PromptRanking, PromptResult, ra
 from minimax_tools.text.answered_prompts import AnsweredPrompt
 from minimax_tools.text.prompts import pad_token_id
 from neuron.model_runs.model_executor import ModelExecutor, PassRequest
-from neuron.model_runs.passes import Pass
+from neuron.model_runs.passes import Pass, next_pass
 from neuron.runs.device_request import refuse_other_model
 
 
@@ -56,19 +56,11 @@ def plan_prompt_passes(
     passes = [prefill]
     lengths = torch.tensor([len(prompt.prompt_ids) for prompt in prompts])
     for number in range(1, max(len(prompt.answer_ids) for prompt in prompts) + 1):
-        past_mask = passes[-1].attention_mask
         fed = [prompt.row[min(len(prompt.prompt_ids) + number, len(prompt.row)) - 1] for prompt in prompts]
         has_ended = torch.tensor([number > len(prompt.answer_ids) for prompt in prompts])
-        indices = lengths + number - 1
-        passes.append(
-            Pass(
-                number=number,
-                input_ids=torch.tensor(fed)[:, None],
-                attention_mask=torch.cat((past_mask, torch.ones_like(past_mask[:, :1])), dim=1),
-                position_ids=indices.clamp(max=last_position)[:, None],
-                columns=torch.where(has_ended, -1, indices)[:, None],
-            )
-        )
+        columns = torch.where(has_ended, -1, lengths + number - 1)[:, None]
+        step = next_pass(passes[-1], torch.tensor(fed)[:, None], last_position=last_position)
+        passes.append(replace(step, columns=columns))
     return passes
 
 
@@ -90,9 +82,6 @@ def _plan_prefill(
         position_ids=inputs.position_ids,
         columns=torch.where(is_real, inputs.position_ids, -1),
     )
-
-
-_FIELDS = ("candidates", "others", "following", "choices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +111,7 @@ class PortRecord:
             return [
                 PortLogits(
                     tokens=tensors[f"{place}.tokens"],
-                    logits=TokenLogits(**{name: tensors[f"{place}.{name}"] for name in _FIELDS}),
+                    logits=TokenLogits(**{name: tensors[f"{place}.{name}"] for name in LOGITS_FIELDS}),
                 )
                 for place in range(len(batch))
             ]
@@ -135,7 +124,7 @@ class PortRecord:
         tensors: dict[str, torch.Tensor] = {}
         for place, port in enumerate(logits):
             tensors[f"{place}.tokens"] = port.tokens.contiguous()
-            for name in _FIELDS:
+            for name in LOGITS_FIELDS:
                 tensors[f"{place}.{name}"] = getattr(port.logits, name).contiguous()
         with whole_capture_file(self._path(batch)) as path:
             save_file(tensors, path)

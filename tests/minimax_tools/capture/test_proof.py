@@ -155,7 +155,7 @@ class TestCertified:
     @staticmethod
     def certify(directory: Path) -> None:
         digest = Manifest.read(directory).content_digest()
-        store_certificate(directory, Certificate(checks=(), content_digest=digest))
+        store_certificate(directory, Certificate(checks=(), content=digest))
 
     def test_holds_while_nothing_changes(self, golden: Path) -> None:
         self.certify(golden)

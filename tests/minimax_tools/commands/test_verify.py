@@ -66,7 +66,7 @@ def records(plan: PartitionPlan, tmp_path: Path) -> Path:
 
 def record_of(plan: PartitionPlan, node: str) -> ReadRecord:
     sizes = {tensor.name: tensor.size_bytes for tensor in plan.slice_of(node).tensors}
-    return ReadRecord.of(node, sizes, bytes_read=sum(sizes.values()))
+    return ReadRecord.begun(node).followed_by(sizes, sizes)
 
 
 @pytest.fixture

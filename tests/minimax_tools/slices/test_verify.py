@@ -83,7 +83,7 @@ def records(plan: PartitionPlan, tmp_path: Path) -> Path:
     (tmp_path / "capture").mkdir()
     for slice_ in plan.slices:
         sizes = {tensor.name: tensor.size_bytes for tensor in slice_.tensors}
-        record = ReadRecord.of(slice_.node.name, sizes, bytes_read=sum(sizes.values()))
+        record = ReadRecord.begun(slice_.node.name).followed_by(sizes, sizes)
         record.write(tmp_path / "capture" / RECORDS_FOLDER)
     return tmp_path / "capture"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.text.tokenizer import render_chat
+from minimax_tools.text.tokenizer import render_messages
 
 PROMPT = 'What is 2 < 3?\n  Say "yes".'
 
@@ -27,6 +27,10 @@ TEMPLATE = """\
 {{ ns.count }} of {{ messages | length }}{{ documents is none }}
 {%- if add_generation_prompt %}{{ tag('ai') }}{% endif %}
 """
+
+
+def render_chat(folder: Path, prompt: str = PROMPT) -> str:
+    return render_messages(folder, [("user", prompt)])
 
 
 def with_template(toy: Path, folder: Path, template: object, *, as_file: bool = False) -> Path:
@@ -61,7 +65,7 @@ def test_template_of_every_feature_renders_as_transformers_renders_it(
     toy: Path, tmp_path: Path, as_file: bool
 ) -> None:
     folder = with_template(toy, tmp_path, TEMPLATE, as_file=as_file)
-    rendered = render_chat(folder, PROMPT)
+    rendered = render_chat(folder)
     assert rendered == of_transformers(folder, PROMPT)
     assert '<user>"What is 2 < 3?' in rendered
 
@@ -71,7 +75,7 @@ def test_special_token_may_be_an_object(toy: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["bos_token"] = {"content": "<s>", "lstrip": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert render_chat(folder, PROMPT) == "<s>"
+    assert render_chat(folder) == "<s>"
 
 
 @pytest.mark.parametrize("token", [3, True, ["<s>"], {"text": "<s>"}, {"content": 3}])
@@ -82,7 +86,7 @@ def test_special_token_that_is_no_text_is_refused_by_name(toy: Path, tmp_path: P
     with pytest.raises(
         CheckpointError, match=r"tokenizer_config\.json: bos_token is no token: expected text, or .* found"
     ):
-        render_chat(folder, PROMPT)
+        render_chat(folder)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +107,18 @@ def test_template_that_fails_is_an_error_with_its_reason(
 ) -> None:
     folder = with_template(toy, tmp_path, template)
     with pytest.raises(CheckpointError, match=f"chat template of .* cannot be rendered: found {found}"):
-        render_chat(folder, PROMPT)
+        render_chat(folder)
 
 
 def test_missing_and_damaged_tokenizer_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no chat template"):
-        render_chat(tmp_path, PROMPT)
+        render_chat(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json cannot be read"):
-        render_chat(tmp_path, PROMPT)
+        render_chat(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json holds no JSON object"):
-        render_chat(tmp_path, PROMPT)
+        render_chat(tmp_path)
 
 
 def test_template_file_that_cannot_be_read_is_named(toy: Path, tmp_path: Path) -> None:
@@ -124,4 +128,4 @@ def test_template_file_that_cannot_be_read_is_named(toy: Path, tmp_path: Path) -
     with pytest.raises(
         CheckpointError, match=r"chat_template\.jinja cannot be read: found .*Fetch the file again"
     ):
-        render_chat(folder, PROMPT)
+        render_chat(folder)

@@ -10,7 +10,7 @@ from minimax_tools.text.tokenizer import (
     encode_texts,
     has_tokenizer,
     read_end_tokens,
-    render_chat,
+    render_messages,
 )
 
 TEXTS = ["The capital of France is", "def f(x):\n    return x", "Grüße, 你好 🙂", "]~b]user"]
@@ -38,7 +38,9 @@ def test_chat_is_encoded_as_transformers_encodes_it(toy: Path) -> None:
 
 def test_rows_are_decoded_with_their_special_tokens(toy: Path) -> None:
     assert decode_rows(toy, encode_texts(toy, TEXTS, chat=False)) == TEXTS
-    assert decode_rows(toy, encode_texts(toy, TEXTS[:1], chat=True)) == [render_chat(toy, TEXTS[0])]
+    assert decode_rows(toy, encode_texts(toy, TEXTS[:1], chat=True)) == [
+        render_messages(toy, [("user", TEXTS[0])])
+    ]
 
 
 @pytest.mark.parametrize(
