@@ -99,19 +99,13 @@ def test_logits_that_are_not_finite_are_wrong(goldens: list[GoldenLogits]) -> No
     assert (verdict.is_right, verdict.excess) == (False, math.inf)
 
 
-def test_many_tokens_a_little_farther_than_noise_are_wrong(goldens: list[GoldenLogits]) -> None:
-    ports = [exact + draw(2000 + row, 2.0 * SIGMA) for row, exact in enumerate(EXACT)]
-    verdict = judge(goldens, ports)
-    assert not verdict.is_right
-    assert verdict.excess > 1.0
-
-
 @pytest.mark.parametrize(("seed", "scale", "first_pass"), [(2000, 1.3, 0), (3000, 1.5, 1)])
 def test_phase_of_many_tokens_a_little_farther_is_told(
     goldens: list[GoldenLogits], seed: int, scale: float, first_pass: int
 ) -> None:
     ports = [exact + draw(seed + row, scale * SIGMA) for row, exact in enumerate(EXACT)]
-    assert judge(goldens, ports).first_pass == first_pass
+    verdict = judge(goldens, ports)
+    assert (verdict.first_pass, verdict.excess > 1.0) == (first_pass, True)
 
 
 @pytest.mark.parametrize("token", [4, NUM_TOKENS - 1])

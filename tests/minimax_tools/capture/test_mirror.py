@@ -94,9 +94,7 @@ def test_a_file_that_is_damaged_there_is_refused_by_name(published: Any) -> None
         capture.read(1, Site.OUTPUT)
     assert "layer_1.safetensors" not in here(capture)
     assert torch.equal(capture.read(0, Site.OUTPUT), Capture.open(OLD).read(0, Site.OUTPUT))
-
-
-def test_a_damaged_json_file_is_refused_by_name(published: Any) -> None:
+    shutil.rmtree(capture.directory)
     published.objects.put_object(Bucket="lab", Key="goldens/toy/generation.json", Body=b"{}")
     with pytest.raises(CaptureError, match="generation.json of s3://lab/goldens/toy came damaged twice"):
         Capture.open(ADDRESS)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,53 +144,50 @@ def test_other_description_starts_anew_and_says_why(
     assert Capture.open(tmp_path).description == other
 
 
+STATES = torch.ones(2, 3, 4)
+
+
+@pytest.mark.parametrize("hidden_states", [STATES + 1, STATES.bfloat16(), torch.ones(2, 3, 5), None], ids=str)
 def test_other_hidden_states_start_anew(
-    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
+    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture, hidden_states: torch.Tensor | None
 ) -> None:
-    states = torch.ones(2, 3, 4)
-    recipe.write(tmp_path, until=2, hidden_states=states)
-    recipe.write(tmp_path, until=2, hidden_states=states.clone())
+    recipe.write(tmp_path, until=2, hidden_states=STATES)
+    recipe.write(tmp_path, until=2, hidden_states=STATES.clone())
     assert recipe.written == []
-    recipe.write(tmp_path, hidden_states=states + 1)
+    recipe.write(tmp_path, hidden_states=hidden_states)
     assert recipe.written == [0, 1, 2]
     assert "the capture there began with other hidden states" in log.text
 
 
-@pytest.mark.parametrize("hidden_states", [torch.ones(2, 3, 4).bfloat16(), torch.ones(2, 3, 5), None])
-def test_hidden_states_of_another_kind_start_anew(
-    recipe: Recipe, tmp_path: Path, hidden_states: torch.Tensor | None
+OBSTACLES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "altered": (
+        "layer_0.safetensors",
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x7f"),
+        "a stored tensor does not match its digest",
+    ),
+    "cut": (
+        "layer_1.safetensors",
+        lambda path: path.write_bytes(path.read_bytes()[:20]),
+        "a stored tensor does not match its digest",
+    ),
+    "removed": ("layer_1.safetensors", Path.unlink, "a stored tensor does not match its digest"),
+    "manifest": ("manifest.json", lambda path: path.write_text("{"), "manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", OBSTACLES)
+def test_damaged_capture_is_made_anew_and_says_why(
+    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    recipe.write(tmp_path, until=2, hidden_states=torch.ones(2, 3, 4))
-    recipe.write(tmp_path, hidden_states=hidden_states)
-    assert recipe.written == [0, 1, 2]
-
-
-def test_complete_capture_is_made_anew(recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    name, change, reason = OBSTACLES[damage]
+    recipe.write(tmp_path, until=2)
+    change(tmp_path / name)
     recipe.write(tmp_path)
+    assert recipe.written == [0, 1, 2]
+    assert reason in log.text
     recipe.write(tmp_path)
     assert recipe.written == [0, 1, 2]
     assert "the same capture is there, complete" in log.text
-
-
-def test_stored_layer_that_was_altered_starts_anew(
-    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
-    recipe.write(tmp_path, until=2)
-    path = tmp_path / "layer_0.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    recipe.write(tmp_path)
-    assert recipe.written == [0, 1, 2]
-    assert "a stored tensor does not match its digest" in log.text
-
-
-def test_damaged_manifest_starts_anew_and_says_why(
-    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
-    recipe.write(tmp_path, until=2)
-    (tmp_path / "manifest.json").write_text("{")
-    recipe.write(tmp_path)
-    assert recipe.written == [0, 1, 2]
-    assert "manifest.json is damaged" in log.text
 
 
 def test_nothing_of_an_earlier_capture_is_left(recipe: Recipe, tmp_path: Path) -> None:
@@ -268,12 +266,3 @@ class TestHiddenStatesThatAreMade:
         writer.write_inputs(inputs, self.FED + 1)
         self.write(recipe, tmp_path, made=made)
         assert (recipe.written, len(made)) == ([0, 1, 2], 2)
-
-
-@pytest.mark.parametrize("damage", ["removed", "cut"])
-def test_stored_layer_that_cannot_be_read_starts_anew(recipe: Recipe, tmp_path: Path, damage: str) -> None:
-    recipe.write(tmp_path, until=2)
-    path = tmp_path / "layer_1.safetensors"
-    path.unlink() if damage == "removed" else path.write_bytes(path.read_bytes()[:20])
-    recipe.write(tmp_path)
-    assert recipe.written == [0, 1, 2]

@@ -34,11 +34,6 @@ def commands(golden: Path) -> RunCommands:
     return replace(found, run="runs/a b", port=replace(found.port, provenance=provenance, run=run))
 
 
-def with_run(commands: RunCommands, run: Run) -> RunCommands:
-    assert commands.port is not None
-    return replace(commands, port=replace(commands.port, run=run))
-
-
 def test_same_run_again_has_the_port_its_place_and_what_changes_numbers(commands: RunCommands) -> None:
     *words, last = shlex.split(commands.again())
     # The mended port is another run than the one that lies there.
@@ -57,20 +52,19 @@ def test_same_run_again_has_the_port_its_place_and_what_changes_numbers(commands
 
 
 @pytest.mark.parametrize(
-    ("run", "start"),
+    ("run", "words"),
     [
         (single_layer_run(3, sites_level="all"), "mm2-test single-layer --layer 3 "),
         (multi_layer_run(Span(1, 3), sites_level="all"), "mm2-test multi-layer --layers 1:3 "),
         (component_run(2, "moe"), "mm2-test component --layer 2 --component moe "),
+        (sweep_run(Span(0, 4), sites_level="layer").decoding(2), " --sites layer --decode 2 "),
     ],
 )
-def test_kind_of_the_run_chooses_the_command(commands: RunCommands, run: Run, start: str) -> None:
-    assert with_run(commands, run).again().startswith(start)
-
-
-def test_sites_and_decoded_tokens_are_kept(commands: RunCommands) -> None:
-    run = sweep_run(Span(0, 4), sites_level="layer").decoding(2)
-    assert " --sites layer --decode 2 " in with_run(commands, run).again()
+def test_kind_of_the_run_its_sites_and_decoded_tokens_are_kept(
+    commands: RunCommands, run: Run, words: str
+) -> None:
+    assert commands.port is not None
+    assert words in replace(commands, port=replace(commands.port, run=run)).again()
 
 
 def test_further_outputs_are_kept(commands: RunCommands) -> None:

@@ -20,19 +20,36 @@ from minimax_tools.model.sites import Site
         ("experts.3:output", Tap(path="experts.3")),
         ("mlp.gate:output[2]", Tap(path="mlp.gate", index=2)),
         ("norm:input[1]", Tap(path="norm", point="input", index=1)),
+        ("attn.qkv:output[0][0:512]", Tap(path="attn.qkv", part=(0, 512))),
+        ("attn.qkv[512:640]", Tap(path="attn.qkv", part=(512, 640))),
+        ("attn:output[2:4]", Tap(path="attn", part=(2, 4))),
     ],
 )
 def test_notation_is_read(text: str, tap: Tap) -> None:
     assert Tap.parse(text) == tap
 
 
+def test_tap_is_written_in_full() -> None:
+    assert str(Tap(path="attn.qkv", part=(0, 512))) == "attn.qkv:output[0][0:512]"
+
+
 @pytest.mark.parametrize(
-    "text", ["a b", "mlp:", "mlp:out", "mlp[0]", "mlp:output[x]", "mlp:output[-1]", "a:b:c"]
+    "text",
+    [
+        *("a b", "mlp:", "mlp:out", "mlp[0]", "mlp:output[x]", "mlp:output[-1]", "a:b:c"),
+        *("attn[a:b]", "attn[1:]", "attn[0][1]"),
+    ],
 )
 def test_unreadable_notation_is_refused(text: str) -> None:
     with pytest.raises(
         TargetError, match=r"cannot be read: expected 'submodule.path', 'submodule.path:input'"
     ):
+        Tap.parse(text)
+
+
+@pytest.mark.parametrize("text", ["attn[4:2]", "attn[2:2]"])
+def test_cut_of_nothing_is_refused(text: str) -> None:
+    with pytest.raises(TargetError, match="cannot be read"):
         Tap.parse(text)
 
 
@@ -79,29 +96,18 @@ def test_every_missing_submodule_is_named() -> None:
         verify_taps(module, taps)
 
 
-class TestCut:
-    def test_notation_of_a_map_is_read(self) -> None:
-        assert Tap.parse("attn.qkv:output[0][0:512]") == Tap(path="attn.qkv", part=(0, 512))
-        assert Tap.parse("attn.qkv[512:640]") == Tap(path="attn.qkv", part=(512, 640))
-        assert Tap.parse("attn:output[2:4]") == Tap(path="attn", part=(2, 4))
-        assert str(Tap(path="attn.qkv", part=(0, 512))) == "attn.qkv:output[0][0:512]"
+def test_part_is_picked_and_put_back() -> None:
+    tap, fused = Tap(path="", part=(2, 4)), torch.arange(6.0).reshape(1, 6)
+    picked = tap.pick(fused)
+    assert picked is not None
+    assert picked.tolist() == [[2.0, 3.0]]
+    assert tap.put(fused, torch.tensor([[8.0, 9.0]])).tolist() == [[0.0, 1.0, 8.0, 9.0, 4.0, 5.0]]
+    assert fused.tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
+    assert tap.put((fused, "kept"), torch.zeros(1, 2))[1] == "kept"
 
-    @pytest.mark.parametrize("text", ["attn[4:2]", "attn[2:2]", "attn[a:b]", "attn[1:]", "attn[0][1]"])
-    def test_cut_of_nothing_is_refused(self, text: str) -> None:
-        with pytest.raises(TargetError, match="cannot be read"):
-            Tap.parse(text)
 
-    def test_part_is_picked_and_put_back(self) -> None:
-        tap, fused = Tap(path="", part=(2, 4)), torch.arange(6.0).reshape(1, 6)
-        picked = tap.pick(fused)
-        assert picked is not None
-        assert picked.tolist() == [[2.0, 3.0]]
-        assert tap.put(fused, torch.tensor([[8.0, 9.0]])).tolist() == [[0.0, 1.0, 8.0, 9.0, 4.0, 5.0]]
-        assert fused.tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
-        assert tap.put((fused, "kept"), torch.zeros(1, 2))[1] == "kept"
-
-    def test_narrow_tensor_is_named(self) -> None:
-        with pytest.raises(
-            TargetError, match=r"attn:output\[0\]\[0:8\] cannot be cut: expected at least 8 .*\[1, 6\]"
-        ):
-            Tap(path="attn", part=(0, 8)).pick(torch.zeros(1, 6))
+def test_narrow_tensor_is_named() -> None:
+    with pytest.raises(
+        TargetError, match=r"attn:output\[0\]\[0:8\] cannot be cut: expected at least 8 .*\[1, 6\]"
+    ):
+        Tap(path="attn", part=(0, 8)).pick(torch.zeros(1, 6))

@@ -40,7 +40,9 @@ def test_layer_is_written_with_its_floor_beside_it(
     with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:
         writer.write_layer(0, tensors, twin=twin, floor=floor)
         assert writer.complete_layers == (0,)
-        assert torch.equal(writer.capture.read(0, Site.OUTPUT), tensors[Site.OUTPUT])
+        read = writer.capture.read(0, Site.OUTPUT)
+        assert (read.dtype, writer.capture.digest_note) == (torch.bfloat16, "")
+        assert torch.equal(read, tensors[Site.OUTPUT])
     assert {"layer_0.safetensors", "layer_0.fp32.safetensors", "layer_0.floor.safetensors"} <= set(
         names(tmp_path)
     )

@@ -84,20 +84,6 @@ class TestCompareTensors:
         assert metrics.cosine_similarity == pytest.approx(1.0, abs=1e-15)
         assert metrics.pearson_correlation == pytest.approx(1.0, abs=1e-15)
 
-    def test_scale_shows_in_the_norm_ratio_alone(self) -> None:
-        reference, _ = random_pair((7, 11))
-        metrics = compare_tensors(reference, 0.5 * reference, rtol=0.0, atol=0.0)
-        assert metrics.norm_ratio == pytest.approx(0.5)
-        assert metrics.cosine_similarity == pytest.approx(1.0)
-        assert metrics.pearson_correlation == pytest.approx(1.0)
-
-    def test_offset_shows_in_cosine_and_not_in_pearson(self) -> None:
-        reference, _ = random_pair((50, 50))
-        metrics = compare_tensors(reference, reference + 1.0, rtol=0.0, atol=0.0)
-        assert metrics.pearson_correlation == pytest.approx(1.0)
-        assert metrics.cosine_similarity is not None
-        assert metrics.cosine_similarity < 0.8
-
     def test_pearson_survives_a_mean_far_above_the_spread(self) -> None:
         reference, target = random_pair(SEVERAL_BLOCKS, dtype=torch.float64, noise=0.5, mean=1e7)
         metrics = compare_tensors(reference, target, rtol=0.0, atol=0.0)
@@ -149,13 +135,6 @@ class TestCompareTensors:
     def test_nonfinite_elements_are_not_close_even_to_themselves(self) -> None:
         reference = torch.tensor([1.0, math.inf, math.nan, 2.0])
         assert compare_tensors(reference, reference, rtol=1.0, atol=1.0).close_fraction == 0.5
-
-    def test_bfloat16_is_not_rounded_again(self) -> None:
-        reference = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
-        target = torch.tensor([1.0, 1.0078125], dtype=torch.bfloat16)
-        metrics = compare_tensors(reference, target, rtol=0.0, atol=0.0)
-        assert metrics.max_abs_diff == 255.0  # not a BF16 number's neighbour
-        assert metrics.mean_abs_diff == (255.0 + 0.0078125) / 2
 
     @pytest.mark.parametrize("shapes", [((2, 3), (3, 2)), ((2, 3), (2, 3, 1)), ((0, 3), (0, 3))])
     def test_other_shapes_and_empty_tensors_are_refused(self, shapes: tuple[tuple[int, ...], ...]) -> None:

@@ -27,17 +27,11 @@ def rows(inputs: Inputs) -> list[list[int]]:
     ]
 
 
-def test_prompts_are_tokenized_raw(toy: Path) -> None:
-    inputs = build(toy, prompts=tuple(PROMPTS))
-    assert rows(inputs) == encode_texts(toy, PROMPTS, chat=False)
-    assert inputs.source == "prompts"
-
-
-def test_chat_is_applied_when_it_is_asked_for(toy: Path) -> None:
-    inputs = build(toy, prompts=tuple(PROMPTS), chat=True)
-    assert rows(inputs) == encode_texts(toy, PROMPTS, chat=True)
-    assert rows(inputs) != rows(build(toy, prompts=tuple(PROMPTS)))
-    assert inputs.source == "chat prompts"
+@pytest.mark.parametrize(("chat", "source"), [(False, "prompts"), (True, "chat prompts")])
+def test_prompts_are_tokenized_raw_or_as_a_chat(toy: Path, chat: bool, source: str) -> None:
+    inputs = build(toy, prompts=tuple(PROMPTS), chat=chat)
+    assert rows(inputs) == encode_texts(toy, PROMPTS, chat=chat)
+    assert inputs.source == source
 
 
 @pytest.mark.parametrize(
