@@ -17,12 +17,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from minimax_tools.capture.digests import FileDigests, TensorDigest, describe_tensor
 from minimax_tools.capture.store import MANIFEST_NAME
-from minimax_tools.errors import CaptureError, Mm2Error, shorten
+from minimax_tools.errors import CaptureError, Mm2Error, list_names, shorten
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields, omit_default
-from minimax_tools.machine.files import is_plain_name
+from minimax_tools.machine.files import digest_file, is_plain_name
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.inputs import ExpertTokens
@@ -33,6 +34,7 @@ from minimax_tools.text_enum import TextEnum
 
 INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3
+_MAX_NAMED = 5
 # Fields of a manifest that hold a value for each layer, as far as there is something to note.
 OF_LAYER = ("not_exposed", "unreached_experts", "num_calls", "held_weights")
 # Fields of a manifest beside description, entries and tensor digests, in the order of its file, and keys that are other
@@ -252,6 +254,26 @@ class Manifest:
         """Return the names of the capture's files, sorted, the manifest's own too."""
         entry_files = (entry.file for entry in self.entries)
         return tuple(sorted({MANIFEST_NAME, *entry_files, *self.digests, *self.text_digests}))
+
+    def find_damage(self, name: str, path: Path) -> str | None:
+        """Describe the first difference of a capture's file, at `path`, from what is listed; None if there is none."""
+        if name in self.text_digests:
+            found_hash, expected_hash = digest_file(path), self.text_digests[name]
+            is_same = found_hash == expected_hash
+            return None if is_same else f"sha256 {found_hash[:16]}… for {expected_hash[:16]}…"
+        expected = {entry.site: entry.digest for entry in self.entries if entry.file == name}
+        expected |= self.digests.get(name, {})
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                if differing := sorted(expected.keys() ^ set(tensors.keys())):
+                    return f"other tensors: {list_names(differing, most=_MAX_NAMED)}"
+                for tensor_name, digest in expected.items():
+                    found = describe_tensor(tensors.get_tensor(tensor_name))
+                    if found != digest:
+                        return f"{tensor_name}: {found} for {digest}"
+        except (OSError, SafetensorError) as error:
+            return str(error)
+        return None
 
     @property
     def is_certified(self) -> bool:

@@ -11,19 +11,15 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
-from minimax_tools.capture.digests import TensorDigest, describe_tensor
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, NetworkLossError, list_names
 from minimax_tools.json_codec import decode, encode
-from minimax_tools.machine.files import digest_file, whole_file
+from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.remote.address import RemoteAddress, RemoteFolder, is_remote
 from minimax_tools.remote.cache import ADDRESS_NAME, CAPTURES, RemoteCache, locked_file, mark_used
@@ -160,7 +156,7 @@ class CaptureMirror:
         arriving = path.with_name(f".{name}.arriving")
         for _ in range(2):
             self._folder.fetch(file, arriving)
-            damage = self._find_damage(name, arriving)
+            damage = self.manifest.find_damage(name, arriving)
             if damage is None:
                 arriving.replace(path)
                 return
@@ -172,30 +168,6 @@ class CaptureMirror:
             found=damage,
             next_step=_PUBLISH_AGAIN,
         )
-
-    def _find_damage(self, name: str, path: Path) -> str | None:
-        """Describe the first difference from the manifest; None if the file is as it was written."""
-        texts = self.manifest.text_digests
-        if name in texts:
-            found_hash = digest_file(path)
-            return None if found_hash == texts[name] else f"sha256 {found_hash[:16]}… for {texts[name][:16]}…"
-        expected = self._listed(name)
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                if differing := sorted(expected.keys() ^ set(tensors.keys())):
-                    return f"other tensors: {list_names(differing, most=_MAX_NAMED)}"
-                for tensor_name, digest in expected.items():
-                    found = describe_tensor(tensors.get_tensor(tensor_name))
-                    if found != digest:
-                        return f"{tensor_name}: {found} for {digest}"
-        except (OSError, SafetensorError) as error:
-            return str(error)
-        return None
-
-    def _listed(self, name: str) -> Mapping[str, TensorDigest]:
-        """Return the digests of a file's tensors by name."""
-        listed = {entry.site: entry.digest for entry in self.manifest.entries if entry.file == name}
-        return {**listed, **self.manifest.digests.get(name, {})}
 
 
 def _begin(directory: Path, address: RemoteAddress, folder: RemoteFolder, arrived: Path) -> None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Hashable, Iterator
@@ -28,6 +27,7 @@ from minimax_tools.capture.manifest import Entry, Manifest
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.files import digest_file
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
@@ -203,31 +203,27 @@ class Proof:
         """Raise if a site's tensor is not the one that its entry describes; within `beside`, at the block's end."""
         self._checks.run(self._key(entry.file, entry.site), lambda: self._check_entry(entry, tensor))
 
-    def check_tensor(self, file: str, name: str, tensor: torch.Tensor, *, place: str) -> None:
-        """Raise if a tensor without an entry does not have its digest; `place` names the tensor in messages."""
+    def check_tensor(self, file: str, name: str, tensor: torch.Tensor | None, *, place: str) -> None:
+        """Raise if a tensor without an entry does not have its digest; None stands for one that its file lacks.
+
+        `place` names the tensor in messages.
+        """
         expected = self._manifest.digests.get(file, {}).get(name)
-        if expected is None:
-            raise self.refuse(
-                f"was changed after it was written: {place} in {file} has no digest in its manifest"
-            )
+        if tensor is None and expected is None:
+            return
+        if tensor is None:
+            fault = f"{file} lacks {place}, which its manifest lists"
+        else:
+            fault = f"{place} in {file} has no digest in its manifest"
+        if tensor is None or expected is None:
+            raise self.refuse(f"was changed after it was written: {fault}")
         run = self._checks.run if tensor.nbytes > _SMALL_BYTES else self._checks.run_now
         run(self._key(file, name), lambda: self._check_digest(file, place, tensor, expected))
 
-    def check_absent(self, file: str, name: str, *, place: str) -> None:
-        """Raise if the manifest lists a tensor that its file lacks.
-
-        Raises:
-            CaptureError: The tensor is listed.
-        """
-        if name in self._manifest.digests.get(file, {}):
-            raise self.refuse(
-                f"was changed after it was written: {file} lacks {place}, which its manifest lists"
-            )
-
-    def check_text(self, name: str, content: bytes | None) -> None:
-        """Raise if a JSON file does not have its digest; `content` is its bytes, None if there is no such file."""
-        expected = self._manifest.text_digests.get(name)
-        found = None if content is None else hashlib.sha256(content).hexdigest()
+    def check_text(self, name: str) -> None:
+        """Raise if a JSON file does not have its digest, or is there without one, or missing with one."""
+        path, expected = self._directory / name, self._manifest.text_digests.get(name)
+        found = digest_file(path) if path.exists() else None
         if expected != found:
             raise self.refuse(
                 f"was changed after it was written: {name}",

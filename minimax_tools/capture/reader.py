@@ -329,8 +329,7 @@ class Capture(CaptureSource):
         return self._read_optional(INPUTS_NAME, "hidden_states", place="hidden_states")
 
     def read_generation(self) -> Generation | None:
-        path = self.directory / GENERATION_NAME
-        self._proof.check_text(GENERATION_NAME, path.read_bytes() if path.exists() else None)
+        self._proof.check_text(GENERATION_NAME)
         return Generation.read(self.directory)
 
     def read_passes(self) -> ModelPasses | None:
@@ -358,8 +357,7 @@ class Capture(CaptureSource):
     @cached_property
     def _passes(self) -> ModelPasses | None:
         """The passes of a whole port's run; kept, because every layer's judgement asks for them."""
-        path = self.directory / PASSES_NAME
-        self._proof.check_text(PASSES_NAME, path.read_bytes() if path.exists() else None)
+        self._proof.check_text(PASSES_NAME)
         return ModelPasses.read(self.directory)
 
     @property
@@ -400,10 +398,7 @@ class Capture(CaptureSource):
         `place` is its name in messages.
         """
         tensor = self._load(file, name)
-        if tensor is None:
-            self._proof.check_absent(file, name, place=place)
-        else:
-            self._proof.check_tensor(file, name, tensor, place=place)
+        self._proof.check_tensor(file, name, tensor, place=place)
         return tensor
 
     def _absent(self, file: str, name: str, *, layer: int | None = None) -> CaptureError:

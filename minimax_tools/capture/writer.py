@@ -34,12 +34,10 @@ from minimax_tools.capture.resumption import (
     find_resumable,
     remove_parts,
 )
-from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import MANIFEST_NAME, floor_file, sites_file, twins_file
 from minimax_tools.errors import CaptureError, list_faults
 from minimax_tools.machine.compiled import CorePool
 from minimax_tools.machine.files import (
-    digest_file,
     locked_directory,
     read_owner,
     remove_abandoned,
@@ -160,18 +158,15 @@ class WrittenFiles:
 
     def _compare(self, changed: list[str], manifest: Manifest, manifest_name: str) -> list[str]:
         """Return the faults of files whose states changed."""
-        texts = manifest.text_digests
         faults = []
         for name in changed:
             path = self._directory / name
-            if name == manifest_name:
-                is_same = path.read_bytes() == manifest.as_text().encode()
+            if name != manifest_name:
+                damage = manifest.find_damage(name, path)
             else:
-                is_same = name not in texts or digest_file(path) == texts[name]
-            if not is_same:
-                faults.append(f"{name} has another content")
-        if any(name.endswith(_TENSORS) for name in changed):
-            faults += inspect_capture(Capture(self._directory, manifest)).faults
+                damage = None if path.read_bytes() == manifest.as_text().encode() else "another content"
+            if damage is not None:
+                faults.append(f"{name}: {damage}")
         return faults
 
     def _fault(self, name: str) -> str | None:
