@@ -6,10 +6,11 @@ right. `compare` knows nothing of ports: it starts the command, and reads what t
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -35,7 +36,7 @@ from compare.diagnosis.trial import Trial
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights, GoldenWeights, WeightSource
-from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import parse_json
@@ -227,31 +228,30 @@ def _missing(sites: Collection[Site], cut: tuple[Site, ...], shown: Collection[S
 class PortProcess:
     """The port of a run, to be run again as it was: on the same backend, with as many ranks, from the same golden."""
 
-    golden: str  # folder of the golden
-    model: str  # folder or hub id of the checkpoint
-    target: str  # the port, as --target names it
-    run: Description  # description of the run that was diagnosed
+    commands: RunCommands  # of the run that was diagnosed
 
     @classmethod
     def of(
         cls, golden: CaptureSource, run: CaptureSource, *, model: str, target: str | None
     ) -> PortProcess | None:
         """Return the process of a run's port; None if the run is another tool's dump, which names no port."""
-        description = run.known_description
-        if description is None:
+        commands = RunCommands.of(golden, run, model=model, target=target)
+        if commands is None or commands.port is None:
             return None
-        return cls(
-            golden=str(golden.directory),
-            model=model,
-            target=target or description.provenance.target,
-            run=description,
-        )
+        # Its folder, where the files are at hand.
+        return cls(commands=replace(commands, golden=str(golden.directory)))
 
     def prove(self, layer: int, undone: tuple[Undo, ...]) -> MistakeProof:
         """Undo mistakes in a layer, and judge it again; a port that does not run proves nothing."""
+        assert self.commands.port is not None, "a port is run again"
+        # A run on the native backend compiles unless told not to.
+        mode = str(self.commands.port.provenance.options.get("compile", "off"))
+        options = [word for undo in undone for word in ("--undo", str(undo))]
         with tempfile.TemporaryDirectory(prefix="mm2-proof-") as folder:
+            options += ("--output-dir", folder, "--json", "--quiet", "--compile", mode)
+            _, *words = shlex.split(self.commands.single_layer(layer, *options))
             done = subprocess.run(
-                [sys.executable, "-m", _MODULE, *self._arguments(layer, undone, folder)],
+                [sys.executable, "-m", _MODULE, *words],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -261,19 +261,6 @@ class PortProcess:
             return decode(MistakeProof, parse_json(done.stdout)["proof"])
         except (ValueError, LookupError, TypeError):
             return not_provable(f"the port did not run: {_find_error(done)}", "Give its place with --target.")
-
-    def _arguments(self, layer: int, undone: tuple[Undo, ...], folder: str) -> Iterator[str]:
-        provenance = self.run.provenance
-        yield from ("single-layer", "--layer", str(layer), "--model", self.model, "--golden", self.golden)
-        yield from ("--target", self.target, "--backend", provenance.backend)
-        yield from ("--dtype", provenance.dtypes["weights"], "--output-dir", folder, "--json", "--quiet")
-        # A run on the native backend compiles unless told not to.
-        yield from ("--compile", str(provenance.options.get("compile", "off")))
-        for option in ("tp_degree", "ep_degree", "reduce_dtype"):
-            if option in provenance.options:
-                yield from (f"--{option.replace('_', '-')}", str(provenance.options[option]))
-        for undo in undone:
-            yield from ("--undo", str(undo))
 
 
 def _find_error(done: subprocess.CompletedProcess[str]) -> str:
