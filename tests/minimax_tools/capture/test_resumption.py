@@ -10,10 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.manifest import Description, Manifest
+from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.resumption import (
+    find_free_directory,
+    holds_same,
+    is_numbered,
+    numbered_directories,
+    part_name,
+    refuse_other_run,
+)
 from minimax_tools.capture.writer import CaptureWriter, open_capture, tidy_capture
 from minimax_tools.errors import CaptureError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.files import locked_directory
 from minimax_tools.model.inputs import Inputs
 
@@ -266,3 +276,146 @@ class TestHiddenStatesThatAreMade:
         writer.write_inputs(inputs, self.FED + 1)
         self.write(recipe, tmp_path, made=made)
         assert (recipe.written, len(made)) == ([0, 1, 2], 2)
+
+
+def write_together(directory: Path, describe: Any, inputs: Inputs, layer_of: Any) -> list[Manifest]:
+    """Two ranks write, the second one layers 1 and 2; what each listed."""
+    with open_capture(directory, describe(), inputs=inputs) as first:
+        second = CaptureWriter(directory, first.manifest, manifest_name=part_name(1))
+        for writer, layers in ((first, (0,)), (second, (1, 2))):
+            for layer in layers:
+                writer.write_layer(layer, layer_of(layer))
+        return [first.manifest, second.manifest]
+
+
+def test_parts_that_are_told_make_the_capture_of_one_process(
+    tmp_path: Path, describe: Any, inputs: Inputs, layer_of: Any
+) -> None:
+    with open_capture(tmp_path / "one", describe(), inputs=inputs) as writer:
+        for layer in range(3):
+            writer.write_layer(layer, layer_of(layer))
+        writer.finish()
+    own, other = write_together(tmp_path / "two", describe, inputs, layer_of)
+    # What the ranks tell is enough: the part's file need not be seen.
+    (tmp_path / "two" / part_name(1)).unlink()
+    writer = CaptureWriter(tmp_path / "two", own)
+    writer.add_part(decode(Manifest, encode(other)))
+    writer.finish()
+    assert (tmp_path / "two/manifest.json").read_bytes() == (tmp_path / "one/manifest.json").read_bytes()
+
+
+def test_run_that_resumes_takes_parts_up_and_removes_them(
+    tmp_path: Path, describe: Any, inputs: Inputs, layer_of: Any
+) -> None:
+    write_together(tmp_path, describe, inputs, layer_of)
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        assert writer.complete_layers == (0, 1, 2)
+        assert not (tmp_path / part_name(1)).exists()
+    assert Capture.open(tmp_path).layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", None])
+def test_part_that_is_damaged_or_of_another_capture_does_not_count(
+    tmp_path: Path, describe: Any, inputs: Inputs, layer_of: Any, damage: str | None
+) -> None:
+    write_together(tmp_path, describe, inputs, layer_of)
+    part = tmp_path / part_name(1)
+    text = part.read_text()
+    part.write_text(text.replace('"builtin"', '"other"') if damage is None else damage)
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        assert writer.complete_layers == (0,)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_records_stay_with_the_layers_that_they_are_of(
+    tmp_path: Path, describe: Any, inputs: Inputs, layer_of: Any, is_resumed: bool
+) -> None:
+    write_together(tmp_path, describe, inputs, layer_of)
+    record = ReadRecord.begun("a", plan="p").write(tmp_path / RECORDS_FOLDER)
+    with open_capture(tmp_path, describe(target="builtin" if is_resumed else "other"), inputs=inputs):
+        assert record.exists() == is_resumed
+
+
+@pytest.fixture
+def keep(inputs: Inputs) -> Any:
+    """Writes a capture, finished unless told otherwise."""
+
+    def write(directory: Path, description: Description, *, is_finished: bool = True) -> Path:
+        with open_capture(directory, description, inputs=inputs) as writer:
+            if is_finished:
+                writer.finish()
+        return directory
+
+    return write
+
+
+def edited(description: Description) -> Description:
+    """Return the description of the run once the port's file was edited."""
+    return replace(description, provenance=replace(description.provenance, target_digest="e" * 64))
+
+
+def test_free_place_and_same_run_keep_their_name(describe: Any, keep: Any, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    assert find_free_directory(sweep, describe()) == sweep
+    keep(sweep, describe())
+    assert find_free_directory(sweep, describe()) == sweep
+    refuse_other_run(sweep, describe())
+
+
+def test_other_finished_run_is_kept_and_told(
+    describe: Any, keep: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sweep = keep(tmp_path / "sweep", describe())
+    with caplog.at_level(logging.INFO):
+        second = find_free_directory(sweep, edited(describe()))
+    assert second == tmp_path / "sweep_2"
+    assert f"since {sweep} holds another run (other target_digest)" in caplog.text
+    assert "--overwrite" in caplog.text
+    keep(second, edited(describe()))
+    assert find_free_directory(sweep, edited(describe())) == second
+    assert find_free_directory(sweep, describe(target="reference")) == tmp_path / "sweep_3"
+    assert find_free_directory(sweep, describe()) == sweep
+
+
+def test_other_unfinished_run_has_nothing_to_keep(describe: Any, keep: Any, tmp_path: Path) -> None:
+    sweep = keep(tmp_path / "sweep", describe(), is_finished=False)
+    assert find_free_directory(sweep, edited(describe())) == sweep
+    refuse_other_run(sweep, edited(describe()))
+
+
+def test_folder_of_something_else_is_not_written_into(describe: Any, keep: Any, tmp_path: Path) -> None:
+    sweep = keep(tmp_path / "sweep", describe())
+    (tmp_path / "sweep_2").mkdir()
+    (tmp_path / "sweep_2" / "notes.txt").write_text("mine")
+    assert find_free_directory(sweep, edited(describe())) == tmp_path / "sweep_3"
+
+
+def test_refusal_names_the_difference_and_both_ways(describe: Any, keep: Any, tmp_path: Path) -> None:
+    keep(tmp_path / "run", describe())
+    with pytest.raises(CaptureError, match="another finished capture: found other target_digest") as error:
+        refuse_other_run(tmp_path / "run", edited(describe()))
+    assert "--overwrite" in str(error.value)
+    assert "--output-dir" in str(error.value)
+
+
+def test_numbered_folders_are_those_beside(describe: Any, keep: Any, tmp_path: Path) -> None:
+    for name in ("sweep_0_to_3", "sweep_0_to_3_2", "sweep_0_to_31", "sweep_0_to_3_old"):
+        keep(tmp_path / name, describe())
+    sweep = tmp_path / "sweep_0_to_3"
+    assert {path.name for path in numbered_directories(sweep)} == {"sweep_0_to_3", "sweep_0_to_3_2"}
+    assert is_numbered(sweep, sweep)
+    assert not is_numbered(tmp_path / "elsewhere" / "sweep_0_to_3_2", sweep)
+
+
+def test_finished_capture_is_the_same_with_or_without_a_certificate(
+    describe: Any, keep: Any, tmp_path: Path
+) -> None:
+    assert not holds_same(tmp_path / "gone", describe())
+    keep(tmp_path / "golden", describe())
+    assert holds_same(tmp_path / "golden", describe())
+
+
+def test_configs_make_no_other_run(describe: Any, keep: Any, tmp_path: Path) -> None:
+    keep(tmp_path / "run", describe())
+    provenance = replace(describe().provenance, model_config={"rope_theta": 1}, port_config={"a": 1})
+    refuse_other_run(tmp_path / "run", replace(describe(), provenance=provenance))

@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minimax_tools.checkpoint.layer_tensors import ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError
-from minimax_tools.golden_logits.golden_logits import KINDS, GoldenLogits, divergence
+from minimax_tools.golden_logits.golden_logits import KINDS, GoldenLogits, StreamStart, divergence
 from minimax_tools.golden_logits.golden_rows import compute_golden_logits
 from minimax_tools.golden_logits.logits_store import MODEL_FILE, LogitsStore
+from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import EMBEDDING
 from minimax_tools.reference.rounded_model import RoundedModel
 
 LEARNED = Path(__file__).parents[2] / "models" / "learned"
-ROWS = [[5, 9, 40, 41, 7, 88, 12], [5, 9, 40, 41, 7, 88, 12, 13, 200, 3], [60, 61]]
+ROWS = [(5, 9, 40, 41, 7, 88, 12), (5, 9, 40, 41, 7, 88, 12, 13, 200, 3), (60, 61)]
+# Rows that begin with a stream.
+STREAM_ROWS = [(5, 9, 40, 41, 7, 88, 12), (60, 61, 62)]
+NUM_LAYERS = 4
+
+
+def compute(rows: Sequence[tuple[int, ...]], start: StreamStart | None = None) -> list[GoldenLogits]:
+    spec = ModelSpec.from_folder(LEARNED)
+    with CheckpointReader(LEARNED) as reader:
+        return compute_golden_logits(RoundedModel(spec=spec, reader=reader, kinds=KINDS), rows, start=start)
 
 
 @pytest.fixture(scope="module")
 def goldens() -> list[GoldenLogits]:
-    spec = ModelSpec.from_folder(LEARNED)
-    with CheckpointReader(LEARNED) as reader:
-        return compute_golden_logits(RoundedModel(spec=spec, reader=reader, kinds=KINDS), ROWS)
+    return compute(ROWS)
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[GoldenLogits]:
+    return compute(STREAM_ROWS)
 
 
 def open_store(folder: Path, model: Path = LEARNED) -> LogitsStore:
@@ -96,7 +113,7 @@ def test_folder_says_which_model_it_is_of(tmp_path: Path) -> None:
 def test_row_has_the_logits_of_its_own_tokens_alone(goldens: list[GoldenLogits]) -> None:
     """The second row begins with the first one: attention is causal."""
     short, longer = goldens[0], goldens[1]
-    assert short.input_ids.tolist() == ROWS[0]
+    assert short.row == ROWS[0]
     torch.testing.assert_close(
         longer.exact.candidates[:6, :5], short.exact.candidates[:6, :5], rtol=1e-3, atol=1e-3
     )
@@ -107,3 +124,59 @@ def test_variants_differ_from_the_exact_model_by_noise(goldens: list[GoldenLogit
     noises = torch.stack([divergence(goldens[1].exact, variant) for variant in goldens[1].variants])
     assert bool((noises > 0).all())
     assert float(noises.median()) < 0.05
+
+
+@pytest.fixture(scope="module")
+def embedded() -> StreamStart:
+    spec = ModelSpec.from_folder(LEARNED)
+    with CheckpointReader(LEARNED) as reader:
+        weight = ModelTensors.open(reader, spec, torch.bfloat16, with_layers=False)[EMBEDDING]
+        return StreamStart(layer=0, states={row: weight[torch.tensor(row)] for row in STREAM_ROWS})
+
+
+@pytest.fixture(scope="module")
+def last_outputs() -> StreamStart:
+    """The exact copy's output of the last layer."""
+    spec = ModelSpec.from_folder(LEARNED)
+    with CheckpointReader(LEARNED) as reader:
+        model = RoundedModel(spec=spec, reader=reader, kinds=KINDS)
+        batch = pad_rows(
+            list(map(list, STREAM_ROWS)), padding_side="right", buckets=(), pad_token_id=0, source="rows"
+        )
+        (outputs,) = model.run([batch])
+    return StreamStart(
+        layer=NUM_LAYERS,
+        states={row: states[: len(row)] for row, states in zip(STREAM_ROWS, outputs[0], strict=True)},
+    )
+
+
+def test_embedding_as_the_stream_gives_the_whole_models_logits(
+    whole: list[GoldenLogits], embedded: StreamStart
+) -> None:
+    for found, expected in zip(compute(STREAM_ROWS, embedded), whole, strict=True):
+        assert torch.equal(found.exact.candidates, expected.exact.candidates)
+        for one, other in zip(found.variants, expected.variants, strict=True):
+            assert torch.equal(one.candidates, other.candidates)
+
+
+def test_behind_all_layers_only_the_heads_noise_is_left(
+    whole: list[GoldenLogits], last_outputs: StreamStart
+) -> None:
+    for found, expected in zip(compute(STREAM_ROWS, last_outputs), whole, strict=True):
+        torch.testing.assert_close(found.exact.candidates, expected.exact.candidates, rtol=1e-4, atol=1e-4)
+        for one, other in zip(found.variants, expected.variants, strict=True):
+            assert divergence(found.exact, one).mean() < 0.3 * divergence(expected.exact, other).mean()
+
+
+def test_store_keeps_logits_of_each_stream_apart(
+    whole: list[GoldenLogits], embedded: StreamStart, tmp_path: Path
+) -> None:
+    spec = ModelSpec.from_folder(LEARNED)
+    with CheckpointReader(LEARNED) as reader:
+        LogitsStore.open(tmp_path, reader=reader, spec=spec).write(whole[0])
+        changed = {row: states + (row == STREAM_ROWS[1]) for row, states in embedded.states.items()}
+        starts = (embedded, replace(embedded, layer=1), replace(embedded, states=changed))
+        for start in (None, *starts):
+            store = LogitsStore.open(tmp_path, reader=reader, spec=spec, start=start)
+            assert store.has(STREAM_ROWS[0]) is (start is None)
+    assert len({start.digest() for start in starts}) == len(starts)
