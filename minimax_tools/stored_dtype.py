@@ -22,8 +22,7 @@ class StoredDtype:
     @classmethod
     def of(cls, dtype: torch.dtype) -> StoredDtype:
         """Return the description of a dtype."""
-        name = str(dtype).removeprefix("torch.")
-        return cls(name, dtype.itemsize, is_floating_point=dtype.is_floating_point)
+        return cls(dtype_name(dtype), dtype.itemsize, is_floating_point=dtype.is_floating_point)
 
     @classmethod
     def from_json(cls, name: object) -> StoredDtype:
@@ -50,6 +49,11 @@ class StoredDtype:
 
     def __str__(self) -> str:
         return f"torch.{self.name}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, `bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 FLOAT32 = StoredDtype("float32", 4)

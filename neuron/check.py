@@ -15,7 +15,6 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.errors import BackendError, MissingExtraError, format_count
 from minimax_tools.machine.finding import Level, MachineFinding
 from minimax_tools.machine.memory import available_bytes
@@ -24,6 +23,7 @@ from minimax_tools.machine.size import format_size
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.provenance import library_versions, numeric_environment
+from minimax_tools.stored_dtype import dtype_name
 from minimax_tools.text.input_request import InputRequest
 from minimax_tools.text.prompts import build_inputs
 from neuron.devices.backend import NO_FALLBACK, Backend, choose_backend

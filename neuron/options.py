@@ -30,6 +30,7 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.command_line.remote_paths import CapturePath
+from minimax_tools.stored_dtype import dtype_name
 from minimax_tools.text.input_request import InputRequest
 from neuron.devices.backend import Backend
 from neuron.devices.compiler import AUTO, OFF, Compiler
@@ -315,8 +316,6 @@ def port_arguments(options: DeviceOptions) -> tuple[str, ...]:
 
 def name_port(*, target: str, backend: str, dtype: torch.dtype, ranks: Ranks) -> tuple[str, ...]:
     """Return the options of any command that name a port, its device, dtype and ranks."""
-    from minimax_tools.capture.digests import dtype_name
-
     words = ["--target", target, "--backend", backend]
     words += [] if dtype_name(dtype) == DEFAULT_DTYPE else ["--dtype", dtype_name(dtype)]
     for name, value in ranks.as_json().items():

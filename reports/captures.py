@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description, Entry
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.source import CaptureInspection, CaptureSource
@@ -20,6 +19,7 @@ from minimax_tools.json_codec import encode
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
 from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site
 from minimax_tools.model.span import word_layers
+from minimax_tools.stored_dtype import dtype_name
 from reports.canvas import Canvas, Row, columns
 from reports.data import to_json
 from reports.dumps import draw_dump, dump_record

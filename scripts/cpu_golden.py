@@ -13,7 +13,6 @@ from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.streaming import Streaming
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -27,6 +26,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import Provenance
+from minimax_tools.stored_dtype import dtype_name
 from minimax_tools.synthetic.checkpoint import FP8, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest

@@ -26,10 +26,10 @@ from compare.limits.limits import (
 )
 from compare.noise.rho import noise_ratio
 from compare.noise.rows import TINY, Rows, square_difference, square_rows
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, SiteResult, SiteStatus
+from minimax_tools.stored_dtype import dtype_name
 
 # A reason states the ratio of the norms if it is further from 1 than this.
 _TELLING_SCALE = 0.02

@@ -28,13 +28,13 @@ from types import MappingProxyType
 import torch
 
 from gpu_reference.certification.trust import refuse_no_golden, refuse_uncertified
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError, UsageError, list_names
 from minimax_tools.machine.files import new_folder
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.stored_dtype import dtype_name
 
 _MAX_NAMED = 4
 _AGAIN = "Make both with the same options but --dtype: mm2-gpu extract-all --model DIR …, once with --dtype float32."

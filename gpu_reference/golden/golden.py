@@ -24,7 +24,6 @@ from gpu_reference.model.model_checks import prove_bare_model, prove_model, refu
 from gpu_reference.model.placement import describe_devices, input_device, watched_memory
 from gpu_reference.streaming.stream_choice import MemoryRoom
 from gpu_reference.streaming.streaming import OnceReader, Streaming, open_streamed_model
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
@@ -41,6 +40,7 @@ from minimax_tools.model.weight_names import layer_prefix
 from minimax_tools.partition.plan import Slice
 from minimax_tools.provenance import ModelFingerprint, Provenance, plain_values
 from minimax_tools.slices.stored_weights import read_slice_index
+from minimax_tools.stored_dtype import dtype_name
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM

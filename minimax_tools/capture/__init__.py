@@ -10,9 +10,8 @@ What reads or writes raises CaptureError if a file is missing or damaged, or the
 - `resumption`: a killed run's capture, resumed or removed; manifests of ranks that write one directory together; the
   folder of a run that replaces no other finished run
 - `store`: folders of captures, and the captures in them, newest first
-- `manifest`: the JSON file that lists a capture; what a port holds of a layer's weights; the checks that a golden
-  went through
-- `digests`: sha256 of tensors and files, and their lists in a manifest
+- `manifest`: the JSON file that lists a capture, with the sha256 of its tensors and files; what a port holds of a
+  layer's weights; the checks that a golden went through
 - `passes`: calls, cache and chosen tokens of a whole port's run; the tokens generated after each prompt
 - `read_record`: the tensors that a node read of a checkpoint
 - `source`: the interface of a readable capture, whichever tool wrote it; the tensors of another tool's dump, listed;

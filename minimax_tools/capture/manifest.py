@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.digests import FileDigests, TensorDigest, describe_tensor
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError, Mm2Error, list_names, shorten
 from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields, omit_default
@@ -30,6 +29,7 @@ from minimax_tools.model.inputs import ExpertTokens
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.provenance import CONFIGS, Provenance
+from minimax_tools.stored_dtype import dtype_name
 from minimax_tools.text_enum import TextEnum
 
 INPUTS_NAME = "inputs.safetensors"
@@ -151,6 +151,36 @@ class Certificate:
 
     def _with_outcome(self, outcome: Outcome) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.outcome is outcome)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDigest:
+    """Dtype, shape and sha256 of a stored tensor; the hash is over its bytes in row-major order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} of sha256 {self.sha256[:16]}…"
+
+
+# Digests of the tensors of some files, by file and by tensor.
+FileDigests = Mapping[str, Mapping[str, TensorDigest]]
+
+
+def describe_tensor(tensor: torch.Tensor) -> TensorDigest:
+    """Describe a CPU tensor by dtype, shape and sha256."""
+    return TensorDigest(
+        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=digest_tensor(tensor)
+    )
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return the sha256 over a CPU tensor's bytes in row-major order."""
+    # numpy has no bfloat16, so the bytes are hashed as uint8.
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().data).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from minimax_tools.capture.digests import TensorDigest, describe_tensor, dtype_name
-from minimax_tools.capture.manifest import Entry, Manifest
+from minimax_tools.capture.manifest import Entry, Manifest, TensorDigest, describe_tensor
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
@@ -32,6 +31,7 @@ from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.metrics.tensor_statistics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.remote.cache import ADDRESS_NAME
+from minimax_tools.stored_dtype import dtype_name
 
 # A layer has three files (sites, twins, floor), the model outside its layers too, and the inputs have one.
 _MOST_OPEN = 8

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.digests import FileDigests
-from minimax_tools.capture.manifest import OF_LAYER, Description, Manifest
+from minimax_tools.capture.manifest import OF_LAYER, Description, FileDigests, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.store import MANIFEST_NAME, group_name, list_captures

@@ -20,9 +20,17 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.digests import FileDigests, TensorDigest, describe_tensor
 from minimax_tools.capture.further import further_file
-from minimax_tools.capture.manifest import INPUTS_NAME, Certificate, Description, Entry, Manifest
+from minimax_tools.capture.manifest import (
+    INPUTS_NAME,
+    Certificate,
+    Description,
+    Entry,
+    FileDigests,
+    Manifest,
+    TensorDigest,
+    describe_tensor,
+)
 from minimax_tools.capture.passes import CachePair, cache_file
 from minimax_tools.capture.proof import file_state
 from minimax_tools.capture.read_record import remove_records

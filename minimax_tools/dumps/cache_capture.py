@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.proof import name_place
 from minimax_tools.capture.source import CaptureSource, DumpListing
 from minimax_tools.dumps.assembly import batch_mask
@@ -26,6 +25,7 @@ from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
+from minimax_tools.stored_dtype import dtype_name
 from minimax_tools.torch_file import is_plain, without_gradient
 
 FILE = "vllm_kv.pt"

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.errors import CaptureError
-from minimax_tools.stored_dtype import SAFETENSORS_DTYPES
+from minimax_tools.stored_dtype import SAFETENSORS_DTYPES, dtype_name
 from minimax_tools.torch_file import TorchFile, is_plain, refusing, without_gradient
 
 _SAFETENSORS = ".safetensors"

@@ -15,7 +15,6 @@ from compare.comparer import JudgedRun, judge_run
 from compare.next_commands import after_comparison
 from compare.run_report import report_run
 from compare.sides.golden_weights import CheckpointWeights
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.further import ALSO
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.passes import Generation
@@ -37,6 +36,7 @@ from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.span import word_layers
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Comparison
+from minimax_tools.stored_dtype import dtype_name
 from neuron.devices.runtime import open_runtime
 from neuron.options import DeviceOptions, port_arguments
 from neuron.ports.targets import find_target

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.taps import SITE_FORMS, Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
@@ -27,6 +26,7 @@ from minimax_tools.model.site_layouts import (
 )
 from minimax_tools.model.sites import ModelSite, Site, parse_site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.stored_dtype import dtype_name
 from neuron.devices.ranks import Ranks
 from neuron.ports.target import port_errors
 

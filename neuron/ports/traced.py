@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import CaptureError, TargetError, UsageError
@@ -28,6 +27,7 @@ from minimax_tools.machine.json_file import parse_json
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import ModelFingerprint
+from minimax_tools.stored_dtype import dtype_name
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import Weight, WeightLoader

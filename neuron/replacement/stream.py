@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from compare.prompts.logits_verdict import RowLogits, judge_rows
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -27,6 +26,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.probes import Point, ReplacedRun
+from minimax_tools.stored_dtype import dtype_name
 from neuron.runs.device_request import GoldenInputs, digest_sites
 
 

@@ -19,7 +19,6 @@ from compare.chains.chain_judge import ChainJudge
 from compare.chains.stream_search import find_all, find_exhaustively, find_until_proof
 from compare.limits.criteria import Criteria
 from compare.limits.tolerances import LONGEST_CHAIN
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
@@ -42,6 +41,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import ModelFingerprint
 from minimax_tools.results.probes import Bisection, Chain, Probe
+from minimax_tools.stored_dtype import dtype_name
 from neuron.devices.compiler import AUTO, OFF, choose_compiler
 from neuron.devices.runtime import Runtime
 from neuron.runs.device_request import GoldenInputs, digest_sites

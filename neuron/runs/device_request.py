@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.further import FurtherPlace
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError, UsageError, list_names
@@ -21,6 +20,7 @@ from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import ModelFingerprint
+from minimax_tools.stored_dtype import dtype_name
 from minimax_tools.text.input_request import InputRequest
 from minimax_tools.text.prompts import build_inputs
 from neuron.builtin.layer import KeyValues

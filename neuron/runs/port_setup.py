@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import ModelFingerprint, Provenance, plain_values
+from minimax_tools.stored_dtype import dtype_name
 from neuron.devices.runtime import Runtime
 from neuron.ports.target import ModelTarget, Port, Target
 

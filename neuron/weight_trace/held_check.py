@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import HeldWeights, WeightFault, WeightMistake
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.weight_names import FLOAT32_NAMES
+from minimax_tools.stored_dtype import dtype_name
 from neuron.weight_trace.port_tensors import find_port_tensors
 from neuron.weight_trace.source_lines import (
     Direction,

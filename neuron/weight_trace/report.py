@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.errors import format_count
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Verdict
+from minimax_tools.stored_dtype import dtype_name
 from neuron.weight_trace.agreement import Severity, WeightFinding
 from neuron.weight_trace.inspection import InspectionGroup, WeightInspection
 from neuron.weight_trace.port_tensors import name_pattern

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minimax_tools.capture.digests import dtype_name
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes
+from minimax_tools.stored_dtype import dtype_name
 from reports.wording import word_order
 
 _EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.")

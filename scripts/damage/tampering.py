@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from minimax_tools.capture.digests import describe_tensor
-from minimax_tools.capture.manifest import Entry, Manifest
+from minimax_tools.capture.manifest import Entry, Manifest, describe_tensor
 from minimax_tools.capture.store import MANIFEST_NAME
 
 Change = Callable[[torch.Tensor], torch.Tensor]

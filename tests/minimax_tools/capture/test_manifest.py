@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.capture.digests import TensorDigest, digest_tensor
-from minimax_tools.capture.manifest import SCHEMA_VERSION, Entry, Manifest
+from minimax_tools.capture.manifest import SCHEMA_VERSION, Entry, Manifest, TensorDigest, digest_tensor
 from minimax_tools.capture.store import MANIFEST_NAME
 from minimax_tools.errors import CaptureError
 from minimax_tools.json_codec import encode

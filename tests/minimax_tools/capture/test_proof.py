@@ -13,8 +13,7 @@ import safetensors.torch
 import torch
 from safetensors.torch import save_file
 
-from minimax_tools.capture.digests import digest_tensor
-from minimax_tools.capture.manifest import Certificate, Description, Manifest
+from minimax_tools.capture.manifest import Certificate, Description, Manifest, digest_tensor
 from minimax_tools.capture.proof import OpenFiles
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import MANIFEST_NAME
