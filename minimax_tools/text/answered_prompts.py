@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minimax_tools.errors import UsageError
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.lm_eval_samples import LmEvalSample
 from minimax_tools.text.tokenizer import decode_if_possible, encode_answered, render_messages
 
@@ -158,22 +156,6 @@ def token_rows(folder: Path, inputs: Inputs, *, num_decoded: int) -> list[Answer
     prompts = split_rows(rows, num_decoded=num_decoded)
     texts = decode_if_possible(folder, rows)
     return [replace(prompt, prompt=text or "") for prompt, text in zip(prompts, texts, strict=True)]
-
-
-def refuse_unknown_tokens(prompts: Sequence[AnsweredPrompt], spec: ModelSpec) -> None:
-    """Refuse prompts with token ids that the model does not have.
-
-    Raises:
-        UsageError: A token id lies outside the vocabulary.
-    """
-    for prompt in prompts:
-        for token in itertools.chain(prompt.prompt_ids, prompt.answer_ids):
-            if not 0 <= token < spec.vocab_size:
-                raise UsageError(
-                    f"{prompt.name} holds the id {token}",
-                    expected=f"ids from 0 to {spec.vocab_size - 1}",
-                    next_step="Is the tokenizer that of the checkpoint?",
-                )
 
 
 def _filled(ids: list[int], *, name: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +99,9 @@ def _parse_record(line: str, *, where: str, number: int) -> _Record:
         values = parse_json(line)
     except ValueError as error:
         raise UsageError(f"{where} is no JSON", found=str(error), next_step=_STEP) from error
-    if not isinstance(values, dict) or not {"arguments", "resps"} <= values.keys():
-        found = f"the keys {', '.join(sorted(values)[:8])}" if isinstance(values, dict) else "no object"
-        raise UsageError(
-            f"{where} is no sample of lm_eval",
-            expected="an object with arguments and resps",
-            found=shorten(found),
-            next_step=_STEP,
-        )
     try:
-        record = decode(_Record, {"doc_id": number, **values})
+        # A line without a number takes that of the line.
+        record = decode(_Record, {"doc_id": number, **values} if isinstance(values, dict) else values)
     except DecodeError as error:
         raise _unreadable(where, error) from error
     return replace(record, is_right=_is_right(values, record.metrics))
@@ -138,35 +132,16 @@ def _samples_of(doc_id: str, records: Sequence[_Record]) -> Iterator[LmEvalSampl
 def _sample(
     name: str, request: tuple[Any, ...], responses: Any, *, target: str, is_right: bool | None
 ) -> LmEvalSample:
+    sample = partial(LmEvalSample, name=name, target=target, is_right=is_right)
     context = _context(request[0])
     if len(request) > 1 and isinstance(request[1], str):
-        return LmEvalSample(
-            name=name,
-            context=context,
-            continuation=request[1],
-            is_generated=False,
-            log_likelihood=_log_likelihood(responses),
-            target=target,
-            is_right=is_right,
-        )
+        likelihood = _log_likelihood(responses)
+        return sample(context=context, continuation=request[1], is_generated=False, log_likelihood=likelihood)
     if len(request) == 1:
         # The likelihood of a whole text: what follows its first token is the answer.
-        return LmEvalSample(
-            name=name,
-            context="",
-            continuation=decode(str, context),
-            is_generated=False,
-            target=target,
-            is_right=is_right,
-        )
-    return LmEvalSample(
-        name=name,
-        context=context,
-        continuation=decode(str, _first_repeat(responses)),
-        is_generated=True,
-        target=target,
-        is_right=is_right,
-    )
+        return sample(context="", continuation=decode(str, context), is_generated=False)
+    answer = decode(str, _first_repeat(responses))
+    return sample(context=context, continuation=answer, is_generated=True)
 
 
 def _first_repeat(responses: Any) -> Any:

@@ -138,6 +138,19 @@ def read_prompts(path: Path | None) -> list[str]:
     return loaded
 
 
+def refuse_unknown_ids(
+    row: Sequence[int], *, name: str, spec: ModelSpec, next_step: str | None = None
+) -> None:
+    """Raise UsageError if a row, named in the message, holds an id outside the model's vocabulary."""
+    for token in row:
+        if not 0 <= token < spec.vocab_size:
+            raise UsageError(
+                f"{name} holds the id {shorten(str(token))}",
+                expected=f"ids from 0 to {spec.vocab_size - 1}",
+                next_step=next_step,
+            )
+
+
 def pad_token_id(spec: ModelSpec) -> int:
     """Return the model's padding id, or 0: padding is masked, so any id works."""
     pad_id = spec.raw.get("pad_token_id")
@@ -231,12 +244,7 @@ def _refuse_unusable_rows(rows: list[list[int]], starts: tuple[int, ...], spec: 
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         if not row:
             raise UsageError(f"row {index} has no token")
-        for token in row:
-            if not 0 <= token < spec.vocab_size:
-                raise UsageError(
-                    f"row {index} holds the id {shorten(str(token))}",
-                    expected=f"ids from 0 to {spec.vocab_size - 1}",
-                )
+        refuse_unknown_ids(row, name=f"row {index}", spec=spec)
         if len(row) > num_positions:
             raise UsageError(
                 f"row {index} has {format_count(len(row), 'token')}",

@@ -28,11 +28,10 @@ from minimax_tools.text.answered_prompts import (
     cut_prompt,
     encode_prompts,
     encode_samples,
-    refuse_unknown_tokens,
     token_rows,
 )
 from minimax_tools.text.lm_eval_samples import read_lm_eval_samples
-from minimax_tools.text.prompts import read_prompts
+from minimax_tools.text.prompts import read_prompts, refuse_unknown_ids
 from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
@@ -173,7 +172,9 @@ def _read_prompts(
             num_decoded = options.num_decoded
         return token_rows(folder, inputs, num_decoded=num_decoded)[: options.limit]
     prompts = _read_samples(options, folder) if options.samples is not None else _read_texts(options, folder)
-    refuse_unknown_tokens(prompts, spec)
+    for prompt in prompts:
+        step = "Is the tokenizer that of the checkpoint?"
+        refuse_unknown_ids(prompt.row, name=prompt.name, spec=spec, next_step=step)
     num_decoded = _MOST_DECODED if options.num_decoded is None else options.num_decoded
     max_length = min(options.max_length or spec.max_position_embeddings, spec.max_position_embeddings)
     return [
