@@ -177,5 +177,5 @@ def draw_golden(
     with open_capture(directory, description, inputs=inputs) as writer:
         for layer in span:
             drawn = torch.randn((*inputs.batch_shape, spec.hidden_size), generator=generator)
-            writer.write_layer(layer, {Site.INPUT: drawn.to(dtype)})
+            writer.write(layer, {Site.INPUT: drawn.to(dtype)})
         writer.finish()

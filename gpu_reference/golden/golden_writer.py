@@ -107,7 +107,7 @@ class GoldenWriter:
         floor = self.floor and self.floor.measure_layer(
             layer, captured, sites=self.run.computed_sites, device=device
         )
-        self.writer.write_layer(
+        self.writer.write(
             layer,
             kept_sites(self.run, layer, captured, inputs=self.inputs),
             twin=floor.twin if floor and self.keeps_twins else None,
@@ -122,7 +122,8 @@ class GoldenWriter:
     def write_model(self, captured: Mapping[ModelSite, torch.Tensor], *, hidden_states: torch.Tensor) -> None:
         """Write the sites outside the layers; `hidden_states` [B,S,H] are the last layer's output."""
         floor = self.floor and self.floor.measure_head(captured, hidden_states)
-        self.writer.write_model(
+        self.writer.write(
+            None,
             captured,
             twin=floor.twin if floor and self.keeps_twins else None,
             floor=floor.statistics if floor else None,

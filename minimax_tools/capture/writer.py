@@ -224,12 +224,12 @@ class CaptureWriter:
         """True if the sites outside the layers are already stored."""
         return any(entry.layer is None for entry in self.manifest.entries)
 
-    def write_layer(
+    def write(
         self,
-        layer: int,
-        tensors: Mapping[Site, torch.Tensor],
+        layer: int | None,
+        tensors: SiteTensors,
         *,
-        twin: Mapping[Site, torch.Tensor] | None = None,
+        twin: SiteTensors | None = None,
         floor: Mapping[str, torch.Tensor] | None = None,
         further: Mapping[str, torch.Tensor] | None = None,
         observed_dtypes: Mapping[str, str] | None = None,
@@ -239,7 +239,7 @@ class CaptureWriter:
         """Store one whole layer; readers see nothing of it until all of it is written.
 
         Args:
-            layer: The layer's number.
+            layer: The layer's number; None for the sites outside the layers.
             tensors: CPU tensors by site.
             twin: Float32 twins by site, if the noise floor is kept whole.
             floor: Statistics of the noise floor by name (see `minimax_tools.metrics.noise_floor`).
@@ -248,7 +248,19 @@ class CaptureWriter:
             cache: Keys and values [B,K,S,D] in the cache of a whole port.
             of_layer: What else the manifest notes of a layer, by the names of its fields `OF_LAYER`.
         """
-        entries, digests = self._write_group(layer, tensors, twin=twin, floor=floor)
+        if self._kept is not None:
+            tensors = self._kept.cut_sites(tensors)
+            twin = None if twin is None else self._kept.cut_twins(twin)
+            floor = None if floor is None else self._kept.cut_floor(floor)
+        digests: dict[str, Mapping[str, TensorDigest]] = {}
+        if twin is not None:
+            digests |= self._write(twins_file(layer), _by_name(twin))
+        if floor is not None:
+            digests |= self._write(floor_file(layer), floor)
+        entries = self._write_sites(layer, _by_name(tensors))
+        if layer is None:
+            self._update(self.manifest.with_model(entries, digests))
+            return
         if further:
             digests |= self._write(further_file(layer), further)
         if cache is not None:
@@ -258,17 +270,6 @@ class CaptureWriter:
                 layer, entries, digests=digests, observed_dtypes=observed_dtypes or {}, **of_layer
             )
         )
-
-    def write_model(
-        self,
-        tensors: Mapping[ModelSite, torch.Tensor],
-        *,
-        twin: Mapping[ModelSite, torch.Tensor] | None = None,
-        floor: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Store the sites outside the layers; for the arguments see `write_layer`."""
-        entries, digests = self._write_group(None, tensors, twin=twin, floor=floor)
-        self._update(self.manifest.with_model(entries, digests))
 
     def add_part(self, part: Manifest) -> None:
         """List the tensors of a part, the manifest of another rank that writes this capture."""
@@ -310,37 +311,17 @@ class CaptureWriter:
         if changed != self.manifest:
             self._update(changed)
 
-    def _write_group(
-        self,
-        layer: int | None,
-        tensors: SiteTensors,
-        *,
-        twin: SiteTensors | None,
-        floor: Mapping[str, torch.Tensor] | None,
-    ) -> tuple[tuple[Entry, ...], dict[str, Mapping[str, TensorDigest]]]:
-        """Write the files of a layer, or of the sites outside the layers.
-
-        Returns:
-            The entries of the sites, and the digests of twins and floor.
-        """
-        if self._kept is not None:
-            tensors = self._kept.cut_sites(tensors)
-            twin = None if twin is None else self._kept.cut_twins(twin)
-            floor = None if floor is None else self._kept.cut_floor(floor)
-        digests: dict[str, Mapping[str, TensorDigest]] = {}
-        if twin is not None:
-            digests |= self._write(twins_file(layer), _by_name(twin))
-        if floor is not None:
-            digests |= self._write(floor_file(layer), floor)
-        file, named = sites_file(layer), _by_name(tensors)
+    def _write_sites(self, layer: int | None, tensors: Mapping[str, torch.Tensor]) -> tuple[Entry, ...]:
+        """Write the sites of a layer, by their names, and return their entries."""
+        file = sites_file(layer)
         # Threads describe the tensors while they are written. Each computes alone: statistics of blocks are too short
         # for torch's own threads, which would wait for each other up to a hundred times as long.
         with CorePool("describing") as pool:
             entries = pool.map(
-                lambda site: Entry.of(layer, site, file=file, tensor=named[site]), tuple(named)
+                lambda site: Entry.of(layer, site, file=file, tensor=tensors[site]), tuple(tensors)
             )
-            self._save(file, named)
-            return tuple(entries), digests
+            self._save(file, tensors)
+            return tuple(entries)
 
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> FileDigests:
         """Write a file whose tensors have no entries, and return their digests."""

@@ -177,13 +177,11 @@ def floor_statistics(
         # Indices of experts have no error norm.
         if site not in computed or site is Site.ROUTER_EXPERTS:
             continue
-        if golden is None:
-            statistics |= error_norms(site, computed[site], exact, real=real)
-            continue
-        # A variant.
-        golden_rows = token_rows(golden[site], site)[real]
+        golden_rows = token_rows((golden or computed)[site], site)[real]
         massive = massive_channels(golden_rows)
         statistics |= error_norms(site, computed[site], exact, real=real, massive=massive)
+        if golden is None:
+            continue
         structure = measure_structure(
             token_rows(exact, site)[real],
             golden_rows,

@@ -289,7 +289,7 @@ class ModelRun:
             num_columns=num_columns,
             vocab_size=vocab_size,
         )
-        writer.write_model({site: model[site] for site in ModelSite if site in model})
+        writer.write(None, {site: model[site] for site in ModelSite if site in model})
         above = [
             float((result.logits[..., vocab_size:].amax(-1) - result.logits[..., :vocab_size].amax(-1)).max())
             for result in results
@@ -358,7 +358,7 @@ class ModelRun:
         if before is not None and layer_input is not None and are_equal_bits(before, layer_input):
             # A capture finds it as that output.
             del tensors[Site.INPUT]
-        writer.write_layer(
+        writer.write(
             layer,
             tensors,
             not_exposed=not_exposed,

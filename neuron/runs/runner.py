@@ -156,7 +156,7 @@ class DeviceRun:
             # In a chained run, another layer's input is the output that is stored already.
             keeps_input = run.mode is Mode.ISOLATED or layer == run.span.start
             tensors = result.tensors.items()
-            writer.write_layer(
+            writer.write(
                 layer,
                 {site: tensor for site, tensor in tensors if keeps_input or site is not Site.INPUT},
                 further=result.further,
@@ -226,7 +226,7 @@ class DeviceRun:
     def _run_head(self, writer: CaptureWriter) -> None:
         span = self._request.run.span
         head = self._compute_head(writer.capture.read(span.last, Site.OUTPUT))
-        writer.write_model({ModelSite.EMBEDDING: writer.capture.read(span.start, Site.INPUT), **head})
+        writer.write(None, {ModelSite.EMBEDDING: writer.capture.read(span.start, Site.INPUT), **head})
 
     def _compute_head(self, hidden_states: torch.Tensor) -> Mapping[ModelSite, torch.Tensor]:
         """Compute final_norm and logits from the last layer's output [B,S,H], once the layer's weights are freed."""

@@ -104,7 +104,7 @@ class Copyist:
             for layer in run.span:
                 if layer == stop_before:
                     break
-                writer.write_layer(
+                writer.write(
                     layer,
                     self._layer(run, layer, changes or {}, not_exposed),
                     not_exposed=not_exposed,
@@ -133,7 +133,7 @@ class Copyist:
                 if layer == stop_before:
                     break
                 twin, floor = (folder / f"layer_{layer}.{kind}.safetensors" for kind in ("fp32", "floor"))
-                writer.write_layer(
+                writer.write(
                     layer,
                     self._layer(run, layer, changes or {}, ()),
                     twin=_by_site(load_file(twin)) if noise_floor == "full" else None,
@@ -177,7 +177,7 @@ class Copyist:
         }
         if tensors:
             exact = {ModelSite(name): tensor for name, tensor in load_file(twin).items()} if twin else None
-            writer.write_model(tensors, twin=exact, floor=floor)
+            writer.write(None, tensors, twin=exact, floor=floor)
         writer.finish()
 
 
@@ -324,7 +324,7 @@ def write_port(golden: Path, toy: Path, tmp_path: Path) -> WritePort:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         with open_capture(folder, description, inputs=source.read_inputs()) as writer:
             for layer, (tensors, cache) in layers.items():
-                writer.write_layer(layer, tensors, cache=cache)
+                writer.write(layer, tensors, cache=cache)
             told = ModelPasses(num_passes=1 + num_decoded, cached_layers=cached, **passes)
             writer.write_json(PASSES_NAME, encode(told))
         target = Capture.open(folder)

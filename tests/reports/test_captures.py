@@ -73,9 +73,9 @@ def write_capture(
             tensors = layer_tensors(layer)
             if layer == nan_in:
                 tensors[Site.Q_ROPE][0, 1, 2, 3] = torch.nan
-            writer.write_layer(layer, tensors, not_exposed=(Site.K_ROPE,) if hidden else ())
+            writer.write(layer, tensors, not_exposed=(Site.K_ROPE,) if hidden else ())
         if stored is None:
-            writer.write_model({ModelSite.LOGITS: torch.ones(1, 6, 16)})
+            writer.write(None, {ModelSite.LOGITS: torch.ones(1, 6, 16)})
             writer.finish()
     return Capture.open(directory)
 

@@ -186,7 +186,7 @@ class TestTwelveLayers:
         with open_capture(directory, description, inputs=inputs) as writer:
             for layer in run.span:
                 tensor = torch.full((1, 4, 8), float(layer + 1), dtype=torch.bfloat16)
-                writer.write_layer(layer, {Site.INPUT: tensor, Site.OUTPUT: 2 * tensor})
+                writer.write(layer, {Site.INPUT: tensor, Site.OUTPUT: 2 * tensor})
             writer.finish()
         return directory
 

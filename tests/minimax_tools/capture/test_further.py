@@ -107,8 +107,8 @@ def test_they_are_stored_beside_the_sites_with_digests(
 ) -> None:
     kept = {"cache.0": torch.ones(2, 3), "cache.1": torch.zeros(2, 3)}
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.write_layer(0, layer_of(0), further=kept)
-        writer.write_layer(1, layer_of(1))
+        writer.write(0, layer_of(0), further=kept)
+        writer.write(1, layer_of(1))
     capture = Capture.open(tmp_path)
     assert (capture.further(0), capture.further(1)) == (("cache.0", "cache.1"), ())
     assert torch.equal(capture.read_further(0, "cache.0"), kept["cache.0"])

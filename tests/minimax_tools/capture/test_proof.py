@@ -32,7 +32,7 @@ def golden(describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path) -> Path
     with open_capture(tmp_path, description, inputs=inputs) as writer:
         tensors = layer_of(0)
         twin = {Site.OUTPUT: tensors[Site.OUTPUT].float() + 0.5}
-        writer.write_layer(0, tensors, twin=twin, floor={"output.error": torch.ones(2, 3)})
+        writer.write(0, tensors, twin=twin, floor={"output.error": torch.ones(2, 3)})
         writer.write_json("generation.json", {"rows": [], "sampling": {}})
         writer.finish()
     return tmp_path
@@ -163,11 +163,11 @@ class TestCertified:
         self, describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
     ) -> None:
         with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-            writer.write_layer(0, layer_of(0))
+            writer.write(0, layer_of(0))
         self.certify(tmp_path)
         with open_capture(tmp_path, describe(), inputs=inputs) as writer:
             assert writer.complete_layers == (0,)
-            writer.write_layer(1, layer_of(1))
+            writer.write(1, layer_of(1))
         assert Manifest.read(tmp_path).certificate is None
 
 
@@ -193,7 +193,7 @@ class TestStatistics:
         values = self.VALUES if tensor is None else tensor
         description = replace(describe(noise_floor=noise_floor), side=side)
         with open_capture(directory, description, inputs=inputs) as writer:
-            writer.write_layer(0, {site: values})
+            writer.write(0, {site: values})
         path = directory / MANIFEST_NAME
         record = json.loads(path.read_text())
         (entry,) = record["entries"]
@@ -272,7 +272,7 @@ class TestTwins:
             description = replace(describe(noise_floor="full"), side="gpu_reference")
             tensors = {**layer_of(0), **{Site(name): tensor for name, tensor in sites.items()}}
             with open_capture(tmp_path, description, inputs=inputs) as writer:
-                writer.write_layer(0, tensors, twin=twin)
+                writer.write(0, tensors, twin=twin)
             return Capture.open(tmp_path)
 
         return write
@@ -320,7 +320,7 @@ class TestTwins:
 
 def test_site_outside_the_layers_is_named_without_one(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.write_model({ModelSite.LOGITS: torch.ones(2, 3, 5)})
+        writer.write(None, {ModelSite.LOGITS: torch.ones(2, 3, 5)})
     change(tmp_path, "model.safetensors", "logits", lambda logits: logits + 1)
     with pytest.raises(CaptureError, match=r"written: logits in model\.safetensors does not match"):
         Capture.open(tmp_path).read(None, ModelSite.LOGITS)

@@ -25,7 +25,7 @@ from minimax_tools.model.span import Span
 def capture(describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path) -> Capture:
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
         for layer in range(3):
-            writer.write_layer(layer, layer_of(layer))
+            writer.write(layer, layer_of(layer))
         writer.finish()
     return Capture.open(tmp_path)
 
@@ -42,7 +42,7 @@ def test_input_of_an_isolated_layer_is_its_own_or_none(
     run = sweep_run(Span(0, 3), sites_level="layer")
     with open_capture(tmp_path / "sweep", describe(run=run), inputs=inputs) as writer:
         for layer in range(3):
-            writer.write_layer(layer, layer_of(layer))
+            writer.write(layer, layer_of(layer))
     capture = Capture.open(tmp_path / "sweep")
     assert capture.sites(1) == (Site.OUTPUT,)
     with pytest.raises(CaptureError, match="holds no input of layer 1"):
@@ -58,7 +58,7 @@ def test_as_many_heads_as_tokens_are_read_as_the_golden_has_them(
         with open_capture(
             tmp_path / name, describe(run=sweep_run(Span(0, 1), sites_level="all")), inputs=inputs
         ) as writer:
-            writer.write_layer(0, {Site.Q_ROPE: heads})
+            writer.write(0, {Site.Q_ROPE: heads})
     golden, run = (Capture.open(tmp_path / name) for name in ("golden", "run"))
     assert torch.equal(run.beside(golden).read(0, Site.Q_ROPE), right + 0.01)
     assert torch.equal(golden.beside(golden).read(0, Site.Q_ROPE), right)
@@ -90,7 +90,7 @@ def test_floor_that_is_promised_and_missing_is_an_error(
     describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
 ) -> None:
     with open_capture(tmp_path / "full", describe(noise_floor="full"), inputs=inputs) as writer:
-        writer.write_layer(0, layer_of(0), twin={}, floor={})
+        writer.write(0, layer_of(0), twin={}, floor={})
     capture = Capture.open(tmp_path / "full")
     with pytest.raises(CaptureError, match=r"layer_0\.fp32\.safetensors holds no tensor 'output' of layer 0"):
         capture.read_twin(0, Site.OUTPUT)
@@ -147,8 +147,8 @@ class TestWholePort:
         def write(*, num_decoded: int = 0, passes: ModelPasses | None) -> Capture:
             run = model_run(2, sites_level="layer", num_decoded=num_decoded)
             with open_capture(tmp_path, describe(run=run), inputs=inputs) as writer:
-                writer.write_layer(0, layer_of(0), cache=(self.KEYS, self.VALUES))
-                writer.write_layer(1, layer_of(1))
+                writer.write(0, layer_of(0), cache=(self.KEYS, self.VALUES))
+                writer.write(1, layer_of(1))
                 if passes is not None:
                     writer.write_json(PASSES_NAME, encode(passes))
             return Capture.open(tmp_path)
@@ -197,9 +197,10 @@ def directory(describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path) -> P
     with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:
         for layer in (0, 1):
             twin = {Site.OUTPUT: layer_of(layer)[Site.OUTPUT].float()}
-            writer.write_layer(layer, layer_of(layer), twin=twin, floor={"output.error": torch.ones(2, 3)})
+            writer.write(layer, layer_of(layer), twin=twin, floor={"output.error": torch.ones(2, 3)})
         logits = torch.ones(2, 3, 5)
-        writer.write_model(
+        writer.write(
+            None,
             {ModelSite.LOGITS: logits},
             twin={ModelSite.LOGITS: logits},
             floor={"logits.error": torch.zeros(2, 3)},
@@ -227,7 +228,7 @@ def test_each_fault_is_named_once(directory: Path) -> None:
 def whole_port(describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path) -> Path:
     """The run of a whole port: 3 inputs, 2 values of a layer, its cached keys and values, and the passes."""
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.write_layer(0, layer_of(0), cache=(torch.ones(2, 1, 3, 4), torch.zeros(2, 1, 3, 4)))
+        writer.write(0, layer_of(0), cache=(torch.ones(2, 1, 3, 4), torch.zeros(2, 1, 3, 4)))
         writer.write_json(PASSES_NAME, encode(ModelPasses(num_passes=1, cached_layers=(0,))))
         writer.finish()
     return tmp_path
@@ -246,6 +247,6 @@ def test_twins_are_looked_at_whatever_their_digests(
     describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
 ) -> None:
     with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:
-        writer.write_layer(0, layer_of(0), twin={Site.OUTPUT: layer_of(0)[Site.OUTPUT].bfloat16()})
+        writer.write(0, layer_of(0), twin={Site.OUTPUT: layer_of(0)[Site.OUTPUT].bfloat16()})
     (fault,) = inspect_capture(Capture.open(tmp_path)).faults
     assert "is no float32 twin" in fault

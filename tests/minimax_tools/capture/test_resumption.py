@@ -55,7 +55,7 @@ class Recipe:
     def _layers(self, writer: CaptureWriter, until: int) -> None:
         for layer in range(until):
             if layer not in writer.complete_layers:
-                writer.write_layer(layer, self.layer_of(layer))
+                writer.write(layer, self.layer_of(layer))
                 self.written.append(layer)
 
 
@@ -284,7 +284,7 @@ def write_together(directory: Path, describe: Any, inputs: Inputs, layer_of: Any
         second = CaptureWriter(directory, first.manifest, manifest_name=part_name(1))
         for writer, layers in ((first, (0,)), (second, (1, 2))):
             for layer in layers:
-                writer.write_layer(layer, layer_of(layer))
+                writer.write(layer, layer_of(layer))
         return [first.manifest, second.manifest]
 
 
@@ -293,7 +293,7 @@ def test_parts_that_are_told_make_the_capture_of_one_process(
 ) -> None:
     with open_capture(tmp_path / "one", describe(), inputs=inputs) as writer:
         for layer in range(3):
-            writer.write_layer(layer, layer_of(layer))
+            writer.write(layer, layer_of(layer))
         writer.finish()
     own, other = write_together(tmp_path / "two", describe, inputs, layer_of)
     # What the ranks tell is enough: the part's file need not be seen.

@@ -51,7 +51,7 @@ def test_layer_is_written_with_its_floor_beside_it(
     twin = {Site.OUTPUT: tensors[Site.OUTPUT].float() + 0.5}
     floor = {"output.error": torch.ones(2, 3)}
     with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:
-        writer.write_layer(0, tensors, twin=twin, floor=floor)
+        writer.write(0, tensors, twin=twin, floor=floor)
         assert writer.complete_layers == (0,)
         read = writer.capture.read(0, Site.OUTPUT)
         assert (read.dtype, writer.capture.digest_note) == (torch.bfloat16, "")
@@ -69,7 +69,7 @@ def test_tensor_that_lies_transposed_is_written_in_row_major_order(
 ) -> None:
     tensor = torch.arange(24.0).reshape(2, 4, 3).transpose(1, 2)
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.write_layer(0, {Site.OUTPUT: tensor})
+        writer.write(0, {Site.OUTPUT: tensor})
     assert torch.equal(Capture.open(tmp_path).read(0, Site.OUTPUT), tensor)
 
 
@@ -85,7 +85,7 @@ def test_entries_are_in_the_order_of_sites_and_the_same_for_any_number_of_thread
         for number in (1, 4):
             torch.set_num_threads(number)
             with open_capture(tmp_path / str(number), describe(), inputs=inputs) as writer:
-                writer.write_layer(0, tensors)
+                writer.write(0, tensors)
                 entries[number] = writer.manifest.entries
             assert torch.get_num_threads() == number
     finally:
@@ -98,7 +98,8 @@ def test_model_sites_are_written_with_their_floor(describe: Any, inputs: Inputs,
     logits = torch.ones(2, 3, 5)
     with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:
         assert not writer.has_model_sites
-        writer.write_model(
+        writer.write(
+            None,
             {ModelSite.LOGITS: logits},
             twin={ModelSite.LOGITS: logits * 2},
             floor={"logits.error": torch.zeros(2, 3)},
@@ -121,11 +122,11 @@ def test_layer_that_fails_to_be_written_is_not_listed(
     describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
 ) -> None:
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.write_layer(0, layer_of(0))
+        writer.write(0, layer_of(0))
         # A directory where the layer's file should go: the floor is written, the layer is not.
         (tmp_path / "layer_1.safetensors").mkdir()
         with pytest.raises(CaptureError, match=r"cannot write .*layer_1\.safetensors"):
-            writer.write_layer(1, layer_of(1), floor={"output.error": torch.ones(2, 3)})
+            writer.write(1, layer_of(1), floor={"output.error": torch.ones(2, 3)})
         assert writer.complete_layers == (0,)
     assert Capture.open(tmp_path).layers == (0,)
 
@@ -151,7 +152,7 @@ def write(describe: Callable[..., Description], inputs: Inputs, layer_of: Any) -
         with open_capture(directory, describe(), inputs=inputs) as writer:
             for layer in range(3):
                 if layer not in writer.complete_layers:
-                    writer.write_layer(layer, layer_of(layer))
+                    writer.write(layer, layer_of(layer))
             writer.write_json("extra.json", {"a": 1})
             if disturb:
                 disturb(directory)
@@ -219,7 +220,7 @@ def test_stored_layer_that_a_resumed_run_lost_fails_it(
     write: Write, describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
 ) -> None:
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.write_layer(0, layer_of(0))
+        writer.write(0, layer_of(0))
     with pytest.raises(CaptureError, match=r"layer_0\.safetensors is missing"):
         write(tmp_path, disturb=remove("layer_0.safetensors"))
 
@@ -278,7 +279,7 @@ def test_rank_that_outlived_its_run_writes_nothing_into_the_next(tmp_path: Path)
 def writer(tmp_path: Path, describe: Any, inputs: Any, layer_of: Any) -> CaptureWriter:
     """The writer of a capture that has one layer."""
     with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.write_layer(0, layer_of(0))
+        writer.write(0, layer_of(0))
     return writer
 
 
@@ -297,7 +298,7 @@ def test_file_of_another_run_is_not_taken_for_it(
     writer: CaptureWriter, tmp_path: Path, layer_of: Any
 ) -> None:
     entry = next(entry for entry in writer.manifest.entries if entry.site == Site.OUTPUT)
-    writer.write_layer(1, layer_of(1))
+    writer.write(1, layer_of(1))
     (tmp_path / "layer_1.safetensors").rename(tmp_path / "layer_0.safetensors")
     with pytest.raises(
         CaptureError,

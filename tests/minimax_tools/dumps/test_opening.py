@@ -43,7 +43,7 @@ def write_own(directory: Path) -> Path:
         input_source=inputs.source,
     )
     with open_capture(directory, description, inputs=inputs) as writer:
-        writer.write_layer(0, {Site.OUTPUT: torch.ones(1, 2, 3)})
+        writer.write(0, {Site.OUTPUT: torch.ones(1, 2, 3)})
         writer.finish()
     return directory
 
