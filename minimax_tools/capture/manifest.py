@@ -325,17 +325,17 @@ class Manifest:
 
     def with_layer(
         self,
-        layer: int,
+        layer: int | None,
         entries: tuple[Entry, ...],
         *,
         digests: FileDigests = MappingProxyType({}),
         observed_dtypes: Mapping[str, str] = MappingProxyType({}),
         **of_layer: Any,
     ) -> Manifest:
-        """Add a whole layer.
+        """Add a whole layer, or put the sites outside the layers in place of those that are listed.
 
         Args:
-            layer: Its number.
+            layer: Its number; None for the sites outside the layers.
             entries: Its sites.
             digests: Those of its twins, floors and other tensors.
             observed_dtypes: Dtypes that the port loaded.
@@ -347,18 +347,15 @@ class Manifest:
             # That no expert was left out is worth a note.
             if value or (name == "unreached_experts" and value is not None)
         }
+        others = (entry for entry in self.entries if entry.layer != layer)
+        added = () if layer is None else (layer,)
         return self.with_digests(
             digests,
-            entries=_sorted((*self.entries, *entries)),
+            entries=_sorted((*others, *entries)),
             observed_dtypes={**self.observed_dtypes, **observed_dtypes},
-            complete_layers=tuple(sorted((*self.complete_layers, layer))),
+            complete_layers=tuple(sorted((*self.complete_layers, *added))),
             **noted,
         )
-
-    def with_model(self, entries: tuple[Entry, ...], digests: FileDigests = MappingProxyType({})) -> Manifest:
-        """Replace the sites outside the layers; `digests` are those of their twins and floors."""
-        layer_entries = tuple(entry for entry in self.entries if entry.layer is not None)
-        return self.with_digests(digests, entries=_sorted((*layer_entries, *entries)))
 
     def with_digests(self, digests: FileDigests, **changes: Any) -> Manifest:
         """Add or replace the digests of some tensor files, and other fields by name."""

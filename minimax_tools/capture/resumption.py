@@ -52,20 +52,17 @@ def merge_parts(directory: Path, manifest: Manifest) -> Manifest:
 def add_part(manifest: Manifest, part: Manifest) -> Manifest:
     """Add to a manifest the layers, and the sites outside the layers, that only a part of the same capture lists."""
     listed = {(entry.layer, entry.site) for entry in manifest.entries}
-    new = [entry for entry in part.entries if (entry.layer, entry.site) not in listed]
     merged = manifest
-    new_model_entries = [entry for entry in new if entry.layer is None]
-    if new_model_entries:
-        model_entries = [entry for entry in manifest.entries if entry.layer is None]
-        merged = manifest.with_model((*model_entries, *new_model_entries), _digests_of(part, None))
-    for layer in part.complete_layers:
-        if layer not in merged.complete_layers:
-            merged = merged.with_layer(
-                layer,
-                tuple(entry for entry in new if entry.layer == layer),
-                digests=_digests_of(part, layer),
-                **{name: getattr(part, name).get(layer) for name in OF_LAYER},
-            )
+    for layer in (None, *part.complete_layers):
+        new = [entry for entry in part.entries if entry.layer == layer and (layer, entry.site) not in listed]
+        if layer in merged.complete_layers or (layer is None and not new):
+            continue
+        merged = merged.with_layer(
+            layer,
+            (*(entry for entry in manifest.entries if entry.layer == layer), *new),
+            digests=_digests_of(part, layer),
+            **{name: getattr(part, name).get(layer) for name in OF_LAYER},
+        )
     # The dtypes that the manifest has already stay.
     return replace(merged, observed_dtypes={**part.observed_dtypes, **manifest.observed_dtypes})
 

@@ -257,14 +257,11 @@ class CaptureWriter:
             digests |= self._write(twins_file(layer), _by_name(twin))
         if floor is not None:
             digests |= self._write(floor_file(layer), floor)
-        entries = self._write_sites(layer, _by_name(tensors))
-        if layer is None:
-            self._update(self.manifest.with_model(entries, digests))
-            return
-        if further:
+        if layer is not None and further:
             digests |= self._write(further_file(layer), further)
-        if cache is not None:
+        if layer is not None and cache is not None:
             digests |= self._write(cache_file(layer), dict(zip(("keys", "values"), cache, strict=True)))
+        entries = self._write_sites(layer, _by_name(tensors))
         self._update(
             self.manifest.with_layer(
                 layer, entries, digests=digests, observed_dtypes=observed_dtypes or {}, **of_layer

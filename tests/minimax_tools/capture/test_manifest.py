@@ -34,7 +34,7 @@ def manifest(describe: Any) -> Manifest:
             not_exposed=(Site.ROUTER_LOGITS,),
             observed_dtypes={"router_gate": "bfloat16"},
         )
-        .with_model((entry(None, "logits"),))
+        .with_layer(None, (entry(None, "logits"),))
     )
 
 
