@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,19 +10,15 @@ from compare.diagnosis.finding import Diagnosis, confirm_causes
 from compare.diagnosis.report import render_diagnosis
 from compare.diagnosis.view import word_diagnosis
 from compare.evidence.collection import collect_evidence
-from reports.folder import WrittenReport, write_report
+from reports.folder import write_report
 from reports.page.evidence import Report
 from reports.page.origins import origin_rows
-
-logger = logging.getLogger(__name__)
 
 
 def report_run(
     run: JudgedRun, directory: Path, *, next_commands: tuple[str, ...], diagnosis: Diagnosis | None = None
-) -> WrittenReport:
-    """Write the report of a judged run into a directory, with its diagnosis if one was made.
-
-    A warning says what was not written, and what to install for it.
+) -> str:
+    """Write the report of a judged run, with its diagnosis if one was made, and return a line for each file.
 
     Raises:
         CannotRunError: The directory cannot be made or written to.
@@ -32,7 +27,7 @@ def report_run(
     if diagnosis is not None:
         text = render_diagnosis(diagnosis, width=120, is_terminal=False)
         run = replace(run, comparison=confirm_causes(run, diagnosis))
-    written = write_report(
+    paths = write_report(
         Report(
             comparison=run.comparison,
             next_commands=next_commands,
@@ -43,6 +38,4 @@ def report_run(
         ),
         directory,
     )
-    if written.missing:
-        logger.warning("%s", written.missing)
-    return written
+    return "\n".join(f"written: {path}" for path in paths)

@@ -25,11 +25,9 @@ _STYLES = {Verdict.PASS: "bold green", Verdict.WARN: "bold yellow", Verdict.FAIL
 _COLUMNS = columns("probe", "<layers", "<verdict", "error\nof limit", "<at", "sees\nfrom")
 
 
-def render_bisection(
-    bisection: Bisection, *, width: int | None = None, is_terminal: bool | None = None
-) -> str:
-    """Draw a bisection as text: result, probes, what they could not see, and what to run next (see `Canvas`)."""
-    canvas = Canvas(width=width, is_terminal=is_terminal)
+def render_bisection(bisection: Bisection) -> str:
+    """Draw a bisection as text: result, probes, what they could not see, and what to run next."""
+    canvas = Canvas()
     canvas.line(_headline(bisection), style=_STYLES[bisection.verdict])
     canvas.line(_extent(bisection))
     canvas.facts([("golden", bisection.reference), ("port", bisection.target)])

@@ -54,7 +54,7 @@ class Canvas:
         is_terminal: Whether to write escape codes; None to write them if standard output is a terminal.
     """
 
-    def __init__(self, *, width: int | None, is_terminal: bool | None) -> None:
+    def __init__(self, *, width: int | None = None, is_terminal: bool | None = None) -> None:
         self._is_terminal = sys.stdout.isatty() if is_terminal is None else is_terminal
         self._width = (_terminal_width() if self._is_terminal else _PIPED_WIDTH) if width is None else width
         self._text = io.StringIO()

@@ -155,16 +155,14 @@ def render_capture(
     source: CaptureSource,
     inspection: CaptureInspection | None = None,
     *,
-    width: int | None = None,
-    is_terminal: bool | None = None,
     shows_statistics: bool = True,
 ) -> str:
     """Draw a capture as text: its run, then a table for each layer, or a line for each if there are many.
 
-    Without `shows_statistics`, the tables are left out, and no tensor is read. For `width` and `is_terminal` see
-    `Canvas`; for `inspection` see `capture_record`.
+    Without `shows_statistics`, the tables are left out, and no tensor is read. For
+    `inspection` see `capture_record`.
     """
-    canvas = Canvas(width=width, is_terminal=is_terminal)
+    canvas = Canvas()
     listing = source.listing()
     if listing is not None:
         draw_dump(canvas, source, listing)
@@ -183,12 +181,9 @@ def render_capture(
 
 def render_statistics(
     layers: Mapping[int, Mapping[Site, torch.Tensor]],
-    *,
-    width: int | None = None,
-    is_terminal: bool | None = None,
 ) -> str:
     """Draw a run that was not saved, from its CPU tensors, as `render_capture` draws a capture."""
-    canvas = Canvas(width=width, is_terminal=is_terminal)
+    canvas = Canvas()
     canvas.line("Not saved", style="bold")
     _draw_contents(canvas, measure_contents(layers))
     return canvas.text

@@ -16,10 +16,10 @@ nothing was proved: it fails with `fail`, and is an error with `incomparable`.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -36,6 +36,8 @@ from reports.page.html import has_library, render_page
 from reports.terminal import render_comparison
 from reports.views import headline
 from reports.wording import word_figure, word_layer
+
+logger = logging.getLogger(__name__)
 
 PAGE_NAME = "report.html"
 
@@ -106,19 +108,10 @@ def _add(case: ElementTree.Element, tag: str, message: str, *, text: str = "") -
         element.text = printable(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenReport:
-    """The files of a report that were written."""
+def write_report(report: Report, directory: Path) -> tuple[Path, ...]:
+    """Write all files of a report into a directory, and return their paths.
 
-    paths: tuple[Path, ...]
-    missing: str = ""  # sentence on what was not written, and what to install; empty if all was
-
-    def __str__(self) -> str:
-        return "\n".join(f"written: {path}" for path in self.paths)
-
-
-def write_report(report: Report, directory: Path) -> WrittenReport:
-    """Write all files of a report into a directory; the page only if the package that it needs is installed.
+    The page is written if the package that it needs is installed; if not, a warning says what to install.
 
     Raises:
         CannotRunError: The directory cannot be made or written to.
@@ -134,17 +127,16 @@ def write_report(report: Report, directory: Path) -> WrittenReport:
         "comparison_summary.json": _json_text(versioned(summary_record(comparison), next_commands=commands)),
         "comparison.csv": printable(comparison_table(comparison), keep="\r\n\t"),
     }
-    missing = ""
     if has_library():
         texts = {PAGE_NAME: render_page(report), **texts}
-    else:
-        missing = f"not written: {PAGE_NAME}, whose charts need a package: {install_command('report')}"
     paths = {directory / name: text for name, text in texts.items()}
     _write(paths)
-    if missing:
+    if PAGE_NAME not in texts:
         # A page of an earlier run would not fit the files beside it.
         (directory / PAGE_NAME).unlink(missing_ok=True)
-    return WrittenReport(paths=tuple(paths), missing=missing)
+        package = install_command("report")
+        logger.warning("not written: %s, whose charts need a package: %s", PAGE_NAME, package)
+    return tuple(paths)
 
 
 def _terminal_text(report: Report) -> str:

@@ -37,11 +37,9 @@ def render_prompts(
     ranking: PromptRanking,
     *,
     target: str,
-    width: int | None = None,
-    is_terminal: bool | None = None,
 ) -> str:
-    """Draw a ranking as text: the verdict, all prompts, then the worst in detail (see `Canvas`)."""
-    canvas = Canvas(width=width, is_terminal=is_terminal)
+    """Draw a ranking as text: the verdict, all prompts, then the worst in detail."""
+    canvas = Canvas()
     num_differing = len(ranking.differing)
     style = "bold green" if ranking.verdict is Verdict.PASS else "bold red"
     total = format_count(len(ranking.results), "prompt")
@@ -87,9 +85,9 @@ def render_prompts(
     return canvas.text
 
 
-def render_followed(followed: Followed, *, width: int | None = None, is_terminal: bool | None = None) -> str:
+def render_followed(followed: Followed) -> str:
     """Draw what came of following the worst prompt as text."""
-    canvas = Canvas(width=width, is_terminal=is_terminal)
+    canvas = Canvas()
     if followed.exit_code is None:
         canvas.section("Go on to the layer")
         canvas.paragraph("This machine lacks the extra golden. On one that has it, run:")

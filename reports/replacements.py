@@ -15,11 +15,9 @@ _STYLES = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.INCOMPA
 _COLUMNS = columns("run", "<stream replaced at", "<logits", "error\nof limit")
 
 
-def render_stream_search(
-    search: StreamSearch, *, width: int | None = None, is_terminal: bool | None = None
-) -> str:
-    """Draw a search as text: result, runs, the wrong part, and what was not seen (see `Canvas`)."""
-    canvas = Canvas(width=width, is_terminal=is_terminal)
+def render_stream_search(search: StreamSearch) -> str:
+    """Draw a search as text: result, runs, the wrong part, and what was not seen."""
+    canvas = Canvas()
     canvas.line(_headline(search), style=_STYLES[search.verdict])
     canvas.line(
         f"judged {search.num_judged} of {format_count(search.num_parts, 'part')} of the model by the logits of "

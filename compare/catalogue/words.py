@@ -105,7 +105,7 @@ def catalogue_record() -> dict[str, Any]:
 
 def render_catalogue() -> str:
     """Render the catalogue as a table."""
-    canvas = Canvas(width=None, is_terminal=None)
+    canvas = Canvas()
     columns = [
         Column(title="mistake", is_text=True),
         Column(title="what the port does", is_text=True, is_broken=True),

@@ -97,7 +97,7 @@ def render_diagnosis(
 
 def render_proof(proof: MistakeProof, *, layer: int, undone: str) -> str:
     """Render the proof of one layer as text; `undone` words the mistakes."""
-    canvas = Canvas(width=None, is_terminal=None)
+    canvas = Canvas()
     canvas.line(f"Layer {layer} without {undone}: {proof.outcome}", style="bold")
     for sentence in word_proof(proof):
         canvas.paragraph(sentence)

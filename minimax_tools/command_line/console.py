@@ -325,16 +325,14 @@ def print_text(text: str, *, next_commands: Sequence[str]) -> None:
         write("\n".join(lines))
 
 
-def print_then_report(
-    text: str, report: Callable[[], object] | None, *, next_commands: Sequence[str]
-) -> None:
+def print_then_report(text: str, report: Callable[[], str] | None, *, next_commands: Sequence[str]) -> None:
     """Print a verdict; then write its report, if any, and print that; then the commands to run next.
 
     So a full disk costs the report, and not the verdict.
     """
     print_text(text, next_commands=() if report else next_commands)
     if report:
-        print_text(str(report()), next_commands=next_commands)
+        print_text(report(), next_commands=next_commands)
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:

@@ -47,7 +47,6 @@ from neuron.runs.runner import DeviceRun
 from reports.canvas import Canvas, Column, Row
 from reports.captures import capture_record, render_capture
 from reports.data import comparison_record, summary_record, to_json
-from reports.folder import WrittenReport
 from reports.terminal import render_comparison
 
 # Names of the phases, which every `LayerTimes` has: read, regroup, transfer, compile, run, copy back.
@@ -60,7 +59,7 @@ _COLUMNS = [
 
 def render_report(report: RunReport, *, trace: Path | None = None) -> str:
     """Return the report as text, for stdout; empty if there is nothing to report. `trace` is the profile's file."""
-    canvas = Canvas(width=None, is_terminal=None)
+    canvas = Canvas()
     compiles = report.compiles
     if compiles.first_layer or compiles.later_layers:
         by = f" by torch.compile for {compiles.compiler}" if compiles.compiler else ""
@@ -141,7 +140,7 @@ class _Outcome:
     report: RunReport | None  # None if a saved run was loaded
     generation: Generation | None  # the tokens that the run generated; None if it generates none
     comparison: Comparison | None  # None without a golden
-    write_report: Callable[[], WrittenReport] | None  # None if no report was asked for
+    write_report: Callable[[], str] | None  # None if no report was asked for
     following: tuple[str, ...]  # commands to run next
 
     @property

@@ -39,7 +39,7 @@ def bisection(*probes: Probe, findings: tuple[Chain, ...] = ()) -> Bisection:
 
 
 def draw(found: Bisection) -> str:
-    return render_bisection(found, width=100, is_terminal=False)
+    return render_bisection(found)
 
 
 @pytest.fixture

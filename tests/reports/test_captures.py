@@ -153,7 +153,7 @@ class TestRecord:
         expected = {site["site"]: site for site in golden["layers"][0]["sites"]}
         assert record["description"] is None
         assert record["layers"][0]["sites"] == [expected["input"], expected["output"]]
-        assert "made by  unknown" in render_capture(open_source(tmp_path), width=80, is_terminal=False)
+        assert "made by  unknown" in render_capture(open_source(tmp_path))
 
     def test_unsaved_run_gives_the_same_statistics_as_a_saved_one(self, tmp_path: Path) -> None:
         saved = capture_record(write_capture(tmp_path / "golden", layers=1))
@@ -180,8 +180,8 @@ def test_words(tmp_path: Path, expect_text: Callable[[str, Mapping[str, str]], N
         "unfinished": write_capture(tmp_path / "part", layers=4, stored=3),
         "unknown origin": PlainSource(tmp_path / "plain"),
     }
-    texts = {name: render_capture(source, width=100, is_terminal=False) for name, source in sources.items()}
-    texts["unsaved"] = render_statistics({0: layer_tensors(0)}, width=100, is_terminal=False)
+    texts = {name: render_capture(source) for name, source in sources.items()}
+    texts["unsaved"] = render_statistics({0: layer_tensors(0)})
     expect_text("captures.txt", {name: text.replace(f"{tmp_path}", "…") for name, text in texts.items()})
-    lines = render_capture(few, width=80, is_terminal=False).splitlines()
+    lines = render_capture(few).splitlines()
     assert all(len(line) <= 80 and not line.endswith(" ") for line in lines[1:])
