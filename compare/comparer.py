@@ -6,12 +6,10 @@ of both sides is checked against their digests.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Concatenate, ParamSpec, TypeVar
 
 from compare.blame.blame import group_blame
 from compare.blame.operations import join_alike, join_findings
@@ -50,32 +48,6 @@ from minimax_tools.results.results import (
     SiteStatus,
     Verdict,
 )
-
-P = ParamSpec("P")
-R = TypeVar("R")
-# A function of the golden, the device run, and further arguments.
-Judging = Callable[Concatenate[CaptureSource, CaptureSource, P], R]
-
-
-def proved(judge: Judging[P, R]) -> Judging[P, R]:
-    """Decorate a judge of two captures: it returns only when all that it read of them is checked.
-
-    The check runs on a thread beside the judge.
-
-    Raises:
-        CaptureError: A capture was damaged or changed, even if the judge itself raised.
-    """
-
-    @functools.wraps(judge)
-    def run(reference: CaptureSource, target: CaptureSource, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with ExitStack() as proofs:
-            # Entered first, the golden's check is left last: if both sides are damaged, the golden's error is raised.
-            for side in (reference, target):
-                proofs.enter_context(side.proving_beside())
-            return judge(reference, target, *args, **kwargs)
-
-    return run
-
 
 _SITE = "classes"
 # Of the layers, the first stands for all.
@@ -190,7 +162,6 @@ def compare_captures(
     return run.comparison
 
 
-@proved
 def judge_run(
     reference: CaptureSource,
     target: CaptureSource,
@@ -209,8 +180,27 @@ def judge_run(
     Raises:
         IncomparableError: The captures must not be judged against each other.
         UsageError: No layer matches the pattern.
-        CaptureError: A file is missing or damaged: `proved` checks the digests of all that was read.
+        CaptureError: A capture was damaged or changed, even if the judgement itself raised: the digests of all that was
+            read are checked on a thread beside it.
     """
+    with ExitStack() as proofs:
+        # Entered first, the golden's check is left last: if both sides are damaged, the golden's error is raised.
+        for side in (reference, target):
+            proofs.enter_context(side.proving_beside())
+        return _judge_sides(
+            reference, target, criteria=criteria, layer_pattern=layer_pattern, weights=weights
+        )
+
+
+def _judge_sides(
+    reference: CaptureSource,
+    target: CaptureSource,
+    *,
+    criteria: Criteria,
+    layer_pattern: str,
+    weights: WeightSource | None,
+) -> JudgedRun:
+    """Judge a run, and its chunks if it has any, layer by layer."""
     reference, target = without_expert_tokens(reference, target)
     target = target.beside(reference)
     pairing_notes = refuse_other_runs(reference, target)

@@ -21,14 +21,13 @@ from reports.wording import word_figure
 
 # Share of a layer's output: of 24 mistakes of real ports, planted in right ones, ten changed the output by less.
 _COARSE = 0.05
-_STYLES = {Verdict.PASS: "bold green", Verdict.WARN: "bold yellow", Verdict.FAIL: "bold red"}
 _COLUMNS = columns("probe", "<layers", "<verdict", "error\nof limit", "<at", "sees\nfrom")
 
 
 def render_bisection(bisection: Bisection) -> str:
     """Draw a bisection as text: result, probes, what they could not see, and what to run next."""
     canvas = Canvas()
-    canvas.line(_headline(bisection), style=_STYLES[bisection.verdict])
+    canvas.verdict(bisection.verdict, _headline(bisection))
     canvas.line(_extent(bisection))
     canvas.facts([("golden", bisection.reference), ("port", bisection.target)])
     canvas.gap()

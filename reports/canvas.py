@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
@@ -15,6 +16,9 @@ from rich.text import Text
 
 from minimax_tools.printable import printable
 
+if TYPE_CHECKING:
+    from minimax_tools.results.results import Verdict
+
 # Piped text must not depend on the width of the terminal that the pipe was started in.
 _PIPED_WIDTH = 100
 # Lines longer than this are hard to read, however wide the terminal is.
@@ -22,6 +26,12 @@ _WIDEST = 120
 # Wider than any table, so that rich cuts no figure short; the terminal may break the line.
 _UNBOUNDED = 1000
 _INDENT = 2
+_VERDICT_STYLES = {
+    "pass": "bold green",
+    "warn": "bold yellow",
+    "fail": "bold red",
+    "incomparable": "bold red",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +95,10 @@ class Canvas:
     def line(self, text: str, *, style: str = "") -> None:
         """Add a line that is never broken, so that a path in it can be copied."""
         self._console.print(_text(text, style=style), soft_wrap=True)  # rich's word for: break no line
+
+    def verdict(self, verdict: Verdict, text: str) -> None:
+        """Add a line that says a verdict, in its colour."""
+        self.line(text, style=_VERDICT_STYLES[verdict])
 
     def paragraph(self, text: str, *, style: str = "", indent: int = _INDENT) -> None:
         """Add text broken between words."""

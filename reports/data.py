@@ -24,6 +24,7 @@ from minimax_tools.results.results import (
     SiteResult,
     SiteStatus,
 )
+from reports.views import measured
 from reports.wording import word_index
 
 
@@ -204,23 +205,14 @@ def _site_record(site: SiteResult) -> dict[str, Any]:
     return record
 
 
-def _measure(site: SiteResult, name: str) -> float | None:
-    """Return a measure of a site; None if it was not measured."""
-    if name == "rho":
-        return site.noise.whole if site.noise else None
-    # Expert numbers are names, whose differences mean nothing.
-    value: float | None = None if site.routing else getattr(site.metrics, name, None)
-    return value
-
-
 def _worst(comparison: Comparison, name: str) -> list[dict[str, Any]]:
     """Return the worst sites by one measure, worst first; NaN is worst of all, unknown values are left out."""
-    measured = [(site, value) for site in comparison.sites if (value := _measure(site, name)) is not None]
+    figures = [(site, value) for site in comparison.sites if (value := measured(site, name)) is not None]
     sign = 1 if _HIGHER_IS_WORSE[name] else -1
-    measured.sort(key=lambda pair: math.inf if math.isnan(pair[1]) else sign * pair[1], reverse=True)
+    figures.sort(key=lambda pair: math.inf if math.isnan(pair[1]) else sign * pair[1], reverse=True)
     return [
         {"layer": site.layer, "site": site.site, "status": site.status.value, "value": to_json(value)}
-        for site, value in measured[:_NUM_WORST]
+        for site, value in figures[:_NUM_WORST]
     ]
 
 

@@ -31,10 +31,10 @@ from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Ve
 from reports.data import comparison_record, comparison_table, summary_record
 from reports.markdown import render_markdown
 from reports.page.evidence import Report
-from reports.page.heat_map import FIGURES, measured
+from reports.page.heat_map import FIGURES
 from reports.page.html import has_library, render_page
 from reports.terminal import render_comparison
-from reports.views import headline
+from reports.views import headline, measured
 from reports.wording import word_figure, word_layer
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,15 @@ from minimax_tools.errors import format_count
 from minimax_tools.printable import printable
 from minimax_tools.results.results import Comparison, Verdict
 from reports.page.evidence import DiagnosedRun
-from reports.page.heat_map import measured
-from reports.views import blame_rows, group_uncompared, headline, name_sides, view_layers, word_extent
+from reports.views import (
+    blame_rows,
+    group_uncompared,
+    headline,
+    measured,
+    name_sides,
+    view_layers,
+    word_extent,
+)
 from reports.wording import word_figure, word_fraction, word_untested
 
 _SIGNS = {

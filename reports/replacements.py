@@ -11,14 +11,13 @@ from reports.canvas import Canvas, Row, columns
 from reports.data import to_json
 from reports.wording import word_figure
 
-_STYLES = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.INCOMPARABLE: "bold yellow"}
 _COLUMNS = columns("run", "<stream replaced at", "<logits", "error\nof limit")
 
 
 def render_stream_search(search: StreamSearch) -> str:
     """Draw a search as text: result, runs, the wrong part, and what was not seen."""
     canvas = Canvas()
-    canvas.line(_headline(search), style=_STYLES[search.verdict])
+    canvas.verdict(search.verdict, _headline(search))
     canvas.line(
         f"judged {search.num_judged} of {format_count(search.num_parts, 'part')} of the model by the logits of "
         f"{format_count(len(search.runs), 'run')}"

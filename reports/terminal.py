@@ -14,7 +14,6 @@ from minimax_tools.results.results import (
     NoiseRatio,
     PassLogits,
     SiteStatus,
-    Verdict,
 )
 from reports.canvas import Canvas, Column, Row
 from reports.layer_tables import draw_curve, draw_layer, draw_overview, flip_sentences, word_worst
@@ -39,13 +38,6 @@ from reports.wording import word_figure, word_layer, word_sites, word_untested
 _MOST_BLAMED = 6  # groups of blame with their reasons, or of findings
 _MOST_DETAILED_LAYERS = 4  # layers with a table of sites
 
-_VERDICT_STYLES = {
-    Verdict.PASS: "bold green",
-    Verdict.WARN: "bold yellow",
-    Verdict.FAIL: "bold red",
-    Verdict.INCOMPARABLE: "bold red",
-}
-
 
 def render_comparison(
     comparison: Comparison,
@@ -63,7 +55,7 @@ def render_comparison(
     `width` and `is_terminal` see `Canvas`.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
-    canvas.line(headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
+    canvas.verdict(comparison.verdict, headline(comparison))
     is_whole = comparison.compared == comparison.of
     canvas.paragraph(word_extent(comparison), style="" if is_whole else "yellow", indent=0)
     if comparison.chunks is not None:

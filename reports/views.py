@@ -229,6 +229,16 @@ def largest_rho(sites: Iterable[SiteResult]) -> SiteResult | None:
     return max(known, key=lambda pair: (math.isnan(pair[0]), pair[0]))[1] if known else None
 
 
+def measured(result: SiteResult, name: str) -> float | None:
+    """Return ρ or a classic figure of a site by its name; None if it was not measured, as of numbers of experts."""
+    if name == "rho":
+        return None if result.noise is None else result.noise.whole
+    if result.metrics is None or result.routing is not None:
+        return None
+    value: float | None = getattr(result.metrics, name)
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallTable:
     """A table of a few rows, as words."""

@@ -106,38 +106,27 @@ def divergences(golden: torch.Tensor, port: torch.Tensor) -> torch.Tensor:
     return torch.cat([divergence for divergence, *_ in _blocks(golden, port)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLimits:
-    """Limits on next-token distributions of right ports.
-
-    Args:
-        kl: Limit on the divergence's mean and 95th percentile, in units of the divergence that noise foretells. Right
-            ports reach 1; with errors inherited from 3 to 6 layers 0.4 (mean) and 0.7 (95th percentile).
-        fewest: Tokens from which `kl` holds; with fewer (a dump may hold each prompt's last token alone), the limit
-            grows with √(fewest / tokens). The divergence of one token exceeds 4 by chance once in 200 prompts, and 16
-            never.
-        unexplained: Allowed number of tokens whose likeliest next token differs beyond the reach of noise. A right port
-            has none: the reach is four standard deviations.
-    """
-
-    kl: float = 4.0
-    fewest: int = 16
-    unexplained: int = 0
-
-    def kl_of(self, num_tokens: int) -> float:
-        """Return the limit on the divergence over `num_tokens` tokens."""
-        return self.kl * math.sqrt(max(self.fewest / max(num_tokens, 1), 1.0))
+# Largest mean and 95th percentile of the divergence, in units of the divergence that noise foretells. Right ports reach
+# 1; with errors inherited from 3 to 6 layers 0.4 (mean) and 0.7 (95th percentile).
+_MOST_DIVERGENCE = 4.0
+# With fewer tokens (a dump may hold each prompt's last token alone), the limit grows with √(fewest / tokens). The
+# divergence of one token exceeds 4 by chance once in 200 prompts, and 16 never.
+_FEWEST_TOKENS = 16
 
 
-def judge_logits(
-    logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimits, context: LimitContext
-) -> Judgement:
+def divergence_limit(num_tokens: int) -> float:
+    """Return the limit on the divergence over `num_tokens` tokens, in units of the one that noise foretells."""
+    return _MOST_DIVERGENCE * math.sqrt(max(_FEWEST_TOKENS / max(num_tokens, 1), 1.0))
+
+
+def judge_logits(logits: LogitsResult, *, noise: NoiseLimits, context: LimitContext) -> Judgement:
     """Judge next-token distributions; `noise` knows the backends of limits, and the slack of other backends.
 
-    A limit broken by more than the slack is broken on any backend (`is_anywhere`), and so is that on likeliest tokens.
+    A right port has no likeliest token beyond the reach of noise, which is four standard deviations. Such a token is a
+    fault on any backend (`is_anywhere`), and so is a divergence that breaks its limit by more than the slack.
     """
     faults = []
-    if logits.num_unexplained > limits.unexplained:
+    if logits.num_unexplained:
         worst = logits.worst_choices[0]
         faults.append(
             f"{logits.num_unexplained} of {logits.num_tokens} likeliest tokens are others beyond noise, the worst at "
@@ -145,7 +134,7 @@ def judge_logits(
             f"below it where noise reaches {worst.reach:.3g}"
         )
     is_anywhere = bool(faults)
-    limit = limits.kl_of(logits.num_tokens)
+    limit = divergence_limit(logits.num_tokens)
     for figure, measured, foreseen in (
         ("mean", logits.kl_mean, logits.kl_mean_foreseen),
         ("95th percentile", logits.kl_p95, logits.kl_p95_foreseen),

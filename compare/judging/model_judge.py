@@ -10,7 +10,6 @@ import torch
 from compare.judging.judge import judge_values, measure_golden
 from compare.judging.logits import (
     FirstLogits,
-    TokenLimits,
     compare_generated,
     compare_logits,
     judge_logits,
@@ -120,9 +119,7 @@ class ModelJudge:
         logits = compare_logits(rows, usual_error=self.usual_error)
         result = replace(result, logits=logits)
         criteria = self._sides.criteria
-        status, reason = judge_logits(
-            logits, TokenLimits(), noise=criteria.noise, context=self._sides.limit_context()
-        )
+        status, reason = judge_logits(logits, noise=criteria.noise, context=self._sides.limit_context())
         # The classic limits judge layer outputs alone.
         if criteria.name == "classic" or status is SiteStatus.PASS:
             return result

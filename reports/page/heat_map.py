@@ -10,7 +10,7 @@ from typing import NamedTuple
 from minimax_tools.errors import format_count
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
-from reports.views import anchor_of
+from reports.views import anchor_of, measured
 from reports.wording import word_figure, word_fraction, word_index, word_layer
 
 _FROM_ONE = "log_from_one"
@@ -143,16 +143,6 @@ def _draw(comparison: Comparison, layers: Iterable[int | None], *, order: list[s
             for layer in layers
         ),
     )
-
-
-def measured(result: SiteResult, name: str) -> float | None:
-    """Return one of `FIGURES` of a site; None if it was not measured. Numbers of experts have none but ρ."""
-    if name == "rho":
-        return None if result.noise is None else result.noise.whole
-    if result.metrics is None or result.routing is not None:
-        return None
-    value: float | None = getattr(result.metrics, name)
-    return value
 
 
 def shade(figure: Figure, value: float | None) -> float | None:

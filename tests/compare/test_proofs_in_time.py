@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,62 +12,59 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.tampering import change_tensor
 
-from compare.comparer import proved
+from compare.comparer import compare_captures
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.source import CaptureSource
-from minimax_tools.errors import CaptureError
+from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import Site
-from minimax_tools.results.results import Comparison
+from minimax_tools.results.results import Comparison, Verdict
 
-FILE = "layer_1.safetensors"
-
-
-@proved
-def count(reference: CaptureSource, target: CaptureSource, *, fails: bool = False) -> int:
-    """Read a site of both sides."""
-    num = sum(side.read(1, Site.OUTPUT).numel() for side in (reference, target))
-    if fails:
-        raise ValueError("what was read makes no sense")
-    return num
+CRITERIA = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
 
 
-@pytest.fixture
-def sides(copyist: Any) -> tuple[Path, Path]:
-    return copyist.golden(), copyist.device_run()
+def judge(golden: Capture, run: Capture) -> Comparison:
+    return compare_captures(golden, run, criteria=CRITERIA, layer_pattern="layer_*")
 
 
 def damage(directory: Path) -> None:
-    change_tensor(directory, FILE, "output", torch.zeros_like)
+    change_tensor(directory, "layer_1.safetensors", "output", torch.zeros_like)
 
 
-def opened(sides: tuple[Path, Path]) -> tuple[Capture, Capture]:
-    return Capture.open(sides[0]), Capture.open(sides[1])
+def make_sides(copyist: Any, *, fails: bool) -> tuple[Path, Path]:
+    """Write a golden and a run; judging them `fails` at layer 3, behind the layer that may be damaged."""
+    broken = {(3, Site.OUTPUT): lambda tensor: tensor * torch.nan} if fails else {}
+    return copyist.golden(broken), copyist.device_run()
 
 
-def test_what_is_whole_is_judged(sides: tuple[Path, Path]) -> None:
-    golden, run = opened(sides)
-    assert count(golden, run) > 0
-    assert count(golden, golden) > 0
-    with pytest.raises(ValueError, match="makes no sense"):
-        count(golden, run, fails=True)
+def test_what_is_whole_is_judged(copyist: Any) -> None:
+    golden, run = map(Capture.open, make_sides(copyist, fails=False))
+    assert judge(golden, run).verdict is Verdict.PASS
+    assert judge(run, run).verdict is Verdict.PASS
+
+
+def test_what_judging_raises_is_raised(copyist: Any) -> None:
+    golden, run = map(Capture.open, make_sides(copyist, fails=True))
+    with pytest.raises(IncomparableError, match="the golden's output of layer 3"):
+        judge(golden, run)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("side", [0, 1])
-def test_damage_is_told_whatever_came_of_it(sides: tuple[Path, Path], side: int, *, fails: bool) -> None:
-    damage(sides[side])
-    captures = opened(sides)
+def test_damage_is_told_whatever_came_of_it(copyist: Any, side: int, *, fails: bool) -> None:
+    paths = make_sides(copyist, fails=fails)
+    damage(paths[side])
+    golden, run = map(Capture.open, paths)
     with pytest.raises(CaptureError, match=rf"{('golden', 'run')[side]} .*output of layer 1"):
-        count(*captures, fails=fails)
+        judge(golden, run)
     # It is not taken for proved since.
     with pytest.raises(CaptureError, match="output of layer 1"):
-        captures[side].read(1, Site.OUTPUT)
+        (golden, run)[side].read(1, Site.OUTPUT)
 
 
-def test_of_two_damaged_sides_the_golden_is_named(
-    sides: tuple[Path, Path], judge: Callable[..., Comparison]
-) -> None:
-    for directory in sides:
+def test_of_two_damaged_sides_the_golden_is_named(copyist: Any) -> None:
+    paths = make_sides(copyist, fails=False)
+    for directory in paths:
         damage(directory)
     with pytest.raises(CaptureError, match="the golden"):
-        judge(sides[1], reference=sides[0])
+        judge(*map(Capture.open, paths))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from compare.judging.logits import (
-    TokenLimits,
     compare_logits,
+    divergence_limit,
     divergences,
     foreseen_divergence,
     judge_logits,
@@ -57,7 +57,7 @@ def compare(target: torch.Tensor, *, exact: torch.Tensor | None = None, floor: b
 
 def judged(result: LogitsResult, *, backend: str | None = "cpu") -> Judgement:
     context = LimitContext(backend=backend, is_float32=False, share=1e-3)
-    return judge_logits(result, TokenLimits(), noise=calibrated_limits(), context=context)
+    return judge_logits(result, noise=calibrated_limits(), context=context)
 
 
 def test_golden_itself_diverges_by_nothing() -> None:
@@ -293,8 +293,7 @@ class TestLimits:
 
     @pytest.mark.parametrize(("num_tokens", "limit"), [(0, 16.0), (1, 16.0), (4, 8.0), (16, 4.0), (99, 4.0)])
     def test_fewer_tokens_may_diverge_more(self, num_tokens: int, limit: float) -> None:
-        assert TokenLimits().kl_of(num_tokens) == limit
-        assert (TokenLimits().fewest, TokenLimits().unexplained) == (16, 0)
+        assert divergence_limit(num_tokens) == limit
 
     def judge(self, *, backend: str = "cpu", **changes: Any) -> Judgement:
         figures: dict[str, Any] = {
@@ -311,7 +310,7 @@ class TestLimits:
         }
         context = LimitContext(backend=backend, is_float32=False, share=1e-3)
         result = LogitsResult(**{**figures, **changes})
-        return judge_logits(result, TokenLimits(), noise=self.LIMITS, context=context)
+        return judge_logits(result, noise=self.LIMITS, context=context)
 
     @pytest.mark.parametrize(("figure", "limit"), [("kl_mean", 4.0), ("kl_p95", 8.0)])
     def test_each_figure_is_held_to_its_own_foreseen_one(self, figure: str, limit: float) -> None:
