@@ -124,12 +124,6 @@ class TestVerdict:
         assert f" --golden {golden} " in again
         assert "Traceback" not in result.stderr
 
-    def test_unfinished_run_exits_with_3(self, copyist: Any, compare: Any) -> None:
-        target = copyist.device_run(stop_before=2)
-        exit_code, record = compare(target)
-        assert (exit_code, record["verdict"]) == (3, "incomparable")
-        assert (record["compared"], record["of"]) == (34, 68)
-
     def test_missing_capture_exits_with_3(self, golden: Path, command: Command, tmp_path: Path) -> None:
         result = command(mm2_compare, "--golden", golden, "--run", tmp_path / "gone")
         assert result.exit_code == 3

@@ -15,13 +15,10 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.tampering import sign
 
-from compare.noise.rho import noise_ratio
-from compare.noise.rows import Rows, Squares
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import (
     ROUTER_NOISE,
-    massive_channels,
     variant_name,
 )
 from minimax_tools.model.run import multi_layer_run, sweep_run
@@ -148,28 +145,3 @@ def test_variant_that_the_manifest_names_and_no_file_holds_is_damage(copyist: An
     varied = copyist.golden(run=GOLDEN, describe=named("eager"))
     with pytest.raises(CaptureError, match="of variant eager of layer 1"):
         judge(copyist.device_run(run=SWEEP), reference=varied)
-
-
-def test_floor_is_the_largest_token_by_token() -> None:
-    generator = torch.Generator().manual_seed(0)
-    twin = torch.randn(4, 64, generator=generator)
-    golden = twin + 0.01
-    massive = massive_channels(golden)
-    own = Squares.of(ordinary=(golden - twin).norm(dim=-1), massive=torch.zeros(4))
-    # The variant strays twice as far at the first token, and half as far at the others.
-    factors = torch.tensor([2.0, 0.5, 0.5, 0.5])
-    widest = Squares(ordinary=own.ordinary * factors.square(), massive=own.massive)
-    rows = Rows(
-        reference=golden,
-        target=twin - 0.01,
-        massive=massive,
-        places=torch.stack((torch.zeros(4, dtype=torch.int64), torch.arange(4)), dim=-1),
-        twin=twin,
-        widened_floor=widest,
-    )
-    noise = noise_ratio(rows)
-    assert noise.whole == pytest.approx((4.0 / 7.0) ** 0.5, rel=1e-3)
-    assert noise.token_worst == pytest.approx(1.0, rel=1e-3)
-    assert noise_ratio(rows.select(torch.tensor([True, False, False, False]))).whole == pytest.approx(
-        0.5, rel=1e-3
-    )

@@ -11,7 +11,6 @@ import click.testing
 import pytest
 import torch
 
-from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import ModelSite, Site
@@ -118,29 +117,6 @@ class TestWrongMap:
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 0
         assert "one side does not record its model: that they agree was not checked" in record["notes"]
-
-    def test_map_for_mm2s_own_capture_is_refused(
-        self, golden: Path, runs: Any, command: Command, tmp_path: Path
-    ) -> None:
-        (tmp_path / "map.yaml").write_text("ranks: 2")
-        result = command(
-            mm2_compare,
-            *("--golden", golden, "--run", runs["right"].directory, "--map", tmp_path / "map.yaml"),
-        )
-        assert result.exit_code == 2
-        assert "mm2 wrote both sides. Leave them out." in result.stderr
-
-    def test_map_for_one_of_two_dumps_is_refused(self, command: Command, tmp_path: Path) -> None:
-        (tmp_path / "map.yaml").write_text("ranks: 2")
-        sides = (tmp_path / "golden_dump", tmp_path / "device_dump")
-        for side in sides:
-            side.mkdir()
-        result = command(
-            mm2_compare,
-            *("--golden", sides[0], "--run", sides[1], "--map", tmp_path / "map.yaml"),
-        )
-        assert result.exit_code == 2
-        assert "which side --format or --map is meant for cannot be told" in result.stderr
 
 
 class TestUnknownNames:

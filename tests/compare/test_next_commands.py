@@ -101,10 +101,6 @@ def test_incomparable_run_is_followed_by_what_shows_more(sweep: RunCommands) -> 
     assert after_comparison(unclear, dump) == ("mm2-test show run --map-template",)
 
 
-def test_without_a_known_checkpoint_nothing_is_suggested() -> None:
-    assert after_comparison(compared(Verdict.FAIL, blamed=2), None) == ()
-
-
 def test_dump_is_diagnosed_as_it_was_read(sweep: RunCommands) -> None:
     dump = replace(sweep, port=None, reading=("--map", "my map.yaml"))
     (diagnose,) = after_comparison(compared(Verdict.FAIL, blamed=2), dump)

@@ -104,11 +104,6 @@ class TestChainedRuns:
         assert "mm2-test single-layer --layer 1" in curve.command
         assert f"--golden {golden}" in curve.command
 
-    def test_right_chain_has_a_curve_without_an_onset(self, copyist: Any, judge: Judge) -> None:
-        curve = judge(copyist.device_run(run=full_run(NUM_LAYERS, sites_level="all"))).curve
-        assert curve is not None
-        assert (curve.onset, curve.command) == (None, "")
-
     def test_both_reports_have_it(self, chained: Path, golden: Path, command: Command) -> None:
         sides = ("--golden", golden, "--run", chained)
         text = command(mm2_compare, *sides).stdout

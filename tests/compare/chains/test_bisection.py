@@ -72,15 +72,6 @@ def test_first_wrong_layer_is_found_wherever_it_is_in_at_most_so_many_runs(
         assert len(port.probes) <= most
 
 
-def test_runs_over_62_layers_are_seven_at_most() -> None:
-    counts = []
-    for layer in range(62):
-        port = Port({layer})
-        find_first(Span(0, 62), port.run)
-        counts.append(len(port.probes))
-    assert max(counts) == 7
-
-
 def test_clean_range_is_covered_by_chains_that_were_judged() -> None:
     port = Port(set())
     assert find_first(Span(5, 67), port.run) is None

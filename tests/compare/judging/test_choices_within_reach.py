@@ -178,11 +178,6 @@ def test_tokens_beyond_a_number_of_them_stay_open() -> None:
     assert all(chosen == ([0, 2] if is_sure else [0, 1]) for chosen, is_sure in zip(*found, strict=True))
 
 
-def test_a_token_plainly_like_the_golden_is_settled() -> None:
-    layer = Layer(SCORES[None].repeat(2, 1))
-    assert layer.find(layer.experts, reach=0.035) == ([[0, 1], [0, 1]], [True, True])
-
-
 @pytest.mark.parametrize(("ratio", "is_open"), [(1.1, False), (1.3, True)])
 def test_a_token_is_plainly_alike_up_to_a_fifth_beyond_the_floor(ratio: float, is_open: bool) -> None:
     layer = Layer(SCORES[None])

@@ -290,14 +290,6 @@ class TestRouting:
         assert site_of(comparison, 1, Site.MOE_DELTA).status is SiteStatus.NOT_JUDGED
         assert blamed(comparison) == [(1, ("router_experts",))]
 
-    def test_without_a_floor_flips_are_counted(self, copyist: Any, judge: Judge) -> None:
-        reference = copyist.golden(noise_floor="off")
-        one = judge(copyist.device_run(self.flip(copyist, 1, rank=-1)), reference=reference)
-        assert one.verdict is Verdict.PASS
-        changes = {(1, Site.ROUTER_EXPERTS): lambda experts: (experts + 1) % 32}
-        all_of_them = judge(copyist.device_run(changes, name="all"), reference=reference)
-        assert blamed(all_of_them) == [(1, ("router_experts",))]
-
 
 class TestFloorKept:
     def test_statistics_judge_like_the_twin_but_say_that_they_estimate(

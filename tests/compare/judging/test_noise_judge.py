@@ -96,11 +96,6 @@ class TestNoise:
     ) -> None:
         assert limit_of(figure, metrics) < math.sqrt(2)
 
-    def test_fewer_tokens_and_more_judged_figures_widen_the_limit(self, metrics: PairMetrics) -> None:
-        assert limit_of("whole", metrics, num_tokens=4) > limit_of("whole", metrics)
-        strict = judge(CLEAN, metrics, context=replace(TERMS, share=1e-2))[2]
-        assert strict.limit < judge(CLEAN, metrics)[2].limit
-
     @pytest.mark.parametrize(
         ("figure", "among"), [("token_worst", 200), ("channel_worst", 256), ("whole", 1)]
     )
@@ -117,14 +112,6 @@ class TestNoise:
     def test_four_times_the_noise_fails_in_a_decode_step_of_three_rows(self, metrics: PairMetrics) -> None:
         assert judge(replace(CLEAN, whole=4.0), metrics, num_tokens=3)[0] is SiteStatus.FAIL
 
-    def test_averages_over_a_few_tokens_are_not_judged(self, metrics: PairMetrics) -> None:
-        for figure in STRUCTURE_FIGURES:
-            assert judge(replace(CLEAN, **{figure: 50.0}), metrics, num_tokens=4)[0] is SiteStatus.PASS
-
-    def test_failure_of_scale_says_so(self, reference: torch.Tensor) -> None:
-        halved = compare_tensors(reference, 0.5 * reference, rtol=1e-2, atol=1e-3)
-        assert judge(replace(CLEAN, whole=54.3), halved)[1].endswith(", norm ×0.5")
-
     def test_bad_token_and_bad_channel_are_named(self, metrics: PairMetrics) -> None:
         assert "at row 1, token 17" in judge(replace(CLEAN, token_worst=99.0), metrics)[1]
         assert "in channel 23" in judge(replace(CLEAN, channel_worst=99.0), metrics)[1]
@@ -137,22 +124,10 @@ class TestNoise:
 
 
 class TestOtherBackends:
-    def test_far_beyond_the_limit_fails_everywhere(self, metrics: PairMetrics) -> None:
-        beyond = replace(CLEAN, whole=1.01 * LIMITS.slack * limit_of("whole", metrics))
-        assert judge(beyond, metrics, context=ELSEWHERE)[0] is SiteStatus.FAIL
-
     @pytest.mark.parametrize("figure", STRUCTURE_FIGURES)
     def test_averages_only_warn(self, figure: str, metrics: PairMetrics) -> None:
         assert judge(replace(CLEAN, **{figure: 50.0}), metrics, context=ELSEWHERE)[0] is SiteStatus.WARN
         assert judge(replace(CLEAN, **{figure: 50.0}), metrics)[0] is SiteStatus.FAIL
-
-    def test_a_little_beyond_the_limit_warns_and_says_why(self, metrics: PairMetrics) -> None:
-        beyond = replace(CLEAN, whole=1.2 * limit_of("whole", metrics))
-        status, reason, _ = judge(beyond, metrics, context=ELSEWHERE)
-        assert status is SiteStatus.WARN
-        assert reason.endswith("(not measured on neuron-xla)")
-        unknown = judge(beyond, metrics, context=replace(TERMS, backend=None))
-        assert unknown[0] is SiteStatus.WARN
 
 
 class TestWithoutFloor:
@@ -175,26 +150,6 @@ class TestWithoutFloor:
             assert ("no noise floor" in reason) == (status is SiteStatus.FAIL)
             assert nearest.limit == limit
         assert self.limit("output") < limit
-
-    def test_a_little_beyond_the_limit_warns_where_it_was_not_measured(self) -> None:
-        limit = self.limit("moe_delta")
-        statuses = [
-            judge_without_floor(
-                RelativeError(value=times * limit, incoming=0.0),
-                LIMITS,
-                site="moe_delta",
-                num_tokens=200,
-                context=ELSEWHERE,
-            )[0][0]
-            for times in (0.99, 1.01, 1.01 * LIMITS.slack, float("nan"))
-        ]
-        assert statuses == [SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL, SiteStatus.FAIL]
-
-    def test_float32_has_next_to_no_noise(self) -> None:
-        assert self.limit("moe_delta", context=replace(TERMS, is_float32=True)) == LIMITS.float32
-
-    def test_what_was_handed_on_widens_the_limit(self) -> None:
-        assert self.limit("moe_delta", input_error=0.01) > self.limit("moe_delta")
 
     def test_what_was_handed_on_to_few_tokens_excuses_no_fault(self) -> None:
         # Gate and up exchanged change moe_delta by more than half, another activation by a tenth.
@@ -237,18 +192,12 @@ class TestRouting:
         assert status is SiteStatus.FAIL
         assert reason == "1 of 1000 tokens chose other experts beyond noise (widest margin 0.031)"
 
-    def test_without_a_floor_few_flips_pass_and_many_fail(self) -> None:
-        status, reason = self.judge(self.routing(10), has_floor=False)
-        assert status is SiteStatus.PASS
-        assert "no noise floor" in reason
-        status, reason = self.judge(self.routing(500), has_floor=False)
-        assert status is SiteStatus.FAIL
-        assert "limit" in reason
-
     def test_as_many_flips_as_chance_explains_pass_and_one_more_fails(self) -> None:
         reason = self.judge(self.routing(500), has_floor=False)[1]
         most = int(reason.rpartition("limit ")[2])
-        assert self.judge(self.routing(most), has_floor=False)[0] is SiteStatus.PASS
+        status, told = self.judge(self.routing(most), has_floor=False)
+        assert status is SiteStatus.PASS
+        assert told.endswith("tokens chose other experts (no noise floor)")
         assert self.judge(self.routing(most + 1), has_floor=False)[0] is SiteStatus.FAIL
 
     def test_one_flip_of_a_few_tokens_is_nobodys_fault(self) -> None:
@@ -305,10 +254,10 @@ class TestOwnLimits:
         assert reason == "error 9× the noise floor at the median token, limit 1"
 
     def test_norm_is_told_beyond_two_in_a_hundred(self, reference: torch.Tensor) -> None:
-        for factor, is_told in ((1.019, False), (1.021, True), (0.981, False), (0.979, True)):
+        for factor, is_told in ((1.019, False), (1.021, True), (0.981, False), (0.979, True), (0.5, True)):
             metrics = compare_tensors(reference, factor * reference, rtol=1e-2, atol=1e-3)
             reason = self.judge(replace(CLEAN, whole=9.0), metrics, "whole")[0][1]
-            assert ("norm ×" in reason) == is_told, factor
+            assert reason.endswith(f", norm ×{factor:.3g}") == is_told, factor
 
     @pytest.mark.parametrize("num_tokens", [15, 16])
     def test_averages_are_judged_from_sixteen_tokens_on(self, num_tokens: int, metrics: PairMetrics) -> None:
@@ -326,7 +275,13 @@ class TestOwnLimits:
 
     @pytest.mark.parametrize(
         ("value", "status"),
-        [(0.5, SiteStatus.PASS), (0.51, SiteStatus.WARN), (1.0, SiteStatus.WARN), (1.01, SiteStatus.FAIL)],
+        [
+            (0.5, SiteStatus.PASS),
+            (0.51, SiteStatus.WARN),
+            (1.0, SiteStatus.WARN),
+            (1.01, SiteStatus.FAIL),
+            (math.nan, SiteStatus.FAIL),
+        ],
     )
     def test_error_without_a_floor_is_held_to_limit_and_slack(self, value: float, status: SiteStatus) -> None:
         judgement, nearest = judge_without_floor(
@@ -337,7 +292,8 @@ class TestOwnLimits:
             context=replace(ELSEWHERE, is_float32=True),
         )
         assert judgement[0] is status
-        assert (nearest.figure, nearest.value, nearest.limit) == ("relative_l2", value, 0.5)
+        assert (nearest.figure, nearest.limit) == ("relative_l2", 0.5)
+        assert nearest.value == pytest.approx(value, nan_ok=True)
 
     def test_inherited_and_own_error_add_as_squares(self) -> None:
         table = {"all": {"relative_l2": Limit(usual=0.3), "amplification": Limit(usual=2.0)}}

@@ -461,14 +461,6 @@ class TestReplay:
         port[Site.ROUTER_EXPERTS][other][0] = expert
         assert int(self.replay(port).tokens(Site.MOE_DELTA).sum()) == number
 
-    def test_scores_are_the_exact_ones(self) -> None:
-        assert self.replay(PORT).scores is None
-        assert self.replay(flipped(0), has_weights=False).scores is None
-        found = self.replay(flipped(0)).scores
-        assert found is not None
-        expected = TWIN[Site.ROUTER_LOGITS][MASK.bool()].sigmoid() + WEIGHTS[CORRECTION_BIAS]
-        assert torch.equal(found, expected)
-
 
 def test_choice_is_judged_with_the_places_of_real_tokens() -> None:
     judge = judge_of(flipped(-1))

@@ -127,12 +127,6 @@ class TestTokens:
         assert noise.token_median == 1.0
         assert noise.token_median < noise.whole < noise.token_p99 < noise.token_worst
 
-    def test_token_with_a_tiny_floor_is_held_against_the_median_token(self) -> None:
-        reference, target = REFERENCE.float(), REFERENCE.float()
-        reference[5] = TWIN[5] + 1e-9  # by luck
-        noise = noise_ratio(rows_with(target, reference=reference, twin=TWIN))
-        assert noise.token_worst < 2.0
-
     def test_median_token_tells_what_a_few_large_floors_outweigh(self) -> None:
         reference = REFERENCE.float()
         reference[0] += 50.0 * random(CHANNELS, seed=3)
@@ -168,20 +162,6 @@ class TestEstimate:
 
 
 class TestChained:
-    def test_error_handed_on_widens_the_floor(self) -> None:
-        target = REFERENCE.double() + 0.02 * TWIN.norm(dim=-1, keepdim=True) * CHANNELS**-0.5
-        alone = rho(target)
-        chained = rho(target, error=0.02)
-        assert alone.whole > 5.0
-        assert chained.whole < 1.5
-        assert chained.incoming == 0.02
-
-    def test_tiny_error_handed_on_widens_next_to_nothing(self) -> None:
-        target = 1.05 * REFERENCE.float()
-        alone = noise_ratio(rows_with(target, reference=REFERENCE, twin=TWIN))
-        chained = noise_ratio(rows_with(target, reference=REFERENCE, twin=TWIN, error=1e-5))
-        assert chained.whole == pytest.approx(alone.whole, rel=1e-3)
-
     def test_token_that_was_upset_before_is_forgiven_alone(self) -> None:
         exact = random(TOKENS, CHANNELS, seed=0)
         reference, target = exact.bfloat16(), exact.bfloat16().float()
@@ -228,15 +208,6 @@ class TestIncoming:
         handed = fed.clone()
         handed[0, 0] = bad
         assert not measure_input_error(fed, handed).is_finite
-
-
-def test_averages_of_few_channels_are_told_by_token_alone() -> None:
-    twin = random(TOKENS, 2, seed=0).float()
-    golden, port = (twin * (1 + 2e-3 * random(TOKENS, 2, seed=seed)).float() for seed in (1, 2))
-    noise = noise_ratio(rows_with(port, reference=golden, twin=twin))
-    assert (noise.channel_gain, noise.channel_offset) == (None, None)
-    assert noise.token_gain is not None
-    assert noise.channel_worst is not None
 
 
 class TestStructure:
@@ -288,6 +259,7 @@ class TestStructure:
         golden, port = (exact + 0.01 * random(TOKENS, channels, seed=seed) for seed in (1, 2))
         noise = noise_ratio(rows_with(port, reference=golden, twin=exact))
         assert (noise.channel_gain is not None, noise.channel_offset is not None) == (is_told, is_told)
+        assert None not in (noise.token_gain, noise.channel_worst)
 
 
 class TestForeseen:
