@@ -14,7 +14,7 @@ from minimax_tools.errors import format_count
 from minimax_tools.metrics.noise_floor import MASSIVE_RATIO
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Probe
-from minimax_tools.results.results import Verdict
+from minimax_tools.results.results import Blame, Verdict
 from reports.canvas import Canvas, Row, columns
 from reports.data import to_json
 from reports.wording import word_figure
@@ -50,15 +50,9 @@ def bisection_record(bisection: Bisection) -> dict[str, Any]:
         "compared": bisection.compared,
         "of": bisection.of,
         "blame": [
-            {
-                "layer": finding.chain.span.start,
-                "sites": ["output"],
-                "reason": _reason(bisection, finding),
-                "right": [],
-                "operation": "",
-                "is_of_weights": False,
-                "in_chunks": False,
-            }
+            to_json(
+                Blame(layer=finding.chain.span.start, sites=("output",), reason=_reason(bisection, finding))
+            )
             for finding in bisection.culprits
         ],
         "drifts": [

@@ -74,23 +74,10 @@ _ROUTING_COLUMNS = (
     "widest_unexplained_margin",
 )
 _NEAREST_COLUMNS: Mapping[str, str] = {f"nearest_{field.name}": field.name for field in fields(NearestLimit)}
-_COUNT_COLUMNS = ("num_judged", "num_set_aside", "num_replayed")
+_COUNTS = ("num_judged", "num_set_aside", "num_replayed")
 _METRIC_COLUMNS = tuple(field.name for field in fields(PairMetrics))
 # The same figures on the port's own input, in a chained run.
 _OWN_INPUT_COLUMNS: Mapping[str, str] = {f"own_input_{name}": name for name in _METRIC_COLUMNS}
-_COLUMNS = (
-    "layer",
-    "site",
-    "status",
-    "reason",
-    *_NOISE_COLUMNS,
-    *_METRIC_COLUMNS,
-    *_ROUTING_COLUMNS,
-    *_NEAREST_COLUMNS,
-    *_COUNT_COLUMNS,
-    "classic_failures",
-    *_OWN_INPUT_COLUMNS,
-)
 
 
 def comparison_record(comparison: Comparison) -> dict[str, Any]:
@@ -118,7 +105,8 @@ def comparison_table(comparison: Comparison) -> str:
     All comparisons have the same columns; unknown values are empty.
     """
     table = io.StringIO()
-    writer = csv.DictWriter(table, _COLUMNS, lineterminator="\n")
+    columns = _table_row(SiteResult(layer=None, site="", status=SiteStatus.PASS))
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
     writer.writeheader()
     for site in sorted(comparison.sites, key=lambda site: (site.layer is None, site.layer or 0)):
         writer.writerow(_table_row(site))
@@ -226,7 +214,7 @@ def _table_row(site: SiteResult) -> dict[str, str]:
         **{name: getattr(site.metrics, name, None) for name in _METRIC_COLUMNS},
         **{name: getattr(site.routing, name, None) for name in _ROUTING_COLUMNS},
         **{column: getattr(site.nearest, name, None) for column, name in _NEAREST_COLUMNS.items()},
-        **{name: getattr(site, name) if site.status.is_compared else None for name in _COUNT_COLUMNS},
+        **{name: getattr(site, name) if site.status.is_compared else None for name in _COUNTS},
         "classic_failures": "; ".join(site.classic_failures),
         **{
             column: getattr(site.own_input_metrics, name, None) for column, name in _OWN_INPUT_COLUMNS.items()

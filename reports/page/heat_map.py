@@ -69,6 +69,7 @@ class Cell:
     is_blamed: bool
     shades: tuple[float | None, ...]  # one for each of `FIGURES`; None if it was not measured
     words: tuple[str, ...]  # the same figures in words; of a choice of experts its flips
+    told: tuple[str, ...]  # the same with their names, such as `ρ 14.2`
     reason: str
     facts: tuple[tuple[str, str], ...]  # everything else that is known of the site, by its name
 
@@ -76,12 +77,6 @@ class Cell:
     def place(self) -> str:
         """The cell in words, such as `layer 5, moe_delta`."""
         return f"{word_layer(self.layer)}, {self.site}"
-
-    def told(self, figure: int) -> str:
-        """Return a figure with its name, such as `ρ 14.2`, by its place in `FIGURES`."""
-        if self.site == Site.ROUTER_EXPERTS and self.words[figure]:
-            return self.words[figure]
-        return f"{FIGURES[figure].title} {self.words[figure] or 'not measured'}"
 
     @property
     def anchor(self) -> str:
@@ -162,10 +157,13 @@ def _cell(result: SiteResult, *, is_blamed: bool) -> Cell:
     values = [measured(result, figure.name) for figure in FIGURES]
     shades = tuple(shade(figure, value) for figure, value in zip(FIGURES, values, strict=True))
     words = tuple(_word(figure.name, value) for figure, value in zip(FIGURES, values, strict=True))
+    told = tuple(
+        f"{figure.title} {word or 'not measured'}" for figure, word in zip(FIGURES, words, strict=True)
+    )
     if result.routing is not None:
         # Numbers of experts have no figures: flips are shown in their place.
         shades = (float(result.routing.num_unexplained > 0),) * len(FIGURES)
-        words = (format_count(result.routing.num_flipped, "flip"),) * len(FIGURES)
+        words = told = (format_count(result.routing.num_flipped, "flip"),) * len(FIGURES)
     return Cell(
         layer=result.layer,
         site=result.site,
@@ -174,6 +172,7 @@ def _cell(result: SiteResult, *, is_blamed: bool) -> Cell:
         is_blamed=is_blamed,
         shades=shades,
         words=words,
+        told=told,
         reason=result.reason,
         facts=tuple(_facts(result)),
     )

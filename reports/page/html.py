@@ -88,17 +88,8 @@ def render_page(report: Report) -> str:
 
 def _details(cell: Cell) -> dict[str, Any]:
     """Return what the page's script shows of a cell."""
-    return {
-        "place": cell.place,
-        "site": cell.site,
-        "status": cell.status,
-        "reason": cell.reason,
-        "words": list(cell.words),
-        "told": [cell.told(figure) for figure in range(len(FIGURES))],
-        "shades": list(cell.shades),
-        "facts": [list(fact) for fact in cell.facts],
-        "anchor": cell.anchor,
-    }
+    record: dict[str, Any] = to_json(cell)
+    return {**record, "place": cell.place, "anchor": cell.anchor}
 
 
 @lru_cache(maxsize=1)

@@ -34,20 +34,20 @@ def test_blamed_site_is_marked_and_its_consequence_is_not(failing: Comparison) -
     assert (blamed.is_blamed, blamed.mark) == (True, "✕")
     assert (behind.is_blamed, behind.mark) == (False, "✕")
     assert blamed.words[0] == "14.2"
-    assert blamed.told(0) == "ρ 14.2"
+    assert blamed.told[0] == "ρ 14.2"
 
 
 def test_choice_of_experts_shows_its_flips(warning: Comparison) -> None:
     found = cell(draw_layers(warning), 3, "router_experts")
     assert found.words[0] == "2 flips"
-    assert found.told(2) == "2 flips"
+    assert found.told[2] == "2 flips"
     assert found.shades[0] == 0.0
 
 
 def test_site_that_the_port_hides_has_a_mark_and_no_shade(unexposed: Comparison) -> None:
     found = cell(draw_layers(unexposed), 3, "q_rope")
     assert (found.mark, found.status, set(found.shades)) == ("–", "not exposed", {None})
-    assert found.told(0) == "ρ not measured"
+    assert found.told[0] == "ρ not measured"
 
 
 def test_all_figures_of_the_classic_limits_can_be_chosen() -> None:
