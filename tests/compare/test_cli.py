@@ -177,14 +177,6 @@ class TestCriteria:
         assert sites["moe_delta"]["metrics"]["cosine_similarity"] < 0.9
         assert any("cosine" in failure for failure in sites["moe_delta"]["classic_failures"])
 
-    def test_classic_sees_no_flip(self, golden: Path, copyist: Any, command: Command) -> None:
-        target = copyist.device_run(
-            {(1, Site.ROUTER_EXPERTS): lambda experts: (experts + 1) % 32}, not_exposed=(Site.ROUTER_WEIGHTS,)
-        )
-        sides = ("--golden", golden, "--run", target, "--quiet")
-        assert command(mm2_compare, *sides, "--criteria", "classic").exit_code == 0
-        assert command(mm2_compare, *sides).exit_code == 1
-
     def test_tolerances_decide_what_is_close(self, failing: Path, compare: Any) -> None:
         def close_fraction(*options: str) -> float:
             _, record = compare(failing, None, *options)
@@ -254,12 +246,6 @@ class TestClassic:
         exit_code, record = compare(target, None, "--criteria", "classic")
         assert (exit_code, record["verdict"]) == (3, "incomparable")
         assert any("no output of layers 0-3 was compared" in note for note in record["notes"])
-
-    def test_nan_at_a_site_fails_by_any_criteria(self, golden: Path, copyist: Any, command: Command) -> None:
-        target = copyist.device_run({(1, Site.MOE_DELTA): lambda delta: delta * float("nan")})
-        sides = ("--golden", golden, "--run", target, "--criteria", "classic", "--json", "--quiet")
-        result = command(mm2_compare, *sides)
-        assert (result.exit_code, read_record(result)["blame"][0]["sites"][-1]) == (1, "moe_delta")
 
     def test_device_command_takes_the_limits_too(
         self, toy: Path, golden: Path, command: Command, tmp_path: Path

@@ -589,13 +589,3 @@ class TestLastTokens:
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 1
         assert record["blame"][0]["sites"] == ["logits"]
-
-    def test_rows_of_nobody_knows_which_tokens_are_not_judged(
-        self, write: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        write("nxdi")
-        self.rewrite(tmp_path / "dump", "*lm_head*", lambda logits: torch.cat((logits, logits, logits)))
-        exit_code, record = compare(tmp_path / "dump")
-        assert exit_code == 0
-        assert not [site for site in record["sites"] if site["site"] == "logits"]
-        assert any("nothing tells which, and not judged" in note for note in record["notes"])

@@ -157,15 +157,6 @@ class TestGoldenWithoutFloor:
 
 
 class TestCriteria:
-    def test_mistake_in_the_file_is_wrong_usage(
-        self, copyist: Any, golden: Path, tmp_path: Path, command: Command
-    ) -> None:
-        (tmp_path / "bad.yaml").write_text("isolated:\n  moe: {whole: 2}\n")
-        sides = ("--golden", golden, "--run", copyist.device_run())
-        result = command(mm2_compare, *sides, "--criteria", tmp_path / "bad.yaml")
-        assert result.exit_code == 2
-        assert "line 2, isolated.moe" in result.stderr
-
     def test_template_is_a_file_that_criteria_reads(
         self, copyist: Any, golden: Path, tmp_path: Path, command: Command
     ) -> None:

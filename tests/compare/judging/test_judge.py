@@ -79,6 +79,8 @@ def test_port_that_is_no_number_fails_at_its_first() -> None:
     assert found.status is SiteStatus.FAIL
     assert found.reason == "3 NaN or Inf on real tokens, the first at row 2, token 3"
     assert found.noise is None
+    classic = judge(rows(port), criteria=replace(CRITERIA, name="classic"))
+    assert (classic.status, classic.reason) == (SiteStatus.FAIL, found.reason)
 
 
 def test_classic_limits_judge_outputs_alone() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +19,8 @@ from compare.limits.criteria import Judgement
 from compare.limits.limits import LimitContext
 from compare.limits.limits_file import calibrated_limits
 from compare.noise.rows import InputError, Rows, Squares
-from minimax_tools.model.run import full_run
-from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.results import Comparison, LogitsResult, SiteResult, SiteStatus, TokenChoice
+from minimax_tools.results.results import LogitsResult, SiteStatus, TokenChoice
 
-Judge = Callable[..., Comparison]
-
-NUM_LAYERS = 4
 TOKENS, WORDS = 300, 2_000
 SIGMA = 0.02
 USUAL_ERROR = 0.03
@@ -40,7 +34,7 @@ def noise(seed: int, size: float = SIGMA) -> torch.Tensor:
     return size * torch.randn(TOKENS, WORDS, generator=torch.Generator().manual_seed(seed))
 
 
-def compare(target: torch.Tensor, *, exact: torch.Tensor | None = None, floor: bool = True) -> LogitsResult:
+def compare(target: torch.Tensor, *, exact: torch.Tensor | None = None) -> LogitsResult:
     """`target` against a golden with noise of its own."""
     exact = exact_logits() if exact is None else exact
     return compare_logits(
@@ -49,7 +43,7 @@ def compare(target: torch.Tensor, *, exact: torch.Tensor | None = None, floor: b
             target=target,
             massive=torch.zeros(WORDS, dtype=torch.bool),
             places=torch.stack((torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS)), dim=-1),
-            twin=exact if floor else None,
+            twin=exact,
         ),
         usual_error=USUAL_ERROR,
     )
@@ -87,19 +81,6 @@ def test_margin_of_tied_choices_is_that_of_the_token_that_is_chosen() -> None:
         pytest.approx(236 / 300, abs=0.05),
     )
     assert all(choice.target == 0 and choice.margin > 20.0 for choice in result.worst_choices)
-
-
-def logits_of(comparison: Comparison) -> SiteResult:
-    (found,) = [one for one in comparison.of_layer(None) if one.site == ModelSite.LOGITS]
-    return found
-
-
-def test_comparison_reports_them(copyist: Any, judge: Judge) -> None:
-    run = full_run(NUM_LAYERS, sites_level="all")
-    result = logits_of(judge(copyist.device_run(run=run)))
-    assert result.status is SiteStatus.PASS
-    assert result.logits is not None
-    assert (result.logits.num_tokens, result.logits.kl_mean, result.logits.overlaps[1]) == (81, 0.0, 1.0)
 
 
 # Tokens of a small vocabulary, in more than one block.

@@ -98,14 +98,6 @@ class TestHiddenChoice:
         assert output.noise is not None
         assert output.noise.worst_token == tie
 
-    def test_without_the_weights_it_is_set_aside(
-        self, copyist: Any, judge: Judge, tie: Any, exchanged: Any
-    ) -> None:
-        run = copyist.device_run({(LAYER, Site.OUTPUT): put(tie, 1.3 * exchanged[1])}, not_exposed=HIDDEN)
-        output = site_of(judge(run), Site.OUTPUT)
-        assert output.status is SiteStatus.PASS
-        assert output.num_set_aside > 0
-
 
 class TestShownChoice:
     def test_choice_that_the_own_logits_do_not_give_fails(
@@ -117,12 +109,6 @@ class TestShownChoice:
         row, position = tie
         assert "than the port's own logits and the checkpoint's correction bias give" in experts.reason
         assert f"row {row}, token {position}" in experts.reason
-
-    def test_without_the_weights_noise_explains_it(
-        self, copyist: Any, judge: Judge, tie: Any, exchanged: Any
-    ) -> None:
-        run = copyist.device_run({(LAYER, Site.ROUTER_EXPERTS): put(tie, exchanged[0])})
-        assert site_of(judge(run), Site.ROUTER_EXPERTS).status is SiteStatus.PASS
 
     def test_choice_that_agrees_with_rounded_logits_passes(
         self, copyist: Any, judge: Judge, toy: Path, tie: Any, exchanged: Any, even: torch.Tensor
