@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -50,9 +49,9 @@ class WeightFinding:
     """A fault in a port's weights, or something that may be one: `severity` tells which."""
 
     mistake: WeightMistake
-    severity: Severity
     kinds: tuple[str, ...]  # kinds of the source tensors concerned: `q_proj`, `w1`
     text: str
+    severity: Severity = Severity.SUSPECT
     details: str = ""  # what lies where, if the text does not say
     port_tensors: tuple[str, ...] = ()  # names of the port's tensors concerned
     # True if the name of the port's tensor claims another weight than lies there: wrong, unless the trial is right.
@@ -128,7 +127,6 @@ def find_unlike_experts(layouts: Sequence[TensorLayout], sources: SourceTensors)
         )
         yield WeightFinding(
             mistake=WeightMistake.ORDER,
-            severity=Severity.SUSPECT,
             kinds=_unlike_kinds(group[0], patterns),
             port_tensors=tuple(group[0].matrices),
             text=word_unlike(group, most, sources),
@@ -154,14 +152,21 @@ def _unlike_kinds(held: ExpertMatrices, patterns: Sequence[str]) -> tuple[str, .
     return tuple(sorted(held.kinds_in(patterns))) or held.kinds_in(held.matrices)
 
 
+# Kinds whose columns, not rows, meet the partner's.
+_BY_COLUMNS = ("o_proj", "w2")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
     """A partner: the rows or the columns of a kind, in units of `width` indices."""
 
     kind: str
-    is_columns: bool
     width: int
     unit: str
+
+    @property
+    def is_columns(self) -> bool:
+        return self.kind in _BY_COLUMNS
 
 
 def find_parted(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator[WeightFinding]:
@@ -175,7 +180,6 @@ def find_parted(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator[We
             of_expert = "" if expert is None else f" of expert {expert}"
             yield WeightFinding(
                 mistake=WeightMistake.ORDER,
-                severity=Severity.SUSPECT,
                 kinds=(first.kind, second.kind),
                 text=f"{_word_side(first, held)}{of_expert} lie here, with {_word_side(second, others)}",
             )
@@ -186,24 +190,21 @@ def _partners(spec: ModelSpec) -> Iterator[tuple[_Side, _Side]]:
     """Yield rows and columns that meet in the forward."""
     head = spec.head_dim
     group = head * spec.num_attention_heads // spec.num_key_value_heads
-    heads, groups = (
-        partial(_Side, width=head, unit="heads"),
-        partial(_Side, width=group, unit="groups of heads"),
-    )
-    yield heads(kind="q_proj", is_columns=False), heads(kind="o_proj", is_columns=True)
-    yield heads(kind="q_proj", is_columns=False), heads(kind="q_norm", is_columns=False)
-    yield heads(kind="k_proj", is_columns=False), heads(kind="v_proj", is_columns=False)
-    yield heads(kind="k_proj", is_columns=False), heads(kind="k_norm", is_columns=False)
+    for first, second, width, unit in (
+        ("q_proj", "o_proj", head, "heads"),
+        ("q_proj", "q_norm", head, "heads"),
+        ("k_proj", "v_proj", head, "heads"),
+        ("k_proj", "k_norm", head, "heads"),
+        ("w1", "w3", 1, "channels"),
+        ("w1", "w2", 1, "channels"),
+        ("gate", "e_score_correction_bias", 1, "experts"),
+    ):
+        yield _Side(kind=first, width=width, unit=unit), _Side(kind=second, width=width, unit=unit)
     # The kv heads are the groups of query heads.
     yield (
-        groups(kind="q_proj", is_columns=False),
-        _Side(kind="k_proj", is_columns=False, width=head, unit="kv heads"),
+        _Side(kind="q_proj", width=group, unit="groups of heads"),
+        _Side(kind="k_proj", width=head, unit="kv heads"),
     )
-    channels = partial(_Side, width=1, unit="channels")
-    yield channels(kind="w1", is_columns=False), channels(kind="w3", is_columns=False)
-    yield channels(kind="w1", is_columns=False), channels(kind="w2", is_columns=True)
-    experts = partial(_Side, width=1, unit="experts", is_columns=False)
-    yield experts(kind="gate"), experts(kind="e_score_correction_bias")
 
 
 def _held(layouts: Iterable[TensorLayout], side: _Side) -> dict[int | None, tuple[int, ...]]:
@@ -312,7 +313,6 @@ def find_scaled(scales: Scales) -> Iterator[WeightFinding]:
         if kind not in told:
             yield WeightFinding(
                 mistake=WeightMistake.SCALED,
-                severity=Severity.SUSPECT,
                 kinds=(kind,),
                 text=f"{word_kinds([kind])} is multiplied by {word_factors(scales.of_kind(kind))}",
             )

@@ -62,24 +62,21 @@ def check_loaded(
         yield _compare_norms(kinds, patterns, port_tensors, own)
 
 
-def number_as_loaded(
-    found: Sequence[WeightFinding], faults: Sequence[WeightFault]
-) -> Sequence[WeightFinding]:
+def number_as_loaded(found: Sequence[WeightFinding], faults: Sequence[WeightFault]) -> list[WeightFinding]:
     """Return the findings of a smaller layer, those on some experts with the experts of the checkpoint's layer."""
-    return [_number(finding, faults) for finding in found]
-
-
-def _number(finding: WeightFinding, faults: Sequence[WeightFault]) -> WeightFinding:
-    alike = (
-        fault
-        for fault in faults
-        if fault.experts and fault.mistake is finding.mistake and set(fault.kinds) <= set(finding.kinds)
-    )
-    fault = next(alike, None)
-    if fault is None or finding.severity is not Severity.WRONG:
-        return finding
-    told = f"{finding.text}: {finding.details}" if finding.details else finding.text
-    return replace(finding, text=fault.text, details=f"in the smaller layer, {told}")
+    numbered = []
+    for finding in found:
+        alike = (
+            fault
+            for fault in faults
+            if fault.experts and fault.mistake is finding.mistake and set(fault.kinds) <= set(finding.kinds)
+        )
+        fault = next(alike, None) if finding.severity is Severity.WRONG else None
+        if fault is not None:
+            told = f"{finding.text}: {finding.details}" if finding.details else finding.text
+            finding = replace(finding, text=fault.text, details=f"in the smaller layer, {told}")
+        numbered.append(finding)
+    return numbered
 
 
 def _finding_of(fault: WeightFault) -> WeightFinding:
@@ -308,7 +305,6 @@ def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFindin
         names = dict.fromkeys(name_pattern(layout.origin.name) for layout in group)
         yield WeightFinding(
             mistake=WeightMistake.ORDER,
-            severity=Severity.SUSPECT,
             kinds=tuple(dict.fromkeys(kind for layout in group for kind in _kinds_held(layout))),
             port_tensors=tuple(layout.origin.name for layout in group),
             text=f"{', '.join(names)}: {word_order(experts, noun='experts')}",
