@@ -271,21 +271,22 @@ def _match(
 def _move(sources: SourceTensors, held: torch.Tensor, wanted: torch.Tensor) -> Change:
     """Return the change that puts, in the place of each element in `held`, the one of the same index in `wanted`."""
     indices = sources.find(held)
-    names = [sources.all[index].name for index in indices.unique().tolist()]
+    moves = {}
+    for index in indices.unique().tolist():
+        source, is_here = sources.all[index], indices == index
+        moves[source.name] = held[is_here] - source.start, wanted[is_here]
 
     def change(name: str, tensors: Tensors) -> torch.Tensor:
-        source = sources.get(name)
-        assert source is not None, "the names are those of sources"
-        moved: torch.Tensor = tensors[name].flatten().clone()
-        is_here = indices == sources.all.index(source)
-        places, numbers = held[is_here] - source.start, wanted[is_here]
-        for index in sources.find(numbers).unique().tolist():
-            of_source = sources.find(numbers) == index
-            start = sources.all[index].start
-            moved[places[of_source]] = tensors[sources.all[index].name].flatten()[numbers[of_source] - start]
-        return moved.reshape(source.shape)
+        places, numbers = moves[name]
+        given = tensors[name]
+        moved: torch.Tensor = given.flatten().clone()
+        wanted_from = sources.find(numbers)
+        for index in wanted_from.unique().tolist():
+            source, is_of_source = sources.all[index], wanted_from == index
+            moved[places[is_of_source]] = tensors[source.name].flatten()[numbers[is_of_source] - source.start]
+        return moved.reshape(given.shape)
 
-    return lambda tensors: LazyTensors(names, lambda name: change(name, tensors))
+    return lambda tensors: LazyTensors(moves, lambda name: change(name, tensors))
 
 
 def _take_rows(tensor: torch.Tensor, *, rows: torch.Tensor) -> torch.Tensor:
