@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -31,9 +32,9 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.weights import Weight
 from neuron.ports.cpu_mode import NXD_CPU_MODE, refuse_other_mode
 from neuron.ports.nxdi_application import CHOICE, PortApplication, find_application
-from neuron.ports.nxdi_config import make_nxdi_config, read_options
+from neuron.ports.nxdi_config import make_nxdi_config
 from neuron.ports.nxdi_layout import NxdiLayout
-from neuron.ports.sources import import_behind
+from neuron.ports.sources import ImportedPort
 from neuron.ports.target import ConversionOrigin, Target
 
 logger = logging.getLogger(__name__)
@@ -287,42 +288,34 @@ _INSTALL_STEP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class NxdiTarget(Target):
-    """A decoder layer on neuronx-distributed-inference."""
+class NxdiTarget(ImportedPort, Target):
+    """A decoder layer on neuronx-distributed-inference: a class that takes NxDI's config and the layer's number."""
 
+    prefix = PREFIX
     forms = f"{PREFIX}PATH.py:NAME or {PREFIX}package.module:NAME"
     # On a device, its attention kernels know no mask: they take all columns before a token for earlier tokens.
     pads_right = True
     divides_weights = True
 
-    layer_class: Callable[..., Any]  # called as `layer_class(config, layer_idx)`, with NxDI's config
-    module: ModuleType  # the module that defines it
-    application: PortApplication | None  # the port's class of the whole model; None for none that converts
-
     @classmethod
-    def find(cls, name: str) -> NxdiTarget | None:
-        """Import the class behind `nxdi:`, if NxDI is installed."""
-        if not name.startswith(PREFIX):
-            return None
+    def require_library(cls) -> None:
+        """Raise TargetError unless NxDI can be imported."""
         require_nxdi()
-        source, layer_class = import_behind(PREFIX, name, forms=cls.forms)
-        return cls(
-            name=name,
-            layer_class=layer_class,
-            module=source.module,
-            application=find_application(layer_class, source.module),
-            source_digest=source.digest(),
-        )
+
+    @cached_property
+    def application(self) -> PortApplication | None:
+        """The port's class of the whole model; None for none that converts."""
+        return find_application(self.factory, self._module)
 
     @property
-    def port_config(self) -> Mapping[str, Any]:
-        """The options of module and class, of which those of the class come last."""
-        return read_options(self.layer_class, self.module)
+    def _module(self) -> ModuleType:
+        assert self.module is not None, "it was imported from one"
+        return self.module
 
     @property
     def is_reused(self) -> bool:
         """True if the class sets `reuse`."""
-        return bool(getattr(self.layer_class, "reuse", False))
+        return bool(getattr(self.factory, "reuse", False))
 
     @property
     def fills_storage(self) -> bool:
@@ -332,25 +325,25 @@ class NxdiTarget(Target):
     @property
     def conversion(self) -> ConversionOrigin:
         """The origin of the conversion that fills the layer."""
-        return find_origin(self.layer_class, self.module, self.application)
+        return find_origin(self.factory, self._module, self.application)
 
     @property
     def _converts_itself(self) -> bool:
-        return hasattr(self.layer_class, "convert_state_dict")
+        return hasattr(self.factory, "convert_state_dict")
 
     def make(self, config: Any, layer_idx: int) -> NxdiLayer:
         """Build the layer with NxDI's config."""
-        require_nxdi()
         degree, rank = _open_parallel_state()
         nxdi_config = make_nxdi_config(
-            self.layer_class,
-            self.module,
+            self.factory,
+            self._module,
             config,
+            options=self.port_config,
             dtype=torch.get_default_dtype(),  # `Target.build` sets it to the run's dtype
             tp_degree=degree,
         )
         with aot_mode():
-            layer = self.layer_class(nxdi_config, layer_idx)
+            layer = self.factory(nxdi_config, layer_idx)
         _drop_master_weights(layer)
         layout = NxdiLayout(spec=ModelSpec.from_config(vars(config)), tp_degree=degree, rank=rank)
         return NxdiLayer(
@@ -364,7 +357,7 @@ class NxdiTarget(Target):
     def _choose_conversion(self, layer: Any, nxdi_config: Any, layout: NxdiLayout) -> Conversion:
         """Return the way to fill the layer; for the application's, cast the layer first as NxDI does."""
         if self._converts_itself:
-            own = getattr(layer, "convert_state_dict", None) or self.layer_class.convert_state_dict  # type: ignore[attr-defined]
+            own = getattr(layer, "convert_state_dict", None) or self.factory.convert_state_dict  # type: ignore[attr-defined]
             return Conversion(make=own)
         if self.application is None:
             return convert_by_table(layer, layout)

@@ -18,10 +18,9 @@ import torch
 from minimax_tools.errors import TargetError
 from neuron.devices.ranks import Ranks
 from neuron.ports.nxdi_stream import stream_replacement, with_stream_points
+from neuron.ports.sources import OPTIONS
 from neuron.ports.target import ModelBatch
 
-# Attribute of the port's class or module that overrides mm2's choices for NxDI's MoENeuronConfig.
-OPTIONS = "mm2_neuron_config"
 # Keys that models and applications on NxDI need and MiniMax-M2's config.json lacks.
 _ABSENT_KEYS: Mapping[str, object] = {
     "n_shared_experts": 0,
@@ -50,26 +49,12 @@ _CPU_OPTIONS: Mapping[str, object] = {
 _OPTIONS_STEP = f"Correct {OPTIONS} of the port's class or module."
 
 
-def read_options(port_class: Any, module: ModuleType | None) -> dict[str, Any]:
-    """Return a port's options for NxDI's config of the device: its module's, then its class's."""
-    options: dict[str, Any] = {}
-    for owner in (module, port_class):
-        declared = getattr(owner, OPTIONS, {})
-        if not isinstance(declared, Mapping):
-            raise TargetError(
-                f"{OPTIONS} of {getattr(owner, '__name__', owner)} cannot be read",
-                expected="a dict of options",
-                found=type(declared).__name__,
-            )
-        options |= declared
-    return options
-
-
 def make_nxdi_config(
     layer_class: Callable[..., Any],
     module: ModuleType,
     config: Any,
     *,
+    options: Mapping[str, object],
     dtype: torch.dtype,
     tp_degree: int,
 ) -> Any:
@@ -79,12 +64,13 @@ def make_nxdi_config(
         layer_class: The port's layer.
         module: The port's module.
         config: The keys of config.json as attributes.
+        options: The port's options for the device.
         dtype: The run's dtype.
         tp_degree: Number of ranks that share the layer.
     """
     config_class = _find_config_class(layer_class, module)
-    options = _device_options(config, read_options(layer_class, module), dtype=dtype, tp_degree=tp_degree)
-    neuron_config = config_class.get_neuron_config_cls()(**options)
+    device_options = _device_options(config, options, dtype=dtype, tp_degree=tp_degree)
+    neuron_config = config_class.get_neuron_config_cls()(**device_options)
     # Layers read the stage while they are built.
     neuron_config.is_prefill_stage = True
     return config_class(neuron_config, **_model_keys(config))
@@ -153,7 +139,7 @@ class NxdiSettings:
     """The settings that decide how an application is built."""
 
     application_class: Any  # a subclass of NeuronBaseForCausalLM
-    module: ModuleType  # the module that defines it
+    options: Mapping[str, object]  # the port's options for the device
     config: Any  # the keys of config.json as attributes, with the run's `batch` and `ranks`
     dtype: torch.dtype
 
@@ -196,7 +182,7 @@ class NxdiSettings:
     def _options(self, *, is_on_cpu: bool) -> dict[str, object]:
         options = _device_options(
             self.config,
-            read_options(self.application_class, self.module),
+            self.options,
             dtype=self.dtype,
             tp_degree=self.ranks.degree,
             batch_size=self.batch.num_prompts,

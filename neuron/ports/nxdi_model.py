@@ -12,12 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -41,12 +40,15 @@ from neuron.devices.weights import WeightLoader
 from neuron.ports.cpu_mode import NXD_CPU_MODE, ModelClasses, for_the_device, refuse_other_mode
 from neuron.ports.exposure import CACHE, LAYERS
 from neuron.ports.nxdi import PREFIX, aot_mode, find_sites, is_cpu_mode, require_nxdi
-from neuron.ports.nxdi_config import OPTIONS, NxdiSettings, read_options
+from neuron.ports.nxdi_config import NxdiSettings
 from neuron.ports.nxdi_layout import NxdiLayout
 from neuron.ports.nxdi_stream import ReplacedStream, pass_arguments, replacement_arguments
 from neuron.ports.returned import REPLACE_STREAM, ModelResult
-from neuron.ports.sources import import_behind
+from neuron.ports.sources import OPTIONS, ImportedPort
 from neuron.ports.target import ModelBatch, ModelTarget, port_errors
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -213,12 +215,14 @@ class NxdiModel(nn.Module):
 
     def _enable_tools(self, module: nn.Module) -> None:
         """Hook the module for replacement and capture, as NxDI does when it compiles, and not in `to_cpu`."""
-        from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
-        from neuronx_distributed.utils.tensor_replacement import modify_model_for_tensor_replacement
-
+        # An older NxD has neither.
         if self._settings.batch.replaces_stream:
+            from neuronx_distributed.utils.tensor_replacement import modify_model_for_tensor_replacement
+
             modify_model_for_tensor_replacement(module)
         if self._captures:
+            from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
+
             config = self._neuron_config.tensor_capture_config
             enable_tensor_capture(
                 module,
@@ -345,34 +349,25 @@ def _close_groups() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NxdiModelTarget(ModelTarget):
+class NxdiModelTarget(ImportedPort, ModelTarget):
     """An application on neuronx-distributed-inference."""
 
+    prefix = PREFIX
     forms = f"{PREFIX}PATH.py:CLASS or {PREFIX}package.module:CLASS"
     pads_right = True
 
-    application_class: Any
-    module: ModuleType  # the module that defines it
+    @classmethod
+    def find(cls, name: str) -> Self | None:
+        """Import the class behind `nxdi:`, if NxDI is installed."""
+        found = super().find(name)
+        if found is not None:
+            _refuse_other_class(name, found.factory)
+        return found
 
     @classmethod
-    def find(cls, name: str) -> NxdiModelTarget | None:
-        """Import the class behind `nxdi:`, if NxDI is installed."""
-        if not name.startswith(PREFIX):
-            return None
+    def require_library(cls) -> None:
+        """Raise TargetError unless NxDI can be imported."""
         require_nxdi()
-        source, application_class = import_behind(PREFIX, name, forms=cls.forms)
-        _refuse_other_class(name, application_class)
-        return cls(
-            name=name,
-            application_class=application_class,
-            module=source.module,
-            source_digest=source.digest(),
-        )
-
-    @property
-    def port_config(self) -> Mapping[str, Any]:
-        """The options of module and class, of which those of the class come last."""
-        return read_options(self.application_class, self.module)
 
     def make(self, config: Any) -> NxdiModel:
         """Prepare the application, which is built when it is loaded: only then its folder is known."""
@@ -384,8 +379,8 @@ class NxdiModelTarget(ModelTarget):
         _refuse_batch(config.batch)
         return NxdiModel(
             NxdiSettings(
-                application_class=self.application_class,
-                module=self.module,
+                application_class=self.factory,
+                options=self.port_config,
                 config=config,
                 dtype=torch.get_default_dtype(),  # `build` sets it to the run's dtype
             )

@@ -32,20 +32,14 @@ BLOCK_SIZE = 32
 _CONTEXT_STEP = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedLayer:
-    """A layer's part of the cache, as the model asks for it."""
-
-    name: str  # the model's name for it, such as `layers.3.self_attn`
-    num_kv_heads: int  # those of this rank
-    head_size: int
-    dtype: torch.dtype
-
-
 class BlockCache:
-    """The keys and values of all layers, [n,K,b,D] each, and the block tables of the running requests."""
+    """The keys and values of all layers, [n,K,b,D] each, and the block tables of the running requests.
 
-    def __init__(self, layers: Sequence[CachedLayer], *, device: torch.device) -> None:
+    `layers` are the plugin's own descriptions of what a model asks for: name, number of this rank's kv heads, head size
+    and dtype.
+    """
+
+    def __init__(self, layers: Sequence[Any], *, device: torch.device) -> None:
         self._layers = tuple(layers)
         self._device = device
         self._tables: list[list[int]] = []

@@ -1,20 +1,31 @@
-"""Import and digest of the Python file or module that holds a port."""
+"""Import and digest of the Python file or module that holds a port; `ImportedPort` is what a name in it stands for."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
 
 from minimax_tools.errors import TargetError, UsageError, did_you_mean
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.provenance import digest_sources
+from minimax_tools.torch_file import find_pickled_module
+from neuron.ports.target import Port
 from neuron.process.status import doing
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Attribute of the port's class or module: options of the device's config, such as NxDI's.
+OPTIONS = "mm2_neuron_config"
 
 # Modules that are no part of a port: the standard library, mm2, and what is installed.
 _LIBRARIES = sys.stdlib_module_names | {
@@ -28,6 +39,68 @@ _LIBRARIES = sys.stdlib_module_names | {
 _INSTALLATION_FOLDERS = frozenset({"site-packages", "dist-packages"})
 # Modules that each place has imported in this process: Python loads them once, and they belong to its source each time.
 _IMPORTED_BY: dict[str, frozenset[str]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedPort(Port):
+    """A class or function of a file or module, `PATH.py:NAME` or `package.module:NAME`."""
+
+    # Beginning of a --target of this kind.
+    prefix: ClassVar[str] = ""
+
+    factory: Callable[..., Any]
+    module: ModuleType | None = None  # the module that was imported; None for a factory given in Python
+
+    def __post_init__(self) -> None:
+        if self.build_dtype is not None and not isinstance(self.build_dtype, torch.dtype):
+            raise TargetError(
+                f"port {self.name}: build_dtype is no dtype",
+                expected="a torch.dtype, such as torch.float32",
+                found=repr(self.build_dtype),
+            )
+
+    @classmethod
+    def find(cls, name: str) -> Self | None:
+        """Import the port's file or module; None if the name has another form."""
+        if not name.startswith(cls.prefix):
+            return None
+        cls.require_library()
+        found = import_callable(name.removeprefix(cls.prefix))
+        if found is not None:
+            source, factory = found
+            return cls(name=name, factory=factory, module=source.module, source_digest=source.digest())
+        if cls.prefix:
+            raise UsageError(f"--target {name!r} is unknown", expected=cls.forms)
+        return None
+
+    @classmethod
+    def require_library(cls) -> None:
+        """Raise TargetError unless the library that ports of this kind are built on can be imported."""
+
+    @property
+    def build_dtype(self) -> torch.dtype | None:
+        """The default dtype under which the port wants its module built; None for the run's."""
+        dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
+        return dtype
+
+    @property
+    def port_config(self) -> Mapping[str, Any]:
+        """The port's options for the device: those of its module, then those of its class."""
+        options: dict[str, Any] = {}
+        for owner in (self.module or inspect.getmodule(self.factory), self.factory):
+            declared = getattr(owner, OPTIONS, {})
+            if not isinstance(declared, Mapping):
+                raise TargetError(
+                    f"{OPTIONS} of {getattr(owner, '__name__', owner)} cannot be read",
+                    expected="a dict of options",
+                    found=type(declared).__name__,
+                )
+            options |= declared
+        return options
+
+    def _conversion(self, module: nn.Module) -> Any:
+        # A function may build a class that its author cannot change.
+        return super()._conversion(module) or getattr(self.factory, "convert_state_dict", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,26 +162,10 @@ def import_callable(name: str) -> tuple[TargetSource, Callable[..., Any]] | None
     return source, source.find(attribute)
 
 
-def import_behind(prefix: str, name: str, *, forms: str) -> tuple[TargetSource, Callable[..., Any]]:
-    """Import what follows a prefix in `name`; `forms` are the two that it may have.
-
-    Raises:
-        UsageError: It has neither of the forms.
-        TargetError: It cannot be imported.
-    """
-    found = import_callable(name.removeprefix(prefix))
-    if found is None:
-        raise UsageError(f"--target {name!r} is unknown", expected=forms)
-    return found
-
-
 def _refuse_pickle(path: Path) -> None:
     """Raise TargetError if a file that is named as a port holds a module that was pickled whole."""
     if not path.is_file():
         return
-    # This import needs torch.
-    from minimax_tools.torch_file import find_pickled_module
-
     pickled = find_pickled_module(path)
     if pickled is not None:
         raise TargetError(

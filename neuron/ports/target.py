@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader, reads_in_place
 from neuron.process.status import doing
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Folders of libraries, of Python itself, and of mm2's packages: a port's own code lies in none of them.
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -118,6 +121,16 @@ class Port(ABC):
     name: str  # the value of --target
     source_digest: str  # sha256 of its source
 
+    @classmethod
+    @abstractmethod
+    def find(cls, name: str) -> Self | None:
+        """Find the port of a --target; None if it names another kind.
+
+        Raises:
+            UsageError: The name is malformed.
+            TargetError: The file, the module or the name in it does not exist or cannot be imported.
+        """
+
     @property
     def build_dtype(self) -> torch.dtype | None:
         """Default dtype while the port is built; None for the run's dtype."""
@@ -193,16 +206,6 @@ class Target(Port):
     reads_weights: ClassVar[bool] = True
     # Whether each of several ranks is known to hold only its part of a layer.
     divides_weights: ClassVar[bool] = False
-
-    @classmethod
-    @abstractmethod
-    def find(cls, name: str) -> Target | None:
-        """Find the target of a name; None if it names another kind.
-
-        Raises:
-            UsageError: The name is malformed.
-            TargetError: The file, the module or the name in it does not exist or cannot be imported.
-        """
 
     @abstractmethod
     def make(self, config: Any, layer_idx: int) -> object:
@@ -336,11 +339,6 @@ class ModelBatch:
 @dataclass(frozen=True, kw_only=True)
 class ModelTarget(Port):
     """An implementation of the whole model, from token ids to logits; the --target of `mm2-test model`."""
-
-    @classmethod
-    @abstractmethod
-    def find(cls, name: str) -> ModelTarget | None:
-        """Find the target of a name; None if it names another kind. Raise as `Target.find` does."""
 
     @abstractmethod
     def make(self, config: Any) -> object:

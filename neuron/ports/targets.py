@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,35 +23,21 @@ from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import reads_in_place
 from neuron.ports.nxdi import NxdiTarget
-from neuron.ports.nxdi_config import read_options
 from neuron.ports.nxdi_model import NxdiModelTarget
-from neuron.ports.sources import TargetSource, import_callable
+from neuron.ports.sources import ImportedPort, TargetSource
 from neuron.ports.target import ModelTarget, Target, target_config
 from neuron.ports.traced import TracedTarget
 from neuron.ports.vllm_neuron_model import VllmNeuronModelTarget
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 @dataclass(frozen=True, kw_only=True)
-class PortTarget(Target):
+class PortTarget(ImportedPort, Target):
     """A class or function that is called as `factory(config, layer_idx)` and returns a module."""
 
     forms = "PATH.py:NAME or package.module:NAME"
-
-    factory: Callable[[Any, int], object]
-
-    def __post_init__(self) -> None:
-        if self.build_dtype is not None and not isinstance(self.build_dtype, torch.dtype):
-            raise TargetError(
-                f"port {self.name}: build_dtype is no dtype",
-                expected="a torch.dtype, such as torch.float32",
-                found=repr(self.build_dtype),
-            )
-
-    @classmethod
-    def find(cls, name: str) -> PortTarget | None:
-        """Import the port's file or module; None if the name has another form."""
-        found = import_callable(name)
-        return found and cls(name=name, factory=found[1], source_digest=found[0].digest())
 
     def make(self, config: Any, layer_idx: int) -> object:
         """Call the port's factory."""
@@ -62,16 +47,6 @@ class PortTarget(Target):
     def is_reused(self) -> bool:
         """True if the factory sets `reuse`."""
         return bool(getattr(self.factory, "reuse", False))
-
-    @property
-    def build_dtype(self) -> torch.dtype | None:
-        """The default dtype under which the port wants its module built; None for the run's."""
-        return _build_dtype(self.factory)
-
-    @property
-    def port_config(self) -> Mapping[str, Any]:
-        """The options that the port declares for NxDI. mm2 records them, and reads none."""
-        return read_options(self.factory, inspect.getmodule(self.factory))
 
     @property
     def adds_over_ranks(self) -> bool:
@@ -93,45 +68,16 @@ class PortTarget(Target):
         """False for a class without `convert_state_dict`; an object that a function builds may have one."""
         return not isinstance(self.factory, type) or hasattr(self.factory, "convert_state_dict")
 
-    def _conversion(self, module: nn.Module) -> Any:
-        return super()._conversion(module) or _conversion_of(self.factory)
-
 
 @dataclass(frozen=True, kw_only=True)
-class PortModelTarget(ModelTarget):
+class PortModelTarget(ImportedPort, ModelTarget):
     """A class or function that is called as `factory(config)` and returns a module."""
 
     forms = "PATH.py:NAME or package.module:NAME"
 
-    factory: Callable[[Any], object]
-
-    @classmethod
-    def find(cls, name: str) -> PortModelTarget | None:
-        """Import the port's file or module; None if the name has another form."""
-        found = import_callable(name)
-        return found and cls(name=name, factory=found[1], source_digest=found[0].digest())
-
     def make(self, config: Any) -> object:
         """Call the port's factory."""
         return self.factory(config)
-
-    @property
-    def build_dtype(self) -> torch.dtype | None:
-        """The default dtype under which the port wants its module built; None for the run's."""
-        return _build_dtype(self.factory)
-
-    def _conversion(self, module: nn.Module) -> Any:
-        return super()._conversion(module) or _conversion_of(self.factory)
-
-
-def _build_dtype(factory: Callable[..., object]) -> torch.dtype | None:
-    dtype: torch.dtype | None = getattr(factory, "build_dtype", None)
-    return dtype
-
-
-def _conversion_of(factory: Callable[..., object]) -> Any:
-    """Return a function's convert_state_dict: it may build a class that its author cannot change."""
-    return getattr(factory, "convert_state_dict", None)
 
 
 class ResidentReference(ReferenceLayer):
@@ -146,18 +92,29 @@ class ResidentReference(ReferenceLayer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltinTarget(PortTarget):
+class _OwnTarget(PortTarget):
+    """A layer of mm2's, which `forms` names."""
+
+    layer_class: ClassVar[type[nn.Module]] = DeviceLayer  # whose source is digested
+
+    factory: Callable[..., Any] = DeviceLayer
+
+    @classmethod
+    def find(cls, name: str) -> Self | None:
+        """Return the target if --target is its word, else None."""
+        if name != cls.forms:
+            return None
+        layer_class = cls.layer_class
+        source = TargetSource(place=layer_class.__name__, module=sys.modules[layer_class.__module__])
+        return cls(name=name, source_digest=source.digest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltinTarget(_OwnTarget):
     """mm2's layer for a device."""
 
     forms = "builtin"
     divides_weights = True  # of several ranks, each holds only its part of a layer
-
-    factory: Callable[[Any, int], object] = DeviceLayer
-
-    @classmethod
-    def find(cls, name: str) -> BuiltinTarget | None:
-        """Return the target if --target is `builtin`, else None."""
-        return cls(name=name, source_digest=_digest_source(DeviceLayer)) if name == cls.forms else None
 
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
@@ -176,27 +133,19 @@ class BuiltinTarget(PortTarget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceTarget(PortTarget):
+class ReferenceTarget(_OwnTarget):
     """mm2's plain PyTorch layer."""
 
     forms = "reference"
+    layer_class = ReferenceLayer
 
-    factory: Callable[[Any, int], object] = ResidentReference
-
-    @classmethod
-    def find(cls, name: str) -> ReferenceTarget | None:
-        """Return the target if --target is `reference`, else None."""
-        return cls(name=name, source_digest=_digest_source(ReferenceLayer)) if name == cls.forms else None
+    factory: Callable[..., Any] = ResidentReference
 
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int:
         """Return the number of experts that run together: all on a lazy device, where they are one graph; else 1."""
         return spec.num_local_experts if is_lazy else 1
-
-
-def _digest_source(layer: type[nn.Module]) -> str:
-    return TargetSource(place=layer.__name__, module=sys.modules[layer.__module__]).digest()
 
 
 # In the order of the search: a prefix such as `nxdi:` would be a module of PortTarget.

@@ -49,7 +49,6 @@ from neuron.ports.cpu_mode import VLLM_NEURON_CPU_MODE, refuse_other_mode
 from neuron.ports.exposure import CACHE, find_exposure, find_model_exposure
 from neuron.ports.packed_request import (
     BlockCache,
-    CachedLayer,
     DividedTokens,
     PackedRequest,
     new_host_group,
@@ -58,7 +57,7 @@ from neuron.ports.packed_request import (
     refuse_uneven,
 )
 from neuron.ports.returned import MODEL_PAST
-from neuron.ports.sources import import_behind
+from neuron.ports.sources import OPTIONS, ImportedPort
 from neuron.ports.target import ModelTarget, port_errors
 
 _STATES, _RESIDUAL = "hidden_states", "residual"
@@ -149,8 +148,8 @@ def _write(tensors: ModelTensors, folder: Path, *, config: dict[str, object]) ->
 
 
 PREFIX = "vllm-neuron:"
-# Attributes of the port's class: options of the plugin's NeuronConfig, and whether its load_weights reads FP8.
-OPTIONS, TAKES_FP8 = "mm2_neuron_config", "takes_fp8"
+# Attribute of the port's class: whether its load_weights reads FP8.
+TAKES_FP8 = "takes_fp8"
 _MODULES = ("vllm.config", "vllm_neuron.model.neuron_config", "vllm_neuron.parallel.neuron_parallel_state")
 _FACTORY = "from_configs"
 _METHODS = ("get_kv_spec", "bind_kv_cache", "load_weights")
@@ -264,18 +263,7 @@ class VllmNeuronModel(nn.Module):
     def _begin(self, device: torch.device) -> BlockCache:
         if self._cache is None:
             spec = self._models[0].get_kv_spec()  # type: ignore[operator]
-            self._cache = BlockCache(
-                [
-                    CachedLayer(
-                        name=layer.name,
-                        num_kv_heads=layer.num_kv_heads,
-                        head_size=layer.head_size,
-                        dtype=layer.dtype,
-                    )
-                    for layer in spec.layers
-                ],
-                device=device,
-            )
+            self._cache = BlockCache(spec.layers, device=device)
         self._cache.begin()
         return self._cache
 
@@ -300,28 +288,17 @@ class VllmNeuronModel(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmNeuronModelTarget(ModelTarget):
-    """A model for the vLLM Neuron plugin; all ranks are one tensor-parallel group."""
+class VllmNeuronModelTarget(ImportedPort, ModelTarget):
+    """A class with the class method `from_configs`; all ranks are one tensor-parallel group."""
 
+    prefix = PREFIX
     forms = f"{PREFIX}PATH.py:NAME or {PREFIX}package.module:NAME"
     pads_right = True
 
-    factory: Callable[..., Any]  # a class with the class method `from_configs`
-
     @classmethod
-    def find(cls, name: str) -> VllmNeuronModelTarget | None:
-        """Import the class behind `vllm-neuron:`, if the plugin is installed."""
-        if not name.startswith(PREFIX):
-            return None
+    def require_library(cls) -> None:
+        """Raise TargetError unless vLLM and its Neuron plugin can be imported."""
         require_plugin()
-        source, factory = import_behind(PREFIX, name, forms=cls.forms)
-        return cls(name=name, factory=factory, source_digest=source.digest())
-
-    @property
-    def port_config(self) -> Mapping[str, Any]:
-        """The options of the class."""
-        options: Mapping[str, Any] = getattr(self.factory, OPTIONS, {})
-        return options
 
     def make(self, config: Any) -> VllmNeuronModel:
         """Build the model as the plugin's runner does: from two configs, without memory for its weights."""

@@ -22,7 +22,6 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
-from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import (
     Chain,
@@ -47,18 +46,10 @@ from neuron.runs.bisection import Journal, open_journal
 class ReplacedPort:
     """Runs of a port whose executor is open; `passes` are those of every run."""
 
-    def __init__(
-        self,
-        executor: ModelExecutor,
-        *,
-        passes: Sequence[Pass],
-        stream: GoldenStream,
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, executor: ModelExecutor, *, passes: Sequence[Pass], stream: GoldenStream) -> None:
         self._executor = executor
         self._passes = passes
         self._stream = stream
-        self._progress = progress or NoProgress()
 
     def run(self, point: Point) -> list[RowLogits]:
         """Run all passes with the stream replaced at a point, nowhere for None; return each row's logits.
@@ -67,26 +58,21 @@ class ReplacedPort:
             TargetError: The port could not be run, or does not let its stream be replaced.
         """
         stream = None if point is None else self._stream.read(point)
-        results = []
-        for model_pass in self._passes:
-            fed = None
-            if point is not None and stream is not None:
-                fed = (point, model_pass.cut(stream))
-            request = PassRequest(
-                model_pass=model_pass, is_first=model_pass.number == 0, records=False, fed=fed
-            )
-            results.append(self._executor.run(request))
-            self._progress.advance(model_pass.number, num_bytes=0)
+        results = [self._run_pass(model_pass, point, stream) for model_pass in self._passes]
         if point is not None and stream is not None and self._executor.replaces_itself:
             self._require_taken(point, stream, results[0])
         return _gather(list(zip(self._passes, results, strict=True)), stream=self._stream)
 
+    def _run_pass(self, model_pass: Pass, point: Point, stream: torch.Tensor | None) -> PassResult:
+        fed = None if point is None or stream is None else (point, model_pass.cut(stream))
+        is_first = model_pass.number == 0
+        return self._executor.run(
+            PassRequest(model_pass=model_pass, is_first=is_first, records=False, fed=fed)
+        )
+
     def _require_taken(self, point: int, stream: torch.Tensor, result: PassResult) -> None:
         """Refuse a port whose prefill gives the same logits for another stream, by one more prefill."""
-        prefill = self._passes[0]
-        fed = (point, -prefill.cut(stream))
-        request = PassRequest(model_pass=prefill, is_first=True, records=False, fed=fed)
-        if ignores_stream(result.logits, self._executor.run(request).logits):
+        if ignores_stream(result.logits, self._run_pass(self._passes[0], point, -stream).logits):
             raise TargetError(
                 f"port {self._executor.setup.target.name} did not take the stream that was to replace its own at "
                 f"point {point}",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
 from neuron.ports.cpu_mode import ModelClasses
-from neuron.ports.nxdi_model import NxdiModelTarget, captured_modules
+from neuron.ports.nxdi_model import NxdiModelTarget
 from neuron.ports.target import ModelBatch
 
 TESTS = Path(__file__).parents[2]
@@ -45,9 +44,6 @@ for index in range(4):
 
 class Captured(Application):
     mm2_neuron_config = {{"tensor_capture_config": {{"modules_to_capture": NAMES, "capture_inputs": True}}}}
-
-class WithoutSampler(Application):
-    mm2_neuron_config = {{"on_device_sampling_config": None}}
 
 class Swapped(Application):
     @classmethod
@@ -79,6 +75,7 @@ class LastColumnModel(Model):
 
 class LastColumn(Application):
     _model_cls = LastColumnModel
+    mm2_neuron_config = {{"on_device_sampling_config": None}}
 
 class Contradicting(Application):
     mm2_neuron_config = {{"batch_size": 7, "seq_len": 8, "padding_side": "left", "is_continuous_batching": True}}
@@ -145,16 +142,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-RUNS = (
-    "Application",
-    "Captured",
-    "WithoutSampler",
-    "Swapped",
-    "Forgetful",
-    "LastColumn",
-    "Contradicting",
-    "Model",
-)
+RUNS = ("Application", "Captured", "Swapped", "Forgetful", "LastColumn", "Contradicting", "Model")
 
 
 @pytest.fixture(scope="module")
@@ -205,10 +193,6 @@ class TestRightPorts:
         # As on a device, calls of layers cannot be seen.
         assert passes(port, "Captured")["layer_calls"] == [[]] * 3
 
-    def test_without_a_sampler_mm2_takes_the_likeliest_token(self, runs: Any, port: Path) -> None:
-        assert runs["WithoutSampler"]["exit_code"] == 0
-        assert passes(port, "WithoutSampler")["choices"] == []
-
     def test_class_that_the_device_changes_is_named_and_warns(self, runs: Any, port: Path) -> None:
         assert passes(port, "Application")["other_classes"] == {"norm": ["Norm", "DeviceNorm"]}
         found = record(runs["Application"])
@@ -235,11 +219,13 @@ class TestMistakes:
         first = found["findings"][0]
         assert (first["number"], first["layer"], first["sites"]) == (1, 0, ["attn_context"])
 
-    def test_logits_of_the_buckets_padding_are_found(self, runs: Any) -> None:
+    def test_logits_of_the_buckets_padding_are_found(self, runs: Any, port: Path) -> None:
         found = record(runs["LastColumn"])
         assert runs["LastColumn"]["exit_code"] == 1
         first = found["findings"][0]
         assert (first["number"], first["layer"], first["sites"]) == (0, None, ["logits"])
+        # It has no sampler, and so chooses no token.
+        assert passes(port, "LastColumn")["choices"] == []
 
 
 class TestRefusals:
@@ -255,23 +241,6 @@ class TestRefusals:
         assert "expected a subclass of NeuronBaseForCausalLM, found Model" in runs["Model"]["stderr"]
         assert "mm2-test sweep" in runs["Model"]["stderr"]
 
-    def test_mode_that_nxd_was_not_told(
-        self, forked: Any, port: Path, small_fp8: Path, small_golden: Path
-    ) -> None:
-        done = _run(
-            forked, f"{port}:Application", small_fp8, small_golden, **{**STAND_IN, "NXD_CPU_MODE": "0"}
-        )
-        assert done.returncode == 3
-        assert "expected NXD_CPU_MODE=1, found NXD_CPU_MODE=0" in done.stderr
-
-    @pytest.mark.slow
-    def test_several_ranks_in_bf16_on_the_cpu(
-        self, forked: Any, port: Path, small_fp8: Path, small_golden: Path
-    ) -> None:
-        done = _run(forked, f"{port}:Application", small_fp8, small_golden, "--tp-degree", 2, **STAND_IN)
-        assert done.returncode == 3
-        assert "Add --dtype float32, or leave out --tp-degree" in done.stderr
-
     @pytest.mark.parametrize(
         ("num_decoded", "first", "message"),
         [
@@ -286,9 +255,7 @@ class TestRefusals:
             [[5, 6, 7], [1, 2]], padding_side="right", buckets=(3,), pad_token_id=0, source="a test"
         )
         inputs.position_ids.add_(first)
-        target = NxdiModelTarget(
-            name="nxdi:port.py:Port", application_class=object, module=SimpleNamespace(), source_digest=""
-        )
+        target = NxdiModelTarget(name="nxdi:port.py:Port", factory=object, source_digest="")
         batch = ModelBatch.of(inputs, num_decoded=num_decoded, max_new_tokens=1)
         with pytest.raises(TargetError, match=message):
             target.build(ModelSpec.from_folder(toy), dtype=torch.bfloat16, batch=batch)
@@ -308,50 +275,17 @@ def test_compiled_application_gives_what_the_cpu_gives(
     assert sites == f"{4 * 14 + 2} 2 22 64"
 
 
-class TestModules:
-    def test_captured_modules_are_those_with_sites_in_all_layers(self) -> None:
-        present = [
-            "embed_tokens",
-            "layers",
-            "layers.0",
-            "layers.0.self_attn",
-            "layers.0.self_attn.o_proj",
-            "norm",
-        ]
-        present += ["layers.0.self_attn.rotary_emb", "layers.1", "lm_head", "sampler"]
-        assert captured_modules(present, num_layers=2) == [
-            "embed_tokens",
-            "layers.0",
-            "layers.1",
-            "layers.0.self_attn",
-            "layers.1.self_attn",
-            "layers.0.self_attn.o_proj",
-            "layers.1.self_attn.o_proj",
-            "norm",
-        ]
+def test_classes_are_those_of_the_first_layer_and_around_the_layers() -> None:
+    def model(norm: type[torch.nn.Module]) -> torch.nn.Module:
+        layers = [torch.nn.ModuleDict({"norm": norm()}) for _ in range(2)]
+        return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers), "head": torch.nn.Identity()})
 
-    def test_classes_are_those_of_the_first_layer_and_around_the_layers(self) -> None:
-        def model(norm: type[torch.nn.Module]) -> torch.nn.Module:
-            layers = [torch.nn.ModuleDict({"norm": norm()}) for _ in range(2)]
-            return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers), "head": torch.nn.Identity()})
-
-        same = ModelClasses.compare(model(torch.nn.ReLU), model(torch.nn.ReLU))
-        assert same.other == {}
-        assert set(same.here) == {"layers", "layers.0", "layers.0.norm", "head"}
-        other = ModelClasses.compare(model(torch.nn.ReLU), model(torch.nn.SiLU))
-        assert other.other == {"layers.0.norm": ("ReLU", "SiLU")}
-        assert ModelClasses.compare(model(torch.nn.ReLU), None).other is None
-
-
-@pytest.fixture(scope="session")
-def needs_nxdi(forked_python: Any) -> None:
-    """Skips where the packages cannot be imported."""
-    done = forked_python("import neuronx_distributed_inference.models.model_base")
-    if done.returncode != 0:
-        pytest.skip(
-            "neuronx_distributed_inference cannot be imported: "
-            + (done.stderr.strip().splitlines() or ["it is not installed"])[-1]
-        )
+    same = ModelClasses.compare(model(torch.nn.ReLU), model(torch.nn.ReLU))
+    assert same.other == {}
+    assert set(same.here) == {"layers", "layers.0", "layers.0.norm", "head"}
+    other = ModelClasses.compare(model(torch.nn.ReLU), model(torch.nn.SiLU))
+    assert other.other == {"layers.0.norm": ("ReLU", "SiLU")}
+    assert ModelClasses.compare(model(torch.nn.ReLU), None).other is None
 
 
 def test_application_on_nxdis_own_modules_passes(

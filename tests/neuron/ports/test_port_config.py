@@ -22,9 +22,7 @@ class Layer:
 def test_options_of_the_class_come_after_those_of_its_module() -> None:
     module = ModuleType("port")
     module.mm2_neuron_config = {"cast_type": "config", "seq_len": 64}  # type: ignore[attr-defined]
-    target = NxdiTarget(
-        name="nxdi:port:Layer", layer_class=Layer, module=module, application=None, source_digest=""
-    )
+    target = NxdiTarget(name="nxdi:port:Layer", factory=Layer, module=module, source_digest="")
     assert target.port_config == {"cast_type": "as-declared", "seq_len": 64, "dtype": torch.float32}
 
 
