@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,18 @@ def run_layer(run: Any, small: Path) -> Any:
 
 
 @pytest.fixture
+def judge_layer(run: Any, on_small: tuple[object, ...]) -> Any:
+    """Runs layer 1 of the small model on the golden's input through a target on the CPU; exit code and JSON."""
+
+    def judge(target: str, *options: object) -> tuple[int, dict[str, Any]]:
+        given = ("single-layer", "--layer", 1, *on_small, "--target", target, "--backend", "cpu")
+        result = run(*given, *options, "--json", "--quiet")
+        return result.exit_code, json.loads(result.stdout)
+
+    return judge
+
+
+@pytest.fixture
 def tensors_of(run_layer: Any) -> Any:
     """The tensors that a target's run of layer 0 stored."""
 
@@ -210,6 +222,27 @@ def needs_xla() -> None:
     """Skips where torch_xla is not installed."""
     if importlib.util.find_spec("torch_xla") is None:
         pytest.skip(f"torch_xla is not installed: {install_command('xla')} (Linux on x86-64)")
+
+
+@pytest.fixture(scope="session")
+def needs_nxdi(run_python: Process) -> None:
+    """Skips where NxDI cannot be imported; in a process of its own, for it changes what it imports."""
+    done = run_python("import neuronx_distributed_inference.models.model_base")
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it is not installed"])[-1]
+        pytest.skip(f"neuronx_distributed_inference cannot be imported: {reason}")
+
+
+@pytest.fixture
+def vllm_neuron(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Puts a stand-in, which is given, in the vLLM Neuron plugin's place for one test."""
+    folder = Path(__file__).parents[1] / "ports" / "vllm_neuron_stand_in"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
+    yield folder
+    for name in tuple(sys.modules):
+        if name.partition(".")[0] in ("vllm", "vllm_neuron", "vllm_neuron_port", "replacing_port"):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

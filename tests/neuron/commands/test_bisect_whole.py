@@ -134,9 +134,6 @@ def bisect(run: Any, tmp_path: Path, on_small: tuple[object, ...]) -> Any:
     [
         ("Right", ()),
         ("ClosedRight", ("--exhaustive",)),
-        pytest.param("Right", ("--exhaustive",), marks=pytest.mark.slow),
-        pytest.param("Right", ("--decode", 0), marks=pytest.mark.slow),
-        pytest.param("ClosedRight", (), marks=pytest.mark.slow),
         ("ClosedRight", ("--decode", 0)),
     ],
 )

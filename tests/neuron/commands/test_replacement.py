@@ -31,6 +31,16 @@ def ask(run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Any:
     return give
 
 
+@pytest.fixture
+def put(tmp_path: Path) -> Any:
+    """Writes the logits of a run into the folder."""
+
+    def write(name: str, logits: torch.Tensor, **more: torch.Tensor) -> None:
+        save_file({"it": logits, **more}, tmp_path / "replaced" / "logits" / f"{name}.safetensors")
+
+    return write
+
+
 def golden_logits(golden: Path, *, num_tokens: int = NUM_DECODED + 1) -> torch.Tensor:
     """Return the golden's own logits of each row's last tokens, [B,t,V]."""
     capture = Capture.open(golden)
@@ -63,68 +73,51 @@ class TestNxdiFiles:
 
 class TestSearch:
     def test_right_logits_are_taken_one_run_after_the_other(
-        self, ask: Any, small_golden: Path, tmp_path: Path
+        self, ask: Any, put: Any, small_golden: Path, tmp_path: Path
     ) -> None:
         result, record = ask()
         points = []
         while not record["is_finished"]:
             point = record["waits_for"]["point"]
             points.append(point)
-            name = "unreplaced" if point is None else f"layer_{point}"
             # The golden's own logits are those of a right port, wherever its stream is replaced. Both forms are read.
             if point == 1:
-                torch.save(golden_logits(small_golden), tmp_path / "replaced" / "logits" / f"{name}.pt")
+                torch.save(golden_logits(small_golden), tmp_path / "replaced" / "logits" / "layer_1.pt")
             else:
-                save_file(
-                    {"it": golden_logits(small_golden)},
-                    tmp_path / "replaced" / "logits" / f"{name}.safetensors",
-                )
+                put("unreplaced" if point is None else f"layer_{point}", golden_logits(small_golden))
             result, record = ask()
         assert points == [2, 1, 0, None]
         assert (result.exit_code, record["verdict"]) == (0, "pass")
 
-    def test_exhaustive_search_begins_at_the_end(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
+    def test_exhaustive_search_begins_at_the_end(self, ask: Any, put: Any, small_golden: Path) -> None:
         _, record = ask("--exhaustive")
         assert record["waits_for"] == {"point": 4}
-        save_file(
-            {"it": golden_logits(small_golden).roll(1, -1)},
-            tmp_path / "replaced/logits/final_norm.safetensors",
-        )
+        put("final_norm", golden_logits(small_golden).roll(1, -1))
         result, record = ask("--exhaustive")
         assert (result.exit_code, record["blame"][0]["part"]) == (1, "the final norm or the head")
         # One run cannot tell it from a port without the lines.
         assert any("see that the lines are in it" in note for note in record["notes"])
 
-    def test_port_that_replaced_nothing_is_no_verdict(
-        self, ask: Any, small_golden: Path, tmp_path: Path
-    ) -> None:
+    def test_port_that_replaced_nothing_is_no_verdict(self, ask: Any, put: Any, small_golden: Path) -> None:
         ask()
         for name in ("layer_2", "final_norm"):
-            save_file(
-                {"it": golden_logits(small_golden).roll(1, -1)},
-                tmp_path / f"replaced/logits/{name}.safetensors",
-            )
+            put(name, golden_logits(small_golden).roll(1, -1))
         result, _ = ask()
         assert result.exit_code == 3
         assert "the same in every bit, whether its stream was replaced at layer 2's input" in result.stderr
 
-    def test_head_without_weights_is_named(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
+    def test_head_without_weights_is_named(self, ask: Any, put: Any, small_golden: Path) -> None:
         ask()
         for name in ("layer_2", "final_norm"):
-            save_file(
-                {"it": torch.zeros_like(golden_logits(small_golden))},
-                tmp_path / f"replaced/logits/{name}.safetensors",
-            )
+            put(name, torch.zeros_like(golden_logits(small_golden)))
         result, record = ask()
         assert (result.exit_code, record["blame"][0]["part"]) == (1, "the final norm or the head")
 
-    def test_mended_port_is_asked_for_all_runs_anew(
-        self, ask: Any, small_golden: Path, tmp_path: Path
-    ) -> None:
+    def test_mended_port_is_asked_for_all_runs_anew(self, ask: Any, put: Any, small_golden: Path) -> None:
         ask()
         logits = golden_logits(small_golden)
         for name, found in (("layer_2", logits.roll(1, -1)), ("final_norm", logits), ("layer_3", logits)):
-            save_file({"it": found}, tmp_path / f"replaced/logits/{name}.safetensors")
+            put(name, found)
         result, record = ask()
         assert (result.exit_code, record["blame"][0]["layer"]) == (1, 2)
         assert record["next"][0].endswith("--anew")
@@ -133,11 +126,11 @@ class TestSearch:
         # The next command judges the run that is made now.
         assert "--anew" not in record["next"][0]
 
-    def test_logits_that_are_not_finite_are_wrong(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
+    def test_logits_that_are_not_finite_are_wrong(self, ask: Any, put: Any, small_golden: Path) -> None:
         ask()
         logits = golden_logits(small_golden)
         logits[1, 2] = float("nan")
-        save_file({"it": logits}, tmp_path / "replaced/logits/layer_2.safetensors")
+        put("layer_2", logits)
         _, record = ask()
         assert [(run["point"], run["verdict"]) for run in record["runs"]] == [(2, "fail")]
 
@@ -152,25 +145,23 @@ class TestRefusals:
             ((2, VOCABULARY), "[2, 512]"),
         ],
     )
-    def test_logits_of_another_shape(
-        self, ask: Any, tmp_path: Path, shape: tuple[int, ...], found: str
-    ) -> None:
+    def test_logits_of_another_shape(self, ask: Any, put: Any, shape: tuple[int, ...], found: str) -> None:
         ask()
-        save_file({"it": torch.zeros(shape)}, tmp_path / "replaced/logits/layer_2.safetensors")
+        put("layer_2", torch.zeros(shape))
         result, _ = ask()
         assert result.exit_code == 3
         assert f"expected [2,t,512] of each row's last t tokens, t at most 15, found {found}" in result.stderr
 
-    def test_several_tensors(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
+    def test_several_tensors(self, ask: Any, put: Any, small_golden: Path) -> None:
         ask()
         logits = golden_logits(small_golden)
-        save_file({"it": logits, "more": logits + 1}, tmp_path / "replaced/logits/layer_2.safetensors")
+        put("layer_2", logits, more=logits + 1)
         result, _ = ask()
         assert (result.exit_code, "holds 2 tensors" in result.stderr) == (3, True)
 
-    def test_damaged_inputs(self, ask: Any, small_golden: Path, tmp_path: Path) -> None:
+    def test_damaged_inputs(self, ask: Any, put: Any, small_golden: Path, tmp_path: Path) -> None:
         ask()
-        save_file({"it": golden_logits(small_golden)}, tmp_path / "replaced/logits/layer_2.safetensors")
+        put("layer_2", golden_logits(small_golden))
         (tmp_path / "replaced/inputs.safetensors").write_text("torn")
         result, _ = ask()
         assert (result.exit_code, "inputs.safetensors cannot be read" in result.stderr) == (3, True)

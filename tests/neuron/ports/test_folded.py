@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,9 @@ LAYER = 1
 
 
 @pytest.fixture
-def judge(run: Any, small_fp8: Path, small_golden: Path) -> Any:
-    """Runs layer 1 of a port on the golden's input; the exit code and the JSON."""
-
-    def run_port(name: str) -> tuple[int, dict[str, Any]]:
-        sides = ("--model", small_fp8, "--golden", small_golden, "--backend", "cpu")
-        result = run(
-            "single-layer", "--layer", LAYER, *sides, "--target", f"{PORTS}:{name}", "--json", "--quiet"
-        )
-        return result.exit_code, json.loads(result.stdout)
-
-    return run_port
+def judge(judge_layer: Any) -> Any:
+    """Judges layer 1 of a port of `folded.py`."""
+    return lambda name, *options: judge_layer(f"{PORTS}:{name}", *options)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,11 @@ OF_ATTENTION = ["q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "q_rope", "k_r
 
 
 @pytest.fixture
-def judge(run: Any, small_fp8: Path, small_golden: Path) -> Any:
-    """Runs layer 1 of a port on the golden's input; the exit code and the JSON."""
-
-    def run_port(name: str, *options: object) -> tuple[int, dict[str, Any]]:
-        sides = ("--model", small_fp8, "--golden", small_golden, "--backend", "cpu")
-        target = name if name.startswith("traced:") else f"{PORTS}:{name}"
-        result = run(
-            "single-layer", "--layer", LAYER, *sides, "--target", target, *options, "--json", "--quiet"
-        )
-        return result.exit_code, json.loads(result.stdout)
-
-    return run_port
+def judge(judge_layer: Any) -> Any:
+    """Judges layer 1 of a port of `in_parts.py`, or of a traced file."""
+    return lambda name, *options: judge_layer(
+        name if name.startswith("traced:") else f"{PORTS}:{name}", *options
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,17 +24,6 @@ PORT = Path(__file__).parents[2] / "ports" / "nxdi_port.py"
 CAUSAL_PORT = PORT.with_name("causal_port.py")
 
 
-@pytest.fixture(scope="session")
-def needs_nxdi(run_python: Any) -> None:
-    """Skips where the package cannot be imported; in a process of its own, for it changes what it imports."""
-    done = run_python("import neuronx_distributed_inference.models.config")
-    if done.returncode != 0:
-        pytest.skip(
-            "neuronx_distributed_inference cannot be imported: "
-            + (done.stderr.strip().splitlines() or ["it is not installed"])[-1]
-        )
-
-
 class Layer(nn.Module):
     """Called as NxDI calls its layers; it returns what it was given, to be looked at."""
 

@@ -56,39 +56,9 @@ def weights(
 
 
 class TestOneRank:
-    def test_projections_and_norms_are_renamed(self, spec: ModelSpec, layer: LayerTensors) -> None:
-        found = weights(
-            spec,
-            layer,
-            self_attn__qkv_proj__q_proj__weight=(N * D, H),
-            self_attn__o_proj__o_proj__weight=(H, N * D),
-            self_attn__k_norm__weight=(K * D,),
-            self_attn__q_layernorm__weight=(N * D,),
-            input_layernorm__weight=(H,),
-        )
-        assert torch.equal(found["self_attn.qkv_proj.q_proj.weight"], layer[ATTENTION + "q_proj.weight"])
-        assert torch.equal(found["self_attn.o_proj.o_proj.weight"], layer[ATTENTION + "o_proj.weight"])
-        assert torch.equal(found["self_attn.k_norm.weight"], layer[ATTENTION + "k_norm.weight"])
-        assert torch.equal(found["self_attn.q_layernorm.weight"], layer[ATTENTION + "q_norm.weight"])
-        assert torch.equal(found["input_layernorm.weight"], layer["input_layernorm.weight"])
-
     def test_fused_projection_has_rows_of_q_then_k_then_v(self, spec: ModelSpec, layer: LayerTensors) -> None:
         [found] = weights(spec, layer, self_attn__Wqkv__weight=((N + 2 * K) * D, H)).values()
         assert torch.equal(found, torch.cat([layer[f"{ATTENTION}{name}_proj.weight"] for name in "qkv"]))
-
-    def test_experts_are_transposed_gate_before_up(self, spec: ModelSpec, layer: LayerTensors) -> None:
-        found = weights(
-            spec,
-            layer,
-            block_sparse_moe__expert_mlps__mlp_op__gate_up_proj__weight=(E, H, 2 * INNER),
-            mlp__expert_mlps__mlp_op__down_proj__weight=(E, INNER, H),
-        )
-        gate_up, down = found.values()
-        for expert in (0, 10, 31):
-            name = f"{MOE}experts.{expert}."
-            assert torch.equal(gate_up[expert, :, :INNER], layer[name + "w1.weight"].T)
-            assert torch.equal(gate_up[expert, :, INNER:], layer[name + "w3.weight"].T)
-            assert torch.equal(down[expert], layer[name + "w2.weight"].T)
 
     def test_router_and_bias_stay_float32(self, spec: ModelSpec, layer: LayerTensors) -> None:
         layout = NxdiLayout(spec=spec, tp_degree=1, rank=0)

@@ -111,9 +111,7 @@ class Port(ReferenceLayer):
         [
             ("None", "returned no tensor"),
             ("()", "returned no tensor"),
-            ("{'output': output}", "returned no tensor"),
             ("output[:, :-1]", "expected [2, 12, 64] or [24, 64], found [2, 11, 64]"),
-            ("output.transpose(0, 1)", "found [12, 2, 64]"),
         ],
     )
     def test_other_output_is_refused(self, run_layer: Any, write_port: Any, returned: str, text: str) -> None:
@@ -164,39 +162,6 @@ class Port(ReferenceLayer):
             assert (record["graphs"]["later_layers"], record["graphs"]["fallbacks"]) == (0, [])
 
 
-class TestReuse:
-    COUNTING = """
-built = []
-
-class Port(ReferenceLayer):
-    reuse = {reuse}
-
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        built.append(layer_idx)
-
-    def forward(self, *arguments):
-        print("built:", built)
-        return super().forward(*arguments)
-"""
-
-    @pytest.mark.parametrize(("reuse", "built"), [(True, [0]), (False, [0, 1, 2, 3])])
-    def test_reused_port_is_built_once_and_another_per_layer(
-        self, forked: Any, write_port: Any, small: Path, reuse: bool, built: list[int]
-    ) -> None:
-        target = write_port(self.COUNTING.format(reuse=reuse))
-        done = forked("multi-layer", "--layers", "0:4", "--model", small, "--target", target, "--seq-len", 4)
-        assert [line for line in done.stderr.splitlines() if line.startswith("built")][
-            -1
-        ] == f"built: {built}"
-
-    def test_reused_port_holds_each_layers_own_weights(
-        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path
-    ) -> None:
-        target = write_port(self.COUNTING.format(reuse=True).replace('        print("built:", built)\n', ""))
-        assert run("sweep", "--model", small_fp8, "--golden", small_golden, "--target", target).exit_code == 0
-
-
 class TestState:
     """A port may keep state of its own between calls: buffers that are no weights, or plain attributes."""
 
@@ -222,6 +187,12 @@ class Port(ReferenceLayer):
         done = forked("multi-layer", "--layers", "0:3", "--model", small, "--target", target, "--seq-len", 4)
         found = [line for line in done.stderr.splitlines() if line.startswith("calls")]
         assert found == [f"calls: {count}" for count in calls], done.stderr
+
+    def test_reused_port_holds_each_layers_own_weights(
+        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path
+    ) -> None:
+        target = write_port("class Port(ReferenceLayer):\n    reuse = True\n")
+        assert run("sweep", "--model", small_fp8, "--golden", small_golden, "--target", target).exit_code == 0
 
     def test_persistent_state_is_a_weight_that_the_conversion_owes(
         self, run_layer: Any, write_port: Any
@@ -383,15 +354,6 @@ class TestPortsOwnErrors:
                 "            self.register_buffer('inv_freq', torch.ones(4), persistent=False)\n",
                 ("built without memory", "device meta: inv_freq", "torch.device('meta')"),
             ),
-            ("def Port(config):\n    pass\n", ("cannot be built", "TypeError", "1 positional argument")),
-            (
-                "class Port(ReferenceLayer):\n    def forward(self, states):\n        return states\n",
-                ("failed while it ran", "TypeError"),
-            ),
-            (
-                "class Port(ReferenceLayer):\n    def __init__(self, config, layer_idx):\n        quit()\n",
-                ("cannot be built for layer 0", "SystemExit"),
-            ),
             (
                 "class Port(ReferenceLayer):\n"
                 "    def train(self, mode=True):\n"
@@ -404,7 +366,6 @@ class TestPortsOwnErrors:
                 "        raise ValueError('stays here')\n",
                 ("layer 0 cannot be loaded", "ValueError: stays here"),
             ),
-            ("import nosuchpackage\n", ("cannot be imported", "ModuleNotFoundError", "nosuchpackage")),
             ("def Port(:\n", ("cannot be imported", "SyntaxError")),
         ],
     )

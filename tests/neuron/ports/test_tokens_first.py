@@ -21,16 +21,9 @@ LAYER = 1
 
 
 @pytest.fixture
-def judge(run: Any, small_fp8: Path, small_golden: Path) -> Any:
-    """Runs layer 1 of a port of `tokens_first.py` on the golden's input; the exit code and the JSON."""
-
-    def run_port(name: str, *options: object) -> tuple[int, dict[str, Any]]:
-        paths: tuple[object, ...] = ("--model", small_fp8, "--golden", small_golden)
-        paths += ("--target", f"{PORTS}:{name}", "--backend", "cpu")
-        result = run("single-layer", "--layer", LAYER, *paths, *options, "--json", "--quiet")
-        return result.exit_code, json.loads(result.stdout)
-
-    return run_port
+def judge(judge_layer: Any) -> Any:
+    """Judges layer 1 of a port of `tokens_first.py`."""
+    return lambda name, *options: judge_layer(f"{PORTS}:{name}", *options)
 
 
 @pytest.mark.parametrize(

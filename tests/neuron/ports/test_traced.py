@@ -97,7 +97,6 @@ def test_is_judged_by_a_golden_with_a_file_for_each_layer(
     ("file", "named"),
     [
         ("of_{layer}/[b] *.pt2", "of_1/[b] *.pt2"),
-        ("{layer}/layer_{layer}.pt2", "1/layer_1.pt2"),
         ("[b].pt2", "[b].pt2"),
     ],
 )
@@ -292,8 +291,6 @@ class Port(ReferenceLayer):
             "output.transpose(0, 1)",
             "returned another shape: expected [2, 12, 64] or [24, 64], found [12, 2, 64]",
         ),
-        ("output.transpose(1, 2)", "found [2, 64, 12]"),
-        ("{'output': output}", "returned no tensor: expected the layer's output"),
         # Another shape only where the compiler looks.
         (
             "output.transpose(0, 1) if torch.compiler.is_exporting() else output",

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +19,7 @@ IMPORTS = f"import sys\nsys.path.insert(0, {str(PORTS)!r})\nfrom vllm_neuron_por
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts the stand-in in the plugin's place for one test."""
-    monkeypatch.syspath_prepend(STAND_IN)
-    monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    yield
-    for name in tuple(sys.modules):
-        if name.partition(".")[0] in ("vllm", "vllm_neuron", "vllm_neuron_port"):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def run_port(run: Any, tmp_path: Path, on_small: Any, stand_in: None) -> Any:
+def run_port(run: Any, tmp_path: Path, on_small: Any, vllm_neuron: Path) -> Any:
     """Runs one of the test's models on the small model: the result, and its JSON."""
 
     def run_model(name: str, *options: object, file: Path = PORT) -> tuple[Any, dict[str, Any]]:
@@ -174,7 +160,7 @@ def test_a_class_that_the_runner_cannot_call_is_refused(run_port: Any) -> None:
     assert "from_configs(hf_config, neuron_config)" in result.stderr
 
 
-def test_what_names_no_class_is_a_usage_error(on_small: Any, run: Any, stand_in: None) -> None:
+def test_what_names_no_class_is_a_usage_error(on_small: Any, run: Any, vllm_neuron: Path) -> None:
     result = run("model", *on_small, "--target", "vllm-neuron:port")
     assert result.exit_code == 2
     assert "vllm-neuron:PATH.py:NAME or vllm-neuron:package.module:NAME" in " ".join(result.stderr.split())

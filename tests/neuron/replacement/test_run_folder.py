@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.errors import CaptureError
 from minimax_tools.model.inputs import pad_rows
 from neuron.replacement.run_folder import RunFolder, RunPlan
 
@@ -63,9 +63,3 @@ def test_damaged_plan_is_refused_by_name(tmp_path: Path, changed: dict[str, obje
             RunFolder.open(folder.directory)
         if isinstance(record, dict):
             assert found in str(caught.value.found)
-
-
-def test_folder_of_others_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "logits").mkdir()
-    with pytest.raises(UsageError, match="expected a new or empty folder"):
-        make(tmp_path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,17 +61,6 @@ class SwappedSummands(vllm_neuron_port.Swapped):
 """
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts the stand-in in the plugin's place for one test."""
-    monkeypatch.syspath_prepend(STAND_IN)
-    monkeypatch.setenv("VLLM_NEURON_CPU_MODE", "1")
-    yield
-    for name in tuple(sys.modules):
-        if name.partition(".")[0] in ("vllm", "vllm_neuron", "vllm_neuron_port", "replacing_port"):
-            del sys.modules[name]
-
-
 class Engine:
     """An engine whose runner replaces tensors: of each request it prefills the tokens, and returns one more."""
 
@@ -112,7 +99,7 @@ class Engine:
 
 
 @pytest.fixture
-def search(run: Any, tmp_path: Path, small_fp8: Path, on_small: Any, stand_in: None) -> Any:
+def search(run: Any, tmp_path: Path, small_fp8: Path, on_small: Any, vllm_neuron: Path) -> Any:
     """Makes all runs that the command asks for: its last record, and the points."""
     file, folder = tmp_path / "replacing_port.py", tmp_path / "replaced"
     file.write_text(SOURCE)
@@ -151,7 +138,9 @@ def test_wrong_layer_is_named(search: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Swapped", "SwappedSummands"])
-def test_mm2_runs_a_model_itself(on_small: Any, run: Any, tmp_path: Path, stand_in: None, name: str) -> None:
+def test_mm2_runs_a_model_itself(
+    on_small: Any, run: Any, tmp_path: Path, vllm_neuron: Path, name: str
+) -> None:
     target = f"vllm-neuron:{PORTS / 'vllm_neuron_port.py'}:{name}"
     arguments = ("bisect", "--whole", *on_small, "--target", target, "--backend", "cpu")
     result = run(*arguments, "--output-dir", tmp_path / "search", "--decode", 3, "--json", "--quiet")
@@ -163,7 +152,7 @@ class TestReplaceStream:
     STATES = torch.arange(8.0).reshape(4, 2)
 
     @pytest.fixture
-    def context(self, stand_in: None) -> Any:
+    def context(self, vllm_neuron: Path) -> Any:
         from vllm_neuron.accuracy.tensor_replacement import set_active_context
 
         return set_active_context
@@ -196,7 +185,7 @@ class TestReplaceStream:
 
 
 def test_engine_without_the_whole_vocabulary_is_refused(
-    run: Any, tmp_path: Path, on_small: Any, stand_in: None
+    run: Any, tmp_path: Path, on_small: Any, vllm_neuron: Path
 ) -> None:
     class Engine:
         def generate(self, requests: list[Any], parameters: Any) -> list[Any]:
