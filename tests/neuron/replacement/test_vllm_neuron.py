@@ -23,7 +23,6 @@ from neuron.ports.vllm_neuron_stream import point_name, replace_stream, replace_
 from neuron.replacement.vllm_neuron_run import run_replaced
 
 PORTS = Path(__file__).parents[2] / "ports"
-STAND_IN = PORTS / "vllm_neuron_stand_in"
 # Models that take another stream, as the printed lines say.
 SOURCE = f"""
 import sys
