@@ -7,5 +7,5 @@
 - `charts`: its charts by section: their data and titles
 - `glossary`: the words that the page explains, as in docs/sites.md
 - `html`: the page as a file
-- `assets/`: template, specifications of the charts, style sheet and script
+- `assets/`: template, specifications of the charts, style sheet, script, and a link to docs/sites.md
 """
