@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,8 +18,12 @@ from types import MappingProxyType
 from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.weight_files import (
     INDEX_FILE,
+    PICKLED_SUFFIXES,
+    SAFETENSORS_SUFFIX,
+    WeightFiles,
     faulty_checkpoint,
-    find_index_faults,
+    find_header_faults,
+    find_weight_map,
     read_weight_map,
     refuse_pickled_module,
 )
@@ -60,9 +64,12 @@ class TensorIndex:
         """
         weight_map = _find_weight_map(folder)
         shards = _find_shards(folder) if weight_map is None else sorted(set(weight_map.values()))
-        return read_index(
-            folder, shards, weight_map, read_header, may_lack_shards=layers is not None, layers=layers
-        )
+        return read_index(folder, shards, weight_map, may_lack_shards=layers is not None, layers=layers)
+
+    @classmethod
+    def from_file(cls, path: Path) -> TensorIndex:
+        """Read the header of a single file; raise CheckpointError as `read_shard_header` does."""
+        return cls.of(path.parent, read_shard_header(path))
 
     @classmethod
     def of(
@@ -160,16 +167,30 @@ def find_absent_shards(folder: Path) -> tuple[str, ...]:
     return tuple(file for file in files if not (folder / file).is_file())
 
 
+def find_index(folder: Path) -> TensorIndex | None:
+    """Read the headers of the shards that are here, safetensors or `.bin` files; None if no shard is.
+
+    Raises:
+        CheckpointError: They are damaged or contradict each other.
+    """
+    files = WeightFiles.in_folder(folder)
+    if files is None or not files.shards:
+        return None
+    weight_map = find_weight_map(folder)
+    shards = files.shards if weight_map is None else sorted(set(weight_map.values()))
+    index = read_index(folder, shards, weight_map, may_lack_shards=True)
+    return index if index.entries else None
+
+
 def read_index(
     folder: Path,
     shards: Sequence[str],
     weight_map: Mapping[str, str] | None,
-    read: Callable[[Path], tuple[TensorEntry, ...]],
     *,
-    may_lack_shards: bool,
+    may_lack_shards: bool = False,
     layers: range | None = None,
 ) -> TensorIndex:
-    """Read the headers of a checkpoint's shards, each by `read`, and check them against its index file's weight map.
+    """Read the headers of a checkpoint's shards, and check them against its index file's weight map.
 
     Shards may be missing if `may_lack_shards`, but those with tensors of `layers`.
 
@@ -177,10 +198,9 @@ def read_index(
         CheckpointError: There are faults; all are listed.
     """
     missing = {shard for shard in shards if may_lack_shards and not (folder / shard).is_file()}
-    headers, faults = _read_headers(folder, [shard for shard in shards if shard not in missing], read)
+    headers, faults = _read_headers(folder, [shard for shard in shards if shard not in missing])
     absent = {name: shard for name, shard in (weight_map or {}).items() if shard in missing}
-    if weight_map is not None:
-        faults += find_index_faults(weight_map, headers)
+    faults += find_header_faults(headers, weight_map)
     faults += _find_missed_shards(absent, layers)
     if faults:
         raise faulty_checkpoint(folder, faults)
@@ -188,26 +208,37 @@ def read_index(
 
 
 def _read_headers(
-    folder: Path, shards: Sequence[str], read: Callable[[Path], tuple[TensorEntry, ...]]
+    folder: Path, shards: Sequence[str]
 ) -> tuple[dict[str, tuple[TensorEntry, ...]], list[str]]:
     """Return the sound headers by shard, and all faults."""
     headers: dict[str, tuple[TensorEntry, ...]] = {}
-    first_shards: dict[str, str] = {}
     faults = []
     for shard in shards:
         if not (folder / shard).is_file():
             faults.append(f"shard {shard} is missing")
             continue
         try:
-            headers[shard] = read(folder / shard)
+            headers[shard] = read_shard_header(folder / shard)
         except CheckpointError as error:
             faults.append(f"{error.what} ({error.found})")
-            continue
-        for entry in headers[shard]:
-            first_shard = first_shards.setdefault(entry.name, shard)
-            if first_shard != shard:
-                faults.append(f"{entry.name} is both in {first_shard} and in {shard}")
     return headers, faults
+
+
+def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
+    """Read the tensors of one file of a checkpoint, safetensors or PyTorch's; raise CheckpointError for any other."""
+    if path.suffix == SAFETENSORS_SUFFIX:
+        return read_header(path)
+    if path.suffix in PICKLED_SUFFIXES:
+        # This import needs torch, which safetensors files do not.
+        from minimax_tools.checkpoint.pickled import read_pickled_header
+
+        return read_pickled_header(path)
+    raise CheckpointError(
+        f"{path} is not a shard that mm2 can read",
+        expected=", ".join((SAFETENSORS_SUFFIX, *PICKLED_SUFFIXES)),
+        found=path.suffix or "no suffix",
+        next_step="Give a file of the checkpoint's index.",
+    )
 
 
 def _find_weight_map(folder: Path) -> dict[str, str] | None:

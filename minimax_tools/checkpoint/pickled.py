@@ -1,4 +1,4 @@
-"""PyTorch's `.bin` files: their tensors by name, shape, dtype and place, and a reader of single tensors.
+"""PyTorch's `.bin` files: their tensors by name, shape, dtype and place.
 
 Opening one maps it and reads no tensor; nothing in it is called (see `torch_file`).
 """
@@ -6,7 +6,6 @@ Opening one maps it and reads no tensor; nothing in it is called (see `torch_fil
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,28 +13,17 @@ from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint.header import TensorEntry, read_header
-from minimax_tools.checkpoint.index import TensorIndex, read_index
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.weight_files import (
-    SAFETENSORS_SUFFIX,
-    WeightFiles,
-    read_index_json,
-)
+from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError
 from minimax_tools.stored_dtype import StoredDtype
 from minimax_tools.torch_file import (
     InertRecord,
     TorchFile,
-    checksum,
     is_plain,
     refusing,
-    storage_of,
     without_gradient,
     word_kind,
 )
-
-PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
 
 # Keys under which training scripts keep the weights, beside optimizer state and counters.
 _NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module")
@@ -85,83 +73,6 @@ class PickledEntry(TensorEntry):
         return *self.position, tensor.dtype, self.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
-class PickledReader(CheckpointReader):
-    """Reader of single tensors of `.bin` files, as `CheckpointReader` is of safetensors.
-
-    Opening reads no tensor. A tensor that fills its storage is checked by the file's checksum when it is read whole.
-
-    Raises:
-        CheckpointError: The files are missing, damaged or not what `read_pickled_index` takes.
-    """
-
-    def __init__(self, path: Path, *, index: TensorIndex | None = None) -> None:
-        index = read_pickled_index(path) if index is None else index
-        super().__init__(index.folder, index=index)
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return the tensor on the CPU in the dtype it was saved with.
-
-        The memory is new and contiguous. An expanded tensor, which repeats its elements, stays a view: so a small
-        file cannot demand much memory.
-
-        Raises:
-            CheckpointError: There is no such tensor, or its file is cut, unreadable or damaged.
-        """
-        entry = _as_pickled(self.index[name])
-        return entry.tensor if entry.repeats_elements else super().read(name)
-
-    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
-        entry = _as_pickled(entry)
-        if entry.is_verbatim:
-            super()._fill(entry, out)
-            content = out
-        else:
-            self._copy_mapped(entry, out)
-            content = storage_of(entry.tensor)
-        if entry.crc32 is not None and checksum(content) != entry.crc32:
-            raise CheckpointError(
-                f"{entry.name} in {entry.file} is damaged",
-                expected=f"checksum {entry.crc32:08x}",
-                found="another one",
-                next_step="Fetch the file again.",
-            )
-
-    def _copy_mapped(self, entry: PickledEntry, out: torch.Tensor) -> None:
-        started = time.perf_counter()
-        # Memory of a file that became shorter cannot be read: the process would be stopped.
-        if not entry.file.is_file() or entry.file.stat().st_size < entry.file_size_bytes:
-            raise CheckpointError(
-                f"{entry.name} cannot be read from {entry.file}",
-                expected=f"{entry.file_size_bytes} bytes",
-                found="the file became shorter",
-                next_step="Fetch the file again.",
-            )
-        # A damaged file may describe a tensor whose values torch refuses to compute.
-        with refusing(entry.file, CheckpointError, next_step="Fetch the file again."):
-            out.copy_(entry.tensor)
-        self._totals.add(num_bytes=entry.size_bytes, reading_s=time.perf_counter() - started)
-
-
-def _as_pickled(entry: TensorEntry) -> PickledEntry:
-    if not isinstance(entry, PickledEntry):
-        raise TypeError(f"{entry.name} is a tensor of {entry.file}, which is not a .bin file")
-    return entry
-
-
-def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
-    """Read the tensors of one file of a checkpoint, safetensors or PyTorch's; raise CheckpointError for any other."""
-    if path.suffix == SAFETENSORS_SUFFIX:
-        return read_header(path)
-    if path.suffix in PICKLED_SUFFIXES:
-        return read_pickled_header(path)
-    raise CheckpointError(
-        f"{path} is not a shard that mm2 can read",
-        expected=", ".join((SAFETENSORS_SUFFIX, *PICKLED_SUFFIXES)),
-        found=path.suffix or "no suffix",
-        next_step="Give a file of the checkpoint's index.",
-    )
-
-
 def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
     """Read the tensors of the state dict in one `.bin`, `.pt` or `.pth` file, in the order of their data.
 
@@ -182,31 +93,6 @@ def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
     if left_out:
         _logger.info("%s: left out, as they are not tensors of its state dict: %s", path, ", ".join(left_out))
     return tuple(sorted(entries, key=lambda entry: (entry.offset, entry.name)))
-
-
-def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIndex:
-    """Read the index of a `.bin` file, or of the folder whose `.bin` files belong to one checkpoint.
-
-    With `may_lack_shards`, tensors of missing shards are listed as `absent`.
-
-    Raises:
-        CheckpointError: As for `read_pickled_header`. Or a shard is missing or damaged, a tensor lies in two files,
-            or the index file and the files contradict each other: the message lists all faults.
-    """
-    if path.is_file():
-        return TensorIndex.of(path.parent, read_pickled_header(path))
-    names = [file.name for file in path.iterdir()] if path.is_dir() else []
-    files = WeightFiles.pickled_among(names)
-    if files is None:
-        raise CheckpointError(
-            f"no checkpoint at {path}",
-            expected="pytorch_model.bin, or pytorch_model-*-of-*.bin",
-            found="none in the folder" if path.is_dir() else "no such folder",
-            next_step="Give the folder of a checkpoint, or a .bin file.",
-        )
-    weight_map = None if files.index_file is None else read_index_json(path / files.index_file)["weight_map"]
-    shards = files.shards if weight_map is None else tuple(sorted(set(weight_map.values())))
-    return read_index(path, shards, weight_map, read_pickled_header, may_lack_shards=may_lack_shards)
 
 
 def _find_state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str]]:

@@ -20,10 +20,12 @@ import torch
 from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex, find_scale
+from minimax_tools.checkpoint.pickled import PickledEntry
 from minimax_tools.checkpoint.shard_files import ALIGNMENT, ShardFiles
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.stored_dtype import FLOAT8_E4M3FN
+from minimax_tools.torch_file import checksum, refusing, storage_of
 
 # Limits of the rows copied at a time, in rows and in bytes: they stay in a core's second-level cache.
 _NUM_ROWS = 512
@@ -57,7 +59,7 @@ def copy_matrix(source: torch.Tensor, out: torch.Tensor) -> None:
 
 
 class CheckpointReader:
-    """Reads single tensors of a checkpoint folder; safe to use from several threads.
+    """Reads single tensors of a checkpoint folder, or of an `index`; safe to use from several threads.
 
     | to get | call |
     |---|---|
@@ -67,6 +69,7 @@ class CheckpointReader:
 
     Opened shards stay open until `close`, or the end of a `with` block. FP8 codes, and matrices to be transposed, pass
     through buffers that each thread keeps: fresh memory for every matrix would cost more than the arithmetic.
+    Of a `.bin` file a tensor that fills its storage is checked by the file's checksum when it is read whole.
     `index` and `layers` are as in `TensorIndex.from_folder`.
 
     Raises:
@@ -113,8 +116,15 @@ class CheckpointReader:
         return reader
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor into fresh CPU memory, in its stored dtype; raise CheckpointError if it cannot be read."""
-        return self._read(self.index[name])
+        """Read a tensor into fresh CPU memory, in its stored dtype; raise CheckpointError if it cannot be read.
+
+        An expanded tensor of a `.bin` file, which repeats its elements, stays a view: so a small file cannot demand
+        much memory.
+        """
+        entry = self.index[name]
+        if isinstance(entry, PickledEntry) and entry.repeats_elements:
+            return entry.tensor
+        return self._read(entry)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out`, a contiguous CPU tensor of the stored shape and dtype, with a tensor's stored bytes.
@@ -250,7 +260,38 @@ class CheckpointReader:
         return buffer[start : start + num_bytes].view(dtype).view(shape)
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
-        """Fill `out`, of the entry's shape and dtype, with the stored bytes."""
+        """Fill `out`, of the entry's shape and dtype, with the stored values."""
+        if isinstance(entry, PickledEntry):
+            self._fill_pickled(entry, out)
+        else:
+            self._fill_bytes(entry, out)
+
+    def _fill_pickled(self, entry: PickledEntry, out: torch.Tensor) -> None:
+        if entry.is_verbatim:
+            self._fill_bytes(entry, out)
+            content = out
+        else:
+            self._copy_mapped(entry, out)
+            content = storage_of(entry.tensor)
+        if entry.crc32 is not None and checksum(content) != entry.crc32:
+            raise CheckpointError(
+                f"{entry.name} in {entry.file} is damaged",
+                expected=f"checksum {entry.crc32:08x}",
+                found="another one",
+                next_step="Fetch the file again.",
+            )
+
+    def _copy_mapped(self, entry: PickledEntry, out: torch.Tensor) -> None:
+        started = time.perf_counter()
+        # Memory of a file that became shorter cannot be read: the process would be stopped.
+        if not entry.file.is_file() or entry.file.stat().st_size < entry.file_size_bytes:
+            raise _unreadable(entry, "the file became shorter")
+        # A damaged file may describe a tensor whose values torch refuses to compute.
+        with refusing(entry.file, CheckpointError, next_step="Fetch the file again."):
+            out.copy_(entry.tensor)
+        self._totals.add(num_bytes=entry.size_bytes, reading_s=time.perf_counter() - started)
+
+    def _fill_bytes(self, entry: TensorEntry, out: torch.Tensor) -> None:
         if entry.size_bytes == 0:
             return
         out_bytes = out.view(-1).view(torch.uint8)

@@ -17,12 +17,13 @@ INDEX_FILE = "model.safetensors.index.json"
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_SUFFIX = ".safetensors"
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
 
 # Other .bin files, such as training_args.bin and optimizer.bin, hold no weights.
 _PICKLED_FILE = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 
 # Suffixes under which modules are pickled whole.
-_MODULE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
+_MODULE_SUFFIXES = (*PICKLED_SUFFIXES, ".pkl")
 
 # Numbered shards, as in model-00001-of-00004.safetensors.
 _NUMBERED = re.compile(r"-of-([0-9]+)\.")
@@ -48,7 +49,7 @@ class WeightFiles:
     def among(cls, names: Collection[str]) -> WeightFiles | None:
         """Find the weight files among the names of a checkpoint's files; None if there are none."""
         safetensors = sorted(name for name in names if name.endswith(SAFETENSORS_SUFFIX) and "/" not in name)
-        pickled = cls.pickled_among(names)
+        pickled = cls._pickled_among(names)
         # An index alone counts only without `.bin` shards: it may have been fetched without its safetensors.
         if safetensors or (INDEX_FILE in names and (pickled is None or not pickled.shards)):
             if INDEX_FILE in names:
@@ -59,8 +60,7 @@ class WeightFiles:
         return pickled
 
     @classmethod
-    def pickled_among(cls, names: Collection[str]) -> WeightFiles | None:
-        """Find the `.bin` files among the names of a checkpoint's files; None if there are none."""
+    def _pickled_among(cls, names: Collection[str]) -> WeightFiles | None:
         shards = tuple(sorted(name for name in names if _PICKLED_FILE.fullmatch(name)))
         index_file = PICKLED_INDEX_FILE if PICKLED_INDEX_FILE in names else None
         return cls(index_file=index_file, shards=shards) if shards or index_file else None
@@ -69,6 +69,16 @@ class WeightFiles:
     def is_sharded(self) -> bool:
         """True if the weights are spread over files: there is an index, several files, or one numbered file."""
         return self.index_file is not None or len(self.shards) > 1 or any(map(_is_one_of_many, self.shards))
+
+
+def find_weight_map(folder: Path) -> dict[str, str] | None:
+    """Read the shard of each tensor from a folder's index file; None if there is none.
+
+    Raises:
+        CheckpointError: The index file is damaged.
+    """
+    files = WeightFiles.in_folder(folder)
+    return None if files is None or files.index_file is None else read_weight_map(folder / files.index_file)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
@@ -96,28 +106,27 @@ def read_index_json(path: Path) -> dict[str, Any]:
     return {**index_json, "metadata": index_json.get("metadata") or {}}
 
 
-def weight_map_of(entries: Iterable[TensorEntry], *, folder: Path) -> dict[str, str]:
-    """Build a weight_map from the tensors of all files; raise CheckpointError for none, or one in two files."""
-    weight_map: dict[str, str] = {}
-    faults = []
-    for entry in entries:
-        first = weight_map.setdefault(entry.name, entry.file.name)
-        if first != entry.file.name:
-            faults.append(f"{entry.name} is both in {first} and in {entry.file.name}")
-    if not weight_map:
-        faults.append("its files hold no tensor")
-    if faults:
-        raise faulty_checkpoint(folder, faults)
-    return weight_map
-
-
-def find_index_faults(
-    weight_map: Mapping[str, str], headers: Mapping[str, Iterable[TensorEntry]]
+def find_header_faults(
+    headers: Mapping[str, Iterable[TensorEntry]], weight_map: Mapping[str, str] | None
 ) -> list[str]:
-    """Return one sentence for each disagreement between the index and a shard's header about a tensor.
+    """Return a sentence for each tensor in two shards, and for each disagreement with the index about a tensor.
 
-    `weight_map` is the index's: shards by tensor. `headers` has the tensors in each shard; others are not judged.
+    `headers` has the tensors in each shard; others are not judged. `weight_map` is the index's: shards by tensor, or
+    None without an index.
     """
+    faults = []
+    first_shards: dict[str, str] = {}
+    for shard, header in headers.items():
+        for entry in header:
+            first = first_shards.setdefault(entry.name, shard)
+            if first != shard:
+                faults.append(f"{entry.name} is both in {first} and in {shard}")
+    return faults if weight_map is None else faults + _find_index_faults(headers, weight_map)
+
+
+def _find_index_faults(
+    headers: Mapping[str, Iterable[TensorEntry]], weight_map: Mapping[str, str]
+) -> list[str]:
     names_indexed: dict[str, set[str]] = {shard: set() for shard in headers}
     for name, shard in weight_map.items():
         if shard in headers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from minimax_tools.checkpoint.header import (
@@ -18,9 +19,8 @@ from minimax_tools.checkpoint.weight_files import (
     INDEX_FILE,
     SAFETENSORS_SUFFIX,
     faulty_checkpoint,
-    find_index_faults,
+    find_header_faults,
     read_weight_map,
-    weight_map_of,
 )
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.checkpoint_folder import Source, find_shards
@@ -46,14 +46,11 @@ def read_headers(source: Source) -> Mapping[str, TensorEntry]:
             next_step="Fetch the model.",
         )
     headers = _read_shard_headers(source, shards)
-    entries = [entry for header in headers.values() for entry in header]
-    # Refuses tensors that lie in two shards.
-    weight_map_of(entries, folder=source.folder)
-    if INDEX_FILE in source.files:
-        faults = find_index_faults(read_weight_map(source.folder / INDEX_FILE), headers)
-        if faults:
-            raise faulty_checkpoint(source.folder, faults)
-    return TensorIndex.of(source.folder, entries).entries
+    weight_map = read_weight_map(source.folder / INDEX_FILE) if INDEX_FILE in source.files else None
+    faults = find_header_faults(headers, weight_map)
+    if faults:
+        raise faulty_checkpoint(source.folder, faults)
+    return TensorIndex.of(source.folder, chain.from_iterable(headers.values())).entries
 
 
 def fetch_header(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.files import whole_file
@@ -71,40 +70,47 @@ class SliceDescription:
         return description
 
 
-def digest_tensors(entries: Sequence[TensorEntry], index: TensorIndex) -> Iterator[tuple[str, str]]:
-    """Yield name and sha256 of tensors of an index, in turn; it is equal for a safetensors and a `.bin` copy.
-
-    A `.bin` tensor is loaded whole, a safetensors one in small pieces.
+def digest_tensors(entries: Iterable[TensorEntry]) -> dict[str, str]:
+    """Compute the sha256 of tensors by name; it is equal for a safetensors and a `.bin` copy.
 
     Raises:
         CheckpointError: A tensor cannot be read.
     """
-    if any(entry.is_pickled for entry in entries):
+    digests = {}
+    for entry in entries:
+        digest = hashlib.sha256()
+        for piece in read_pieces(entry):
+            digest.update(piece)
+        digests[entry.name] = digest.hexdigest()
+    return digests
+
+
+def read_pieces(entry: TensorEntry) -> Iterator[memoryview]:
+    """Yield a tensor's bytes as a safetensors file holds them, in pieces; that of a `.bin` file comes whole.
+
+    A piece is valid until the next one is asked for.
+
+    Raises:
+        CheckpointError: The tensor cannot be read.
+    """
+    if entry.is_pickled:
         # This import needs torch, which safetensors files do not.
-        from minimax_tools.slices.torch_values import read_values
+        from minimax_tools.slices.torch_values import read_bytes
 
-        for name, content in read_values(index, [entry.name for entry in entries]):
-            yield name, hashlib.sha256(content).hexdigest()
-    else:
-        for entry in entries:
-            yield entry.name, _digest_range(entry)
-
-
-def _digest_range(entry: TensorEntry) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
+        yield read_bytes(entry)
+        return
+    buffer = memoryview(bytearray(min(entry.size_bytes, _BUFFER_BYTES)))
     remaining = entry.size_bytes
     try:
         with entry.file.open("rb", buffering=0) as file:
             file.seek(entry.offset)
-            while remaining and (count := file.readinto(buffer[: min(remaining, _BUFFER_BYTES)])):
-                digest.update(buffer[:count])
+            while remaining and (count := file.readinto(buffer[: min(remaining, len(buffer))])):
+                yield buffer[:count]
                 remaining -= count
     except OSError as error:
         raise _unreadable(entry, str(error)) from error
     if remaining:
         raise _unreadable(entry, f"an end of the file {remaining} bytes too early")
-    return digest.hexdigest()
 
 
 def describe_shape(entry: TensorEntry) -> str:

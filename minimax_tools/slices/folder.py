@@ -8,15 +8,13 @@ Sources are safetensors or torch files (`.bin`), slices are safetensors or one t
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO
 
-from minimax_tools.checkpoint.header import ByteRange, TensorEntry, encode_header, join_ranges
+from minimax_tools.checkpoint.header import TensorEntry, encode_header
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import CheckpointError, UsageError, list_faults
@@ -25,57 +23,16 @@ from minimax_tools.machine.files import new_folder, remove_abandoned, sync_path
 from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.spec import CONFIG_FILE
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.description import SLICE_FILE, SliceDescription, describe_shape, digest_tensors
+from minimax_tools.slices.description import (
+    SLICE_FILE,
+    SliceDescription,
+    describe_shape,
+    digest_tensors,
+    read_pieces,
+)
 from minimax_tools.slices.layout import PTH_FILE, FileFormat
 from minimax_tools.slices.stored_weights import StoredWeights
 from minimax_tools.stored_dtype import SAFETENSORS_NAMES
-
-# Bytes copied by one call: small enough to react to an interrupt, large enough to cost no time.
-_PIECE_BYTES = 64 << 20
-_BUFFER_BYTES = 1 << 20
-
-
-def copy_ranges(ranges: Iterable[ByteRange], target: BinaryIO) -> None:
-    """Append byte ranges to a file that is open for writing.
-
-    Raises:
-        CheckpointError: A source file cannot be opened, or has become shorter.
-        OSError: The target cannot be written, or a source file cannot be read.
-    """
-    target.flush()
-    for file, group in groupby(ranges, key=lambda byte_range: byte_range.file):
-        try:
-            source = file.open("rb")
-        except OSError as error:
-            raise CheckpointError(
-                f"{file} cannot be opened", found=str(error), next_step="Fetch the file again."
-            ) from error
-        with source:
-            for byte_range in group:
-                _copy_range(byte_range, source.fileno(), target.fileno())
-
-
-def _copy_range(byte_range: ByteRange, source: int, target: int) -> None:
-    start = byte_range.start
-    while start < byte_range.stop:
-        size_bytes = min(byte_range.stop - start, _PIECE_BYTES)
-        try:
-            # The kernel copies, without loading the bytes into this process.
-            count = os.copy_file_range(source, target, size_bytes, start)
-        except (AttributeError, OSError):
-            count = 0
-        if count == 0:
-            # Another system, two file systems, or the source's end.
-            count = os.write(target, os.pread(source, min(size_bytes, _BUFFER_BYTES), start))
-        if count == 0:
-            raise CheckpointError(
-                f"{byte_range.file} became shorter",
-                expected=f"bytes {byte_range.start} to {byte_range.stop}",
-                found=f"an end at {start}",
-                next_step="Fetch the file again.",
-            )
-        start += count
-
 
 # The source's index files are not copied: a slice has its own index.
 _INDEX_SUFFIX = ".index.json"
@@ -253,12 +210,7 @@ def read_slice_folder(folder: Path) -> TensorIndex:
         CheckpointError: Its files are missing or damaged, or contradict its index.
     """
     pth = folder / PTH_FILE
-    if not pth.is_file():
-        return TensorIndex.from_folder(folder)
-    # This import needs torch, which safetensors files do not.
-    from minimax_tools.checkpoint.pickled import read_pickled_index
-
-    return read_pickled_index(pth)
+    return TensorIndex.from_file(pth) if pth.is_file() else TensorIndex.from_folder(folder)
 
 
 def _write_new_slice(cut: SliceCut, output: Path, *, with_digests: bool, progress: Progress) -> SliceFolder:
@@ -266,9 +218,13 @@ def _write_new_slice(cut: SliceCut, output: Path, *, with_digests: bool, progres
     size_bytes = cut.size_bytes + sum(file.stat().st_size for file in describing)
     with new_folder(output, size_bytes=size_bytes, remedy=_REMEDY) as folder:
         sizes = {file.name: shutil.copyfile(file, folder / file.name).stat().st_size for file in describing}
-        write_file = _write_safetensors if _is_safetensors(cut) else _write_pth
         for number, (name, entries) in enumerate(cut.shards.items(), start=1):
-            write_file(folder / name, cut.source.headers, entries)
+            if _is_safetensors(cut):
+                _write_safetensors(folder / name, entries)
+            else:
+                from minimax_tools.slices.torch_values import write_pth
+
+                write_pth(folder / name, entries)
             # Each at once: all of a large slice would fill the memory first.
             sync_path(folder / name)
             sizes[name] = (folder / name).stat().st_size
@@ -276,7 +232,7 @@ def _write_new_slice(cut: SliceCut, output: Path, *, with_digests: bool, progres
         if _is_safetensors(cut):
             _write_index(folder, cut)
         # Digests of the source, not of the copy, so that a wrong copy shows.
-        digests = _digest_source(cut) if with_digests else {}
+        digests = digest_tensors(cut.entries) if with_digests else {}
         # Without its digest, a tensor's value is None.
         description = replace(cut.description, tensors={**cut.description.tensors, **digests})
         description.write(folder)
@@ -312,24 +268,11 @@ def _require_files(folder: Path, sizes: Mapping[str, int], *, named: Path, step:
         )
 
 
-def _write_safetensors(path: Path, index: TensorIndex, entries: Sequence[TensorEntry]) -> None:
+def _write_safetensors(path: Path, entries: Sequence[TensorEntry]) -> None:
     with path.open("wb") as file:
         file.write(encode_header(entries))
-        # All files of a source have one format.
-        if entries[0].is_pickled:
-            # This import needs torch, which safetensors files do not.
-            from minimax_tools.slices.torch_values import read_values
-
-            for _, content in read_values(index, [entry.name for entry in entries]):
-                file.write(content)
-        else:
-            copy_ranges(join_ranges(entries), file)
-
-
-def _write_pth(path: Path, index: TensorIndex, entries: Sequence[TensorEntry]) -> None:
-    from minimax_tools.slices.torch_values import write_pth
-
-    write_pth(path, index, entries)
+        for entry in entries:
+            file.writelines(read_pieces(entry))
 
 
 def _write_index(folder: Path, cut: SliceCut) -> None:
@@ -368,7 +311,7 @@ def _reuse_slice(cut: SliceCut, output: Path, *, with_digests: bool) -> SliceFol
             next_step="Name another --output, or remove it.",
         )
     if with_digests and None in description.tensors.values():
-        description = replace(description, tensors=_digest_source(cut))
+        description = replace(description, tensors=digest_tensors(cut.entries))
         description.write(output)
     return SliceFolder(
         folder=output,
@@ -390,8 +333,8 @@ def _find_difference(cut: SliceCut, description: SliceDescription, existing: Ten
         return f"another {CONFIG_FILE}"
     if not set(existing.names) == description.tensors.keys() == cut.description.tensors.keys():
         return "a slice of other tensors"
-    digests = _digest_source(cut)
-    found = dict(digest_tensors([existing[name] for name in digests], existing))
+    digests = digest_tensors(cut.entries)
+    found = digest_tensors(existing[name] for name in digests)
     for entry in cut.entries:
         name = entry.name
         if describe_shape(existing[name]) != describe_shape(entry) or found[name] != digests[name]:
@@ -405,10 +348,6 @@ def _read_config(folder: Path) -> bytes | None:
     # A bare state dict has no config.json.
     path = folder / CONFIG_FILE
     return path.read_bytes() if path.is_file() else None
-
-
-def _digest_source(cut: SliceCut) -> dict[str, str]:
-    return dict(digest_tensors(cut.entries, cut.source.headers))
 
 
 def _is_safetensors(cut: SliceCut) -> bool:

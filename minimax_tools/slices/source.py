@@ -11,7 +11,8 @@ from typing import Any
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.index import TensorIndex, find_index
+from minimax_tools.checkpoint.weight_files import find_weight_map
 from minimax_tools.errors import CheckpointError, UnsupportedModelError, list_faults
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import Source, described_source
@@ -24,7 +25,7 @@ from minimax_tools.model.spec import CONFIG_FILE, ModelSpec, read_checkpoint_con
 from minimax_tools.partition.cost import Workload, measure_costs
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
-from minimax_tools.slices.stored_weights import StoredWeights, find_weight_map, read_index
+from minimax_tools.slices.stored_weights import StoredWeights
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         )
     if config["model_type"] in ARCHITECTURES:
         require_sizes(config, folder / CONFIG_FILE)
-    index = read_index(folder)
+    index = find_index(folder)
     return SliceSource(
         model=model,
         folder=folder,

@@ -5,13 +5,12 @@ Only headers are read until a tensor is asked for. Checkpoints of any architectu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minimax_tools.checkpoint.header import TensorEntry, read_header
-from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles, read_weight_map
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.index import TensorIndex, find_index, read_shard_header
+from minimax_tools.checkpoint.weight_files import WeightFiles, find_weight_map
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice
@@ -34,7 +33,7 @@ class StoredWeights:
             CheckpointError: There is no such model, or its files are damaged or contradict each other.
         """
         folder = resolve_model(model)
-        return StoredWeights(model=model, folder=folder, index=read_index(folder))
+        return StoredWeights(model=model, folder=folder, index=find_index(folder))
 
     @classmethod
     def of_slice(cls, model: str, slice_: Slice) -> StoredWeights:
@@ -60,25 +59,6 @@ class StoredWeights:
                 next_step="Fetch the slice first: mm2-split fetch.",
             )
         return self.index
-
-
-def read_index(folder: Path) -> TensorIndex | None:
-    """Read the headers of the shards that are here, safetensors or `.bin` files; None if no shard is.
-
-    Raises:
-        CheckpointError: They are damaged or contradict each other.
-    """
-    files = WeightFiles.in_folder(folder)
-    if files is None or not files.shards:
-        return None
-    if not files.shards[0].endswith(SAFETENSORS_SUFFIX):
-        # This import needs torch, which safetensors files do not.
-        from minimax_tools.checkpoint.pickled import read_pickled_index
-
-        return read_pickled_index(folder, may_lack_shards=True)
-    # No layer is required here: reading a tensor later names the shard that is missing.
-    index = TensorIndex.from_folder(folder, layers=range(0))
-    return index if index.entries else None
 
 
 def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
@@ -131,16 +111,6 @@ def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
     return TensorIndex.of(folder, entries.values())
 
 
-def find_weight_map(folder: Path) -> Mapping[str, str] | None:
-    """Read the file of each tensor from a folder's index file; None if there is none.
-
-    Raises:
-        CheckpointError: The index file is damaged.
-    """
-    files = WeightFiles.in_folder(folder)
-    return None if files is None or files.index_file is None else read_weight_map(folder / files.index_file)
-
-
 def _choose_files(folder: Path, slice_: Slice, *, is_cut_out: bool) -> tuple[str, ...]:
     if not is_cut_out:
         if slice_.files:
@@ -155,11 +125,6 @@ def _choose_files(folder: Path, slice_: Slice, *, is_cut_out: bool) -> tuple[str
 def _read_file(path: Path, faults: list[str]) -> tuple[TensorEntry, ...]:
     """Read the header of a file; if it is damaged, add that to the faults."""
     try:
-        if path.suffix == SAFETENSORS_SUFFIX:
-            return read_header(path)
-        # This import needs torch, which safetensors files do not.
-        from minimax_tools.checkpoint.pickled import read_shard_header
-
         return read_shard_header(path)
     except CheckpointError as error:
         faults.append(f"{path.name} is damaged ({error.found})")

@@ -6,40 +6,46 @@ Nobody imports this module before such a file is at hand, because torch takes se
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.pickled import PickledReader
+from minimax_tools.checkpoint.reader import CheckpointReader
 
 
-def read_values(index: TensorIndex, names: Sequence[str]) -> Iterator[tuple[str, memoryview]]:
-    """Yield tensors of `.bin` files by name: their bytes as they lie in a safetensors file.
+def read_bytes(entry: TensorEntry) -> memoryview:
+    """Read a tensor of a `.bin` file: its bytes as they lie in a safetensors file.
 
     Raises:
-        CheckpointError: A tensor cannot be read.
+        CheckpointError: It cannot be read.
     """
-    with PickledReader(index.folder, index=index) as reader:
-        for name in names:
-            yield name, reader.read(name).contiguous().view(-1).view(torch.uint8).numpy().data
+    content: memoryview = _read(entry).view(-1).view(torch.uint8).numpy().data
+    return content
 
 
-def write_pth(path: Path, index: TensorIndex, entries: Sequence[TensorEntry]) -> None:
+def write_pth(path: Path, entries: Sequence[TensorEntry]) -> None:
     """Write tensors of any files as one file of torch.
 
     Raises:
         CheckpointError: A tensor cannot be read.
     """
-    if entries[0].is_pickled:
-        with PickledReader(index.folder, index=index) as reader:
-            state_dict = {entry.name: reader.read(entry.name).contiguous() for entry in entries}
-    else:
-        maps = {file: _map_file(file) for file in {entry.file for entry in entries}}
-        state_dict = {entry.name: _view_map(maps[entry.file], entry) for entry in entries}
-    torch.save(state_dict, path)
+    maps = {file: _map_file(file) for file in {entry.file for entry in entries if not entry.is_pickled}}
+    torch.save(
+        {
+            entry.name: _read(entry) if entry.is_pickled else _view_map(maps[entry.file], entry)
+            for entry in entries
+        },
+        path,
+    )
+
+
+def _read(entry: TensorEntry) -> torch.Tensor:
+    folder = entry.file.parent
+    with CheckpointReader(folder, index=TensorIndex.of(folder, [entry])) as reader:
+        return reader.read(entry.name).contiguous()
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -75,7 +75,6 @@ class Holding:
 def _read_folder(slice_: Slice, folder: Path) -> Holding:
     description = SliceDescription.read(folder)
     index = read_slice_folder(folder)
-    digests = dict(digest_tensors(tuple(index.entries.values()), index))
     files = {file.name for file in index.files}
     # Weight files that the slice's index does not name.
     stray = sorted(
@@ -87,7 +86,7 @@ def _read_folder(slice_: Slice, folder: Path) -> Holding:
         source=description.source,
         sizes={name: entry.size_bytes for name, entry in index.entries.items()},
         shapes={name: describe_shape(entry) for name, entry in index.entries.items()},
-        digests=digests,
+        digests=digest_tensors(index.entries.values()),
         noted=description.tensors,
         faults=(
             *_find_contradictions(slice_, description),

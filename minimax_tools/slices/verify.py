@@ -198,8 +198,7 @@ def _digest_source(source: SliceSource, names: set[str]) -> dict[str, str]:
     """Compute the sha256 of the named tensors that the source has here."""
     if source.index is None or not names:
         return {}
-    entries = [entry for name, entry in source.index.entries.items() if name in names]
-    return dict(digest_tensors(entries, source.index))
+    return digest_tensors(entry for name, entry in source.index.entries.items() if name in names)
 
 
 def _node_to_json(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:

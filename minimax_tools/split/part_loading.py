@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex
-from minimax_tools.checkpoint.pickled import PickledReader, read_shard_header
+from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex, read_index
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, faulty_checkpoint, find_index_faults
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.checkpoint_folder import resolve_config
 from minimax_tools.machine.memory import MemoryBudget, give_back_freed_pages
@@ -124,16 +122,10 @@ class StoredModel:
         """Open shards, and fetch those that are not here."""
         logger.info("Shards: %d of %d needed", len(shards), len(set(self.weight_map.values())))
         paths = ShardLoader.download_shards_if_needed(self.model, shards)
-        headers = {name: read_shard_header(path) for name, path in paths.items()}
-        if not headers:
+        if not paths:
             raise CheckpointError(f"{self.model} holds no tensor of these layers")
         folder = next(iter(paths.values())).parent
-        faults = find_index_faults(self.weight_map, headers)
-        if faults:
-            raise faulty_checkpoint(folder, faults)
-        index = TensorIndex.of(folder, [entry for header in headers.values() for entry in header])
-        is_pickled = not all(name.endswith(SAFETENSORS_SUFFIX) for name in shards)
-        return (PickledReader if is_pickled else CheckpointReader)(folder, index=index)
+        return CheckpointReader(folder, index=read_index(folder, sorted(shards), self.weight_map))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

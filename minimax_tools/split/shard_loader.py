@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.pickled import (
-    PICKLED_SUFFIXES,
-    PickledReader,
-    read_shard_header,
-)
+from minimax_tools.checkpoint.index import TensorIndex, read_index
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.weight_files import (
-    WeightFiles,
-    faulty_checkpoint,
-    find_index_faults,
-    read_index_json,
-    weight_map_of,
-)
+from minimax_tools.checkpoint.weight_files import WeightFiles, faulty_checkpoint, read_index_json
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import fetch_files, list_files
@@ -74,19 +61,20 @@ class ShardLoader:
                 each other, or a tensor lies in two files: the message lists all faults.
         """
         files = _find_weights(model_path, access)
+        names = files.shards if files.index_file is None else (files.index_file,)
+        paths = fetch_files(str(model_path), names, access=access)
+        folder = paths[names[0]].parent
         if files.index_file is None:
-            paths = fetch_files(str(model_path), files.shards, access=access)
-            headers = [entry for path in paths.values() for entry in read_shard_header(path)]
-            folder = next(iter(paths.values())).parent
-            total_size = sum(entry.size_bytes for entry in headers)
+            index = read_index(folder, files.shards, None)
+            if not index.entries:
+                raise faulty_checkpoint(folder, ["its files hold no tensor"])
             return {
-                "metadata": {"total_size": total_size},
-                "weight_map": weight_map_of(headers, folder=folder),
+                "metadata": {"total_size": sum(entry.size_bytes for entry in index.entries.values())},
+                "weight_map": {name: entry.file.name for name, entry in index.entries.items()},
             }
-        fetched = fetch_files(str(model_path), [files.index_file], access=access)
-        index_path = fetched[files.index_file]
-        index_json = read_index_json(index_path)
-        _verify_shards(index_json["weight_map"], index_path.parent)
+        index_json = read_index_json(paths[files.index_file])
+        weight_map = index_json["weight_map"]
+        read_index(folder, sorted(set(weight_map.values())), weight_map, may_lack_shards=True)
         return index_json
 
     @staticmethod
@@ -161,11 +149,9 @@ class ShardLoader:
             CheckpointError: The file is missing, damaged or of another format.
         """
         path = Path(shard_path)
-        wanted = {entry.name: entry for entry in read_shard_header(path) if filter_fn(entry.name)}
-        index = TensorIndex(folder=path.parent, entries=MappingProxyType(wanted))
-        reader = PickledReader if path.suffix in PICKLED_SUFFIXES else CheckpointReader
-        with reader(path.parent, index=index) as opened:
-            return {name: opened.read(name) for name in wanted}
+        index = TensorIndex.from_file(path)
+        with CheckpointReader(path.parent, index=index) as reader:
+            return {name: reader.read(name) for name in index.names if filter_fn(name)}
 
 
 def names_by_part(names: Collection[str], model_type: str | Architecture) -> dict[int | str, list[str]]:
@@ -189,22 +175,6 @@ def _find_weights(model_path: str | Path, access: HubAccess | None) -> WeightFil
             next_step="Give a folder or hub id of a checkpoint.",
         )
     return files
-
-
-def _verify_shards(weight_map: Mapping[str, str], folder: Path) -> None:
-    """Check the index against the headers of the shards in `folder`; absent shards are skipped."""
-    headers: dict[str, tuple[TensorEntry, ...]] = {}
-    faults = []
-    for file in sorted(set(weight_map.values())):
-        if not (folder / file).is_file():
-            continue
-        try:
-            headers[file] = read_shard_header(folder / file)
-        except CheckpointError as error:
-            faults.append(f"shard {file} cannot be read ({error.what}: {error.found})")
-    faults += find_index_faults(weight_map, headers)
-    if faults:
-        raise faulty_checkpoint(folder, faults)
 
 
 def _weight_map(index_json: Mapping[str, Any]) -> Mapping[str, str]:

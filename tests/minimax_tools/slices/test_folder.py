@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize, expected_tensors
 from minimax_tools.checkpoint.header import encode_header
-from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.index import TensorIndex, find_index
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.machine.progress import NoProgress
@@ -36,7 +35,7 @@ from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.folder import SliceCut, SliceFolder, cut_slice, write_slice
 from minimax_tools.slices.layout import FileFormat
 from minimax_tools.slices.source import open_source
-from minimax_tools.slices.stored_weights import StoredWeights, read_index
+from minimax_tools.slices.stored_weights import StoredWeights
 from minimax_tools.stored_dtype import BFLOAT16
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -317,20 +316,6 @@ def test_a_pth_file_is_a_plain_state_dict_of_the_same_bytes(
     assert not again.is_new
 
 
-def test_between_file_systems_bytes_pass_through_this_process(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    memory = Path("/dev/shm")
-    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("/dev/shm is no file system of its own here")
-    with tempfile.TemporaryDirectory(dir=memory) as scratch:
-        extract(sources["fp8"], "a", Path(scratch) / "a")
-        whole = read_bytes(sources["fp8"])
-        found = read_bytes(Path(scratch) / "a")
-        assert found
-        assert all(content == whole[name] for name, content in found.items())
-
-
 def test_the_same_slice_is_left_as_it_is(sources: dict[str, Path], tmp_path: Path) -> None:
     extract(sources["fp8"], "a", tmp_path / "a")
     before = content_of(tmp_path / "a"), (tmp_path / "a").stat().st_ino
@@ -450,10 +435,12 @@ def test_a_source_that_is_cut_short_meanwhile_leaves_nothing(
     made = cut(folder, "a", plan_of(folder, 1, 3))
     shard = made.entries[-1].file
     os.truncate(shard, made.entries[-1].offset + 1)
-    with pytest.raises(CheckpointError, match=f"{shard.name} became shorter"):
+    with pytest.raises(
+        CheckpointError, match=f"cannot be read from .*{shard.name}: found an end of the file"
+    ):
         write_slice(made, tmp_path / "a")
     shard.unlink()
-    with pytest.raises(CheckpointError, match=f"{shard.name} cannot be opened"):
+    with pytest.raises(CheckpointError, match=f"cannot be read from .*{shard.name}: found .*No such file"):
         write_slice(made, tmp_path / "a")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -512,7 +499,7 @@ def test_the_files_of_one_slice_suffice_for_it(kind: str, sources: dict[str, Pat
         (part / name).unlink()
     extract(part, "a", tmp_path / "a", plan=plan)
     assert set(read_bytes(tmp_path / "a")) == set(plan.slice_of("a").names)
-    index = read_index(part)
+    index = find_index(part)
     assert index is not None
     assert set(index.absent.values()) == set(foreign)
     with pytest.raises(CheckpointError, match=f"{foreign[0]} is not here"):

@@ -298,7 +298,7 @@ def test_damaged_shard_is_named_with_its_fault(kind: str, saved: Saved, tmp_path
     folder = Path(shutil.copytree(saved("llama", kind), tmp_path / "model"))
     (shard, *_) = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=rf"1 fault: found shard {shard.name} cannot be read .*damaged"):
+    with pytest.raises(CheckpointError, match=rf"1 fault: found .*/{shard.name} is damaged"):
         ShardLoader.load_index_json(folder)
     with pytest.raises(CheckpointError, match="damaged"):
         ShardLoader.load_shard_partial(shard, lambda name: True)
