@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_reference.golden.golden_writer import GoldenWriter, kept_sites, skipping_layers
+from gpu_reference.golden.golden_writer import GoldenWriter, kept_sites, running_only
 from gpu_reference.golden.noise_floor import CheckpointTwinWeights, NoiseFloor, TwinWeights
 from gpu_reference.golden.recording import recording_layers, recording_model
 from gpu_reference.model.footprint import Footprint
@@ -154,30 +154,32 @@ class Golden:
         with recording_layers(
             self.model, tuple(run.span), sites=frozenset(run.sites), inputs=inputs, sink=keep
         ):
-            self._run_layers()
+            self.forward(with_head=bool(run.model_sites))
         return layers
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor | None = None, *, with_head: bool = True) -> torch.Tensor:
         """Run the inputs once, on the embedding's device, and return the logits [B,S,vocab].
 
         A run that does not keep the logits computes those of the last position alone: [B,1,vocab].
-        """
-        keeps_logits = ModelSite.LOGITS in self.request.run.model_sites
-        with torch.no_grad(), watched_memory():
-            output = self.model(
-                **self.model_inputs(), use_cache=False, logits_to_keep=0 if keeps_logits else 1
-            )
-        logits: torch.Tensor = output.logits
-        return logits
 
-    def model_inputs(self) -> dict[str, torch.Tensor]:
-        """Return token ids, mask and positions [B,S] under transformers' names, on the embedding's device."""
+        Args:
+            hidden_states: The embedding's output, or that of a layer before the first that runs [B,S,H]; None to
+                compute it from the tokens.
+            with_head: Whether the lm_head runs. Without it, the base model's output [B,S,H] is returned.
+        """
         inputs, device = self.request.inputs, input_device(self.model)
-        return {
-            "input_ids": inputs.input_ids.to(device),
-            "attention_mask": inputs.attention_mask.to(device),
-            "position_ids": inputs.position_ids.to(device),
-        }
+        given = {"input_ids": inputs.input_ids} if hidden_states is None else {"inputs_embeds": hidden_states}
+        given |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
+        arguments: dict[str, Any] = {name: tensor.to(device) for name, tensor in given.items()}
+        keeps_logits = ModelSite.LOGITS in self.request.run.model_sites
+        output: torch.Tensor
+        with torch.no_grad(), watched_memory():
+            if with_head:
+                num_kept = 0 if keeps_logits else 1
+                output = self.model(**arguments, use_cache=False, logits_to_keep=num_kept).logits
+            else:
+                output = self.model.get_submodule("model")(**arguments, use_cache=False).last_hidden_state
+        return output
 
     def make_writer(self, writer: CaptureWriter, progress: Progress) -> GoldenWriter:
         """Return the writer that measures floors and puts this golden's layers into a capture."""
@@ -223,9 +225,11 @@ class Golden:
         # no layer of the span is stored, nothing is skipped: layers before the span are never stored.
         is_resumed = first > run.span.start
         stored_output = writer.capture.read(first - 1, Site.OUTPUT) if is_resumed else None
+        layers = range(first if is_resumed else 0, self.request.model.num_hidden_layers)
+        with_head = bool(run.model_sites)
         golden_writer = self.make_writer(writer, progress)
         with (
-            skipping_layers(self.model, first if is_resumed else 0, stored_output),
+            running_only(self.model, layers, with_head=with_head),
             recording_layers(
                 self.model,
                 pending,
@@ -235,20 +239,12 @@ class Golden:
             ),
             recording_model(self.model, run.model_sites) as model_tensors,
         ):
-            self._run_layers()
-        if run.model_sites:
+            self.forward(stored_output, with_head=with_head)
+        if with_head:
             golden_writer.write_model(
                 {ModelSite.EMBEDDING: writer.capture.read(run.span.start, Site.INPUT), **model_tensors},
                 hidden_states=writer.capture.read(run.span.last, Site.OUTPUT),
             )
-
-    def _run_layers(self) -> None:
-        """Run the inputs once, and the head only if its sites are wanted."""
-        if self.request.run.model_sites:
-            self.forward()
-            return
-        with torch.no_grad(), watched_memory():
-            self.model.get_submodule("model")(**self.model_inputs(), use_cache=False)
 
 
 @contextmanager

@@ -30,7 +30,6 @@ import torch
 from gpu_reference.golden.golden import Golden
 from gpu_reference.golden.golden_writer import running_only
 from gpu_reference.golden.recording import recording_layers, recording_model
-from gpu_reference.model.placement import watched_memory
 from gpu_reference.pipeline.shared_capture import CaptureProposal, open_shared_capture
 from gpu_reference.streaming.streaming import OnceReader, StreamedModel, Streaming
 from minimax_tools.capture.manifest import Entry, Manifest
@@ -245,16 +244,7 @@ class _RankRun:
         return self._ranks.receive(shape, request.model.dtype, source=self._ranks.rank - 1)
 
     def _forward(self, hidden_states: torch.Tensor | None) -> None:
-        inputs: dict[str, Any] = self._golden.model_inputs()
-        if hidden_states is not None:
-            inputs["inputs_embeds"] = hidden_states
-            del inputs["input_ids"]
-        model = self._golden.model
-        with torch.no_grad(), watched_memory():
-            if self._step.runs_head:
-                model(**inputs, use_cache=False)
-                return
-            output = model.get_submodule("model")(**inputs, use_cache=False).last_hidden_state
+        output = self._golden.forward(hidden_states, with_head=self._step.runs_head)
         # A slice with layers sent the last layer's output by its hook; one with the embedding alone sends here.
         if self._step.passes_on and not self._step.layers:
             self._ranks.send(output, to=self._ranks.rank + 1)

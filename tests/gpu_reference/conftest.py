@@ -24,6 +24,8 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest
 from minimax_tools.text.prompts import build_inputs
 
+sys.path.append(str(Path(__file__).parent))
+
 Ask = Callable[..., GoldenRequest]
 Measure = Callable[..., list[dict[str, Any]]]
 

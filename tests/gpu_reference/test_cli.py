@@ -202,17 +202,6 @@ def test_damaged_manifest_is_named_and_made_anew(toy: Path, tmp_path: Path, comm
     assert (tmp_path / "manifest.json").read_text() == whole
 
 
-def test_offload_by_limits_gives_the_plain_captures_bits(toy: Path, tmp_path: Path, command: Any) -> None:
-    common = ["extract-all", "--model", toy, "--seq-len", "12,7", "--quiet", "--output-dir"]
-    command(main, *common, tmp_path / "plain")
-    limits = ["--max-memory", "cpu:12MB", "--offload-folder", tmp_path / "offload"]
-    result = command(main, *common, tmp_path / "limited", *limits)
-    assert result.exit_code == 0
-    assert list((tmp_path / "offload").glob("*experts*"))
-    for path in (tmp_path / "plain").iterdir():
-        assert (tmp_path / "limited" / path.name).read_bytes() == path.read_bytes(), path.name
-
-
 def test_directory_locked_by_another_run_is_refused(toy: Path, tmp_path: Path, command: Any) -> None:
     arguments = ["single-layer", "--layer", 0, "--model", toy, *SHORT, "--output-dir", tmp_path]
     with locked_directory(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from goldens import capture
 
 from gpu_reference.cli import main
 from gpu_reference.golden.golden import open_golden
@@ -21,12 +22,6 @@ from minimax_tools.text.input_request import InputRequest
 pytestmark = pytest.mark.gpu
 
 ON_GPU = Placement(device_map={"": "cuda:0"})
-
-
-def capture(request: Any, directory: Path) -> Capture:
-    with open_golden(request) as golden:
-        golden.capture(directory, extra={})
-    return Capture.open(directory)
 
 
 def tensor_files(capture: Capture) -> dict[str, bytes]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from goldens import capture
 
-from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.golden.golden import GoldenRequest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.noise_floor import ROUTER_MARGIN
 from minimax_tools.model.inputs import ExpertTokens, pad_rows
@@ -18,12 +19,6 @@ from minimax_tools.model.sites import Site
 
 # Natural tokens, too few for the 32 experts of a layer, and as many expert tokens as have places for all.
 ROWS = [[5, 9, 2, 7], [8, 1, *[3] * 8]]
-
-
-def capture(request: GoldenRequest, directory: Path) -> Capture:
-    with open_golden(request) as golden:
-        golden.capture(directory, extra={})
-    return Capture.open(directory)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from damage.tampering import sign
+from goldens import capture, contents
 
 from gpu_reference.cli import main
-from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.golden.golden import GoldenRequest
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import MANIFEST_NAME
@@ -30,16 +31,6 @@ from minimax_tools.model.span import Span
 CPU = torch.device("cpu")
 NAMES = ("nearest", "random_1")
 TWO_LAYERS = multi_layer_run(Span(0, 2), sites_level="all")
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix != ".lock"}
-
-
-def capture(request: GoldenRequest, directory: Path, progress: Any = None) -> dict[str, bytes]:
-    with open_golden(request) as golden:
-        golden.capture(directory, extra={}, progress=progress)
-    return contents(directory)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +49,7 @@ def varied(request_two: GoldenRequest, tmp_path_factory: pytest.TempPathFactory)
 def test_captured_tensors_and_twins_are_those_of_a_golden_without(
     request_two: GoldenRequest, varied: Path, tmp_path: Path
 ) -> None:
-    plain = capture(replace(request_two, floor_variants=()), tmp_path / "plain")
+    plain = contents(capture(replace(request_two, floor_variants=()), tmp_path / "plain").directory)
     mine = contents(varied)
     assert mine.keys() == plain.keys()
     differing = {name for name in mine if mine[name] != plain[name]}
@@ -96,7 +87,7 @@ def test_streamed_capture_has_the_bytes_of_the_whole_one(
     request_two: GoldenRequest, varied: Path, tmp_path: Path, streaming: Streaming
 ) -> None:
     request = replace(request_two, streaming=streaming)
-    assert capture(request, tmp_path / "streamed") == contents(varied)
+    assert contents(capture(request, tmp_path / "streamed").directory) == contents(varied)
 
 
 class TestCommand:

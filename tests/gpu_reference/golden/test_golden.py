@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from goldens import capture, contents, interrupt, refuse_to_run
 
 from gpu_reference.cli import main
 from gpu_reference.golden.golden import open_golden
@@ -24,36 +25,14 @@ import gpu_reference.golden.golden as golden_module
 from gpu_reference.cli import main
 
 class Golden(golden_module.Golden):
-    def forward(self):
+    def forward(self, *states, **options):
         layer = self.model.get_submodule("model.layers.2")
         layer.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        return super().forward()
+        return super().forward(*states, **options)
 
 golden_module.Golden = Golden
 main(sys.argv[1:])
 """
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def capture(request: Any, directory: Path) -> Capture:
-    with open_golden(request) as golden:
-        golden.capture(directory, extra={})
-    return Capture.open(directory)
-
-
-def interrupt(request: Any, directory: Path, *, at: int) -> None:
-    """A capture that an error ends when layer `at` begins."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("planted")
-
-    with open_golden(request) as golden:
-        golden.model.get_submodule(f"model.layers.{at}").register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="planted"):
-            golden.capture(directory, extra={})
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +141,9 @@ def test_killed_capture_resumes_to_the_same_bytes(
 
 @pytest.fixture(scope="module")
 def unfinished(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A capture that an error has ended in layer 1."""
+    """A capture that an error has ended after layer 0."""
     directory = tmp_path_factory.mktemp("unfinished") / "full_model"
-    interrupt(ask(), directory, at=1)
+    interrupt(ask(), directory, after=1)
     return directory
 
 
@@ -206,10 +185,6 @@ def test_capture_interrupted_after_its_layers_needs_no_second_forward(ask: Any, 
         golden.model.get_submodule("model.layers.0").register_forward_pre_hook(refuse_to_run)
         golden.capture(tmp_path, extra={})
     assert Capture.open(tmp_path).manifest.is_complete
-
-
-def refuse_to_run(*_: object) -> None:
-    raise AssertionError("the model ran again")
 
 
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from goldens import capture, contents
 
-from gpu_reference.golden.golden import open_golden
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.noise_floor import (
     ROUTER_MARGIN,
@@ -32,20 +32,13 @@ def full(golden: Path) -> Capture:
 @pytest.fixture(scope="module")
 def stats(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Capture:
     """The golden with the distances alone of its floor."""
-    directory = tmp_path_factory.mktemp("stats") / "full_model"
-
-    with open_golden(ask(noise_floor="stats")) as opened:
-        opened.capture(directory, extra={})
-    return Capture.open(directory)
+    return capture(ask(noise_floor="stats"), tmp_path_factory.mktemp("stats") / "full_model")
 
 
 @pytest.fixture(scope="module")
 def full_of_stats(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Capture:
     """The golden of `stats`, its floor kept whole."""
-    directory = tmp_path_factory.mktemp("full") / "full_model"
-    with open_golden(ask(noise_floor="full")) as opened:
-        opened.capture(directory, extra={})
-    return Capture.open(directory)
+    return capture(ask(noise_floor="full"), tmp_path_factory.mktemp("full") / "full_model")
 
 
 @pytest.mark.parametrize("layer", range(4))
@@ -123,34 +116,28 @@ def test_model_sites_have_a_floor_too(full: Capture) -> None:
 
 
 def test_no_floor_is_kept_when_it_is_off(ask: Any, tmp_path: Path) -> None:
-    with open_golden(ask(noise_floor="off")) as golden:
-        golden.capture(tmp_path / "capture", extra={})
-    names = {path.name for path in (tmp_path / "capture").iterdir()}
-    assert names == {
+    made = capture(ask(noise_floor="off"), tmp_path / "capture")
+    assert contents(made.directory).keys() == {
         "manifest.json",
         "inputs.safetensors",
         "model.safetensors",
         *(f"layer_{layer}.safetensors" for layer in range(4)),
     }
-    assert Capture.open(tmp_path / "capture").read_floor(0, ROUTER_MARGIN) is None
+    assert made.read_floor(0, ROUTER_MARGIN) is None
 
 
 def test_floor_of_few_sites_knows_the_routers_margin(ask: Any, tmp_path: Path) -> None:
     request = ask(noise_floor="full", run=single_layer_run(2, sites_level="layer"))
-    with open_golden(request) as golden:
-        golden.capture(tmp_path / "capture", extra={})
-    capture = Capture.open(tmp_path / "capture")
-    assert capture.sites(2) == (Site.INPUT, Site.OUTPUT)
-    assert capture.read_floor(2, ROUTER_MARGIN) is not None
-    assert capture.read_twin(2, Site.OUTPUT) is not None
-    assert capture.read_twin(2, Site.ATTN_DELTA) is None
+    made = capture(request, tmp_path / "capture")
+    assert made.sites(2) == (Site.INPUT, Site.OUTPUT)
+    assert made.read_floor(2, ROUTER_MARGIN) is not None
+    assert made.read_twin(2, Site.OUTPUT) is not None
+    assert made.read_twin(2, Site.ATTN_DELTA) is None
 
 
 def test_floor_changes_no_captured_bit(
     stats: Capture, full_of_stats: Capture, ask: Any, tmp_path: Path
 ) -> None:
-    with open_golden(ask(noise_floor="off", run=full_run(4, sites_level="all"))) as golden:
-        golden.capture(tmp_path / "capture", extra={})
-    plain = Capture.open(tmp_path / "capture")
+    plain = capture(ask(noise_floor="off", run=full_run(4, sites_level="all")), tmp_path / "capture")
     digests = [[entry.sha256 for entry in one.manifest.entries] for one in (plain, stats, full_of_stats)]
     assert digests[0] == digests[1] == digests[2]

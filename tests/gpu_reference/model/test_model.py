@@ -15,13 +15,6 @@ from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.model.run import single_layer_run
 
 
-def test_fp8_and_bfloat16_copies_load_to_the_same_weights(ask: Any, toy_bf16: Path) -> None:
-    with open_golden(ask()) as fp8, open_golden(ask(folder=toy_bf16)) as bf16:
-        mine, theirs = fp8.model.state_dict(), bf16.model.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_float32_golden_rounds_nothing(ask: Any, toy: Path, tmp_path: Path, is_offloaded: bool) -> None:
     placement = Placement(device_map={"": "disk" if is_offloaded else "cpu"}, offload_folder=tmp_path)

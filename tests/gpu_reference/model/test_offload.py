@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from goldens import capture
 
 from gpu_reference.golden.golden import open_golden
 from gpu_reference.model.model_checks import hold_weight, weight_of
 from gpu_reference.model.placement import Placement
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import MANIFEST_NAME
 
 # Layers 0 and 1 and the head in memory; layer 2 in parts, layer 3 whole on disk.
@@ -38,10 +38,7 @@ def placement(kind: str, folder: Path) -> Placement:
 @pytest.fixture(scope="module")
 def plain(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The capture of a model that lies in memory whole."""
-    directory = tmp_path_factory.mktemp("plain") / "full_model"
-    with open_golden(ask(noise_floor="full")) as golden:
-        golden.capture(directory, extra={})
-    return directory
+    return capture(ask(noise_floor="full"), tmp_path_factory.mktemp("plain") / "full_model").directory
 
 
 def bits(path: Path) -> object:
@@ -72,9 +69,8 @@ def test_offloaded_golden_captures_the_same_bits(
 
 
 def test_backend_of_an_offloaded_golden_is_the_device_that_computes(ask: Any, tmp_path: Path) -> None:
-    with open_golden(ask(placement=placement("disk", tmp_path / "offload"))) as golden:
-        golden.capture(tmp_path / "capture", extra={})
-    provenance = Capture.open(tmp_path / "capture").description.provenance
+    request = ask(placement=placement("disk", tmp_path / "offload"))
+    provenance = capture(request, tmp_path / "capture").description.provenance
     assert (provenance.backend, provenance.device) == ("cpu", "cpu")
 
 

@@ -19,6 +19,7 @@ import click.testing
 import pytest
 import safetensors.torch
 import torch
+from goldens import contents
 
 from gpu_reference.cli import main
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
@@ -91,10 +92,6 @@ def wait(process: subprocess.Popen[str]) -> Ran:
 
 def errors(ran: Ran) -> list[str]:
     return [line for line in ran.stderr.splitlines() if line.startswith("Error:")]
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 def records(directory: Path) -> dict[str, ReadRecord]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from gpu_reference.cli import main as mm2_gpu
-from gpu_reference.readiness.golden_way import GoldenWay, Gpu, GpuMachine
-from gpu_reference.readiness.machine_check import check_gpus, check_ways
+from gpu_reference.readiness.golden_way import Gpu, GpuMachine
+from gpu_reference.readiness.machine_check import check_gpus
 from minimax_tools.machine.finding import Level, MachineFinding
 
 
@@ -80,16 +80,6 @@ def test_the_command_takes_the_way_of_the_table(command: Any, toy: Path) -> None
     assert row["way"] == "streamed, two layers"
 
 
-def test_the_table_of_usual_machines_is_computed(command: Any) -> None:
-    table = {
-        row["machine"]: row for row in check(command, "--gpus", "24GB", "--memory", "32GB")["configurations"]
-    }
-    assert table["8 × 80.0 GB, 1.0 TB of memory"]["layers_on_gpus"] == 62
-    assert table["8 × 80.0 GB, 1.0 TB of memory"]["way"] == "whole on the GPUs"
-    assert table["6 × 80.0 GB, 480.0 GB of memory"]["layers_on_gpus"] == 60
-    assert table["1 × 24.0 GB, 32.0 GB of memory"]["way"] == "streamed, two layers"
-
-
 def test_a_machine_that_is_too_small_fails(command: Any) -> None:
     record = check(command, "--gpus", "0", "--memory", "2GB", code=3)
     assert record["worst"] == "fail"
@@ -134,17 +124,3 @@ def test_a_gpu_in_use_is_told(tmp_path: Path) -> None:
         "in use by others: GPU 1",
         "nvidia-smi shows by whom. Or leave them out with CUDA_VISIBLE_DEVICES.",
     )
-
-
-def test_no_way_is_a_failure() -> None:
-    way = GoldenWay(
-        name="streamed, packed",
-        options=(),
-        works=False,
-        num_layers_held=0,
-        needed_bytes=5 * 10**9,
-        room_bytes=10**9,
-        needed_host_bytes=0,
-        time_s=None,
-    )
-    assert check_ways([way]).level is Level.FAIL

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from goldens import in_use_and
 
-from gpu_reference.cli import main
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.stream_choice import (
@@ -20,7 +20,7 @@ from gpu_reference.streaming.stream_choice import (
 from gpu_reference.streaming.streaming import Streaming
 from gpu_reference.streaming.streaming_request import StreamingRequest
 from minimax_tools.errors import UsageError
-from minimax_tools.machine.memory import MemoryBudget, MemoryUsage, give_back_freed_memory
+from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.partition.cost import PartCost
 from minimax_tools.partition.node import Node, Stage
 from minimax_tools.partition.plan import Slice
@@ -59,12 +59,6 @@ def choose(
 
 def limited(num_bytes: float) -> Placement:
     return Placement(device_map="auto", max_memory={"cpu": int(num_bytes)})
-
-
-def in_use_and(num_bytes: float) -> MemoryBudget:
-    # What earlier tests left to be freed would be room that nobody counted on.
-    give_back_freed_memory()
-    return MemoryBudget(MemoryUsage.on_host().anonymous_bytes + int(num_bytes))
 
 
 def test_model_that_fits_is_loaded_whole_without_a_word(
@@ -143,23 +137,6 @@ def test_limit_below_the_layers_in_memory_is_refused(
     message = r"--max-memory does not allow the layers that are in memory at once: expected at least .* MB"
     with pytest.raises(UsageError, match=message):
         choose(footprint, "on", limited(limit), **options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--stream", "off", "--no-prefetch"], 2, "--no-prefetch has no effect"),
-        (["--memory-budget", "1MB"], 3, "streaming one layer at a time would break the memory budget"),
-    ],
-)
-def test_command_refuses_what_cannot_be(
-    toy: Path, tmp_path: Path, command: Any, arguments: list[str], code: int, message: str
-) -> None:
-    common = ["extract-all", "--model", toy, "--seq-len", 8, "--output-dir", tmp_path / "capture"]
-    result = command(main, *common, *arguments)
-    assert result.exit_code == code, result.stderr
-    assert message in result.stderr
-    assert not (tmp_path / "capture").exists()
 
 
 def part_of(layers: range, *, has_head: bool = False) -> Slice:

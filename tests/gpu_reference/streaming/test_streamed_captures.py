@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from goldens import capture, contents, interrupt
 
 from gpu_reference.cli import main
 from gpu_reference.golden.golden import GoldenRequest, open_golden
@@ -23,9 +21,6 @@ from minimax_tools.model.span import Span
 from minimax_tools.model.weight_names import layer_prefix
 from minimax_tools.text.input_request import InputRequest
 
-sys.path.append(str(Path(__file__).parents[2]))
-from moments import KILL, words_of
-
 CPU = torch.device("cpu")
 STREAMS = {
     "alone": Streaming(device=CPU, prefetch=False),
@@ -35,14 +30,8 @@ PACKED = Streaming(device=CPU, packed=True)
 FEW = InputRequest(seq_lens=(3, 2))
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix != ".lock"}
-
-
-def capture(request: GoldenRequest, directory: Path) -> dict[str, bytes]:
-    with open_golden(request) as golden:
-        golden.capture(directory, extra={})
-    return contents(directory)
+def bytes_of(request: GoldenRequest, directory: Path) -> dict[str, bytes]:
+    return contents(capture(request, directory).directory)
 
 
 def count_bytes(request: GoldenRequest, directory: Path) -> int:
@@ -86,15 +75,15 @@ def test_streamed_capture_has_the_bytes_of_the_whole_one(
     ask: Any, tmp_path: Path, options: dict[str, Any], streaming: Streaming
 ) -> None:
     request = ask(**options)
-    whole = capture(request, tmp_path / "whole")
-    assert capture(replace(request, streaming=streaming), tmp_path / "streamed") == whole
+    whole = bytes_of(request, tmp_path / "whole")
+    assert bytes_of(replace(request, streaming=streaming), tmp_path / "streamed") == whole
 
 
 @pytest.mark.parametrize("inputs", [None, FEW], ids=["many", "few"])
 def test_packed_experts_give_the_bytes_of_eager_ones(ask: Any, tmp_path: Path, inputs: Any) -> None:
     request = ask(experts_implementation="eager", noise_floor="full", inputs=inputs)
-    whole = capture(request, tmp_path / "whole")
-    assert capture(replace(request, streaming=PACKED), tmp_path / "packed") == whole
+    whole = bytes_of(request, tmp_path / "whole")
+    assert bytes_of(replace(request, streaming=PACKED), tmp_path / "packed") == whole
 
 
 def test_stream_reads_every_layer_once_and_the_embeddings_rows_of_its_tokens(
@@ -136,7 +125,7 @@ def test_few_tokens_read_only_the_experts_they_are_routed_to(ask: Any, tmp_path:
 
 def test_resumed_stream_reads_no_finished_layer_again(ask: Any, tmp_path: Path) -> None:
     request = ask(noise_floor="full", streaming=STREAMS["alone"])
-    whole = capture(request, tmp_path / "whole")
+    whole = bytes_of(request, tmp_path / "whole")
     interrupt(request, tmp_path / "killed", after=2)
     with open_golden(request) as golden:
         golden.capture(tmp_path / "killed", extra={})
@@ -149,30 +138,6 @@ def test_resumed_stream_reads_no_finished_layer_again(ask: Any, tmp_path: Path) 
     assert contents(tmp_path / "killed") == whole
     proof = later // 4
     assert num_bytes <= later + proof
-
-
-class StoppedError(Exception):
-    pass
-
-
-class StopAfter:
-    """Ends a run when so many layers are written."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.left = num_layers
-
-    def advance(self, layer: int, *, num_bytes: int) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise StoppedError
-
-    def skip(self, layer: int) -> None:
-        pass
-
-
-def interrupt(request: GoldenRequest, directory: Path, *, after: int) -> None:
-    with open_golden(request) as golden, pytest.raises(StoppedError):
-        golden.capture(directory, extra={}, progress=StopAfter(after))
 
 
 def test_generation_of_a_stream_is_that_of_the_whole_model(toy: Path, tmp_path: Path, command: Any) -> None:
@@ -228,22 +193,8 @@ def test_auto_streams_what_does_not_fit_and_says_why(
 
 def test_bfloat16_checkpoint_streams_to_the_same_bytes(ask: Any, toy_bf16: Path, tmp_path: Path) -> None:
     request = ask(folder=toy_bf16, noise_floor="full")
-    whole = capture(request, tmp_path / "whole")
-    assert capture(replace(request, streaming=STREAMS["alone"]), tmp_path / "streamed") == whole
-
-
-@pytest.mark.slow
-def test_stream_killed_in_mid_run_resumes_to_the_same_bytes(toy: Path, tmp_path: Path, command: Any) -> None:
-    arguments = ["extract-all", "--model", str(toy), "--seq-len", "24,15", "--stream", "on", "--quiet"]
-    command(main, *arguments, "--output-dir", tmp_path / "whole")
-    killed = tmp_path / "killed"
-    dying = words_of("gpu_reference", name="layer_1.safetensors", act=KILL)
-    ended = subprocess.run(
-        [*dying, *arguments, "--output-dir", str(killed)], stdout=subprocess.DEVNULL, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL
-    command(main, *arguments, "--output-dir", killed)
-    assert contents(killed) == contents(tmp_path / "whole")
+    whole = bytes_of(request, tmp_path / "whole")
+    assert bytes_of(replace(request, streaming=STREAMS["alone"]), tmp_path / "streamed") == whole
 
 
 def test_packed_experts_need_an_fp8_checkpoint(toy_bf16: Path, tmp_path: Path, command: Any) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from goldens import StoppedError, capture, in_use_and
 
-from gpu_reference.golden.golden import Golden, GoldenRequest, open_golden
+from gpu_reference.golden.golden import Golden, open_golden
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import GoldenRefusedError, UsageError
-from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, MemoryUsage, give_back_freed_memory
+from minimax_tools.machine.memory import MemoryBudgetError
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest
@@ -34,12 +35,6 @@ def bound_weights(golden: Golden) -> list[str]:
     return [name for name, weight in golden.model.named_parameters() if not weight.is_meta]
 
 
-def in_use_and(num_bytes: float) -> MemoryBudget:
-    # What earlier tests left to be freed would be room that nobody counted on.
-    give_back_freed_memory()
-    return MemoryBudget(MemoryUsage.on_host().anonymous_bytes + int(num_bytes))
-
-
 class Interrupting:
     """Presses Ctrl-C when a layer is written."""
 
@@ -51,11 +46,6 @@ class Interrupting:
         pass
 
 
-def capture_interrupted(request: GoldenRequest, directory: Path) -> None:
-    with open_golden(request) as golden:
-        golden.capture(directory, extra={}, progress=Interrupting())
-
-
 @pytest.mark.parametrize("streaming", [ALONE, PREFETCHING], ids=["alone", "prefetching"])
 def test_interrupt_ends_the_stream_and_its_threads_and_leaves_a_capture_to_resume(
     ask: Any, tmp_path: Path, streaming: Streaming, request: pytest.FixtureRequest
@@ -64,7 +54,7 @@ def test_interrupt_ends_the_stream_and_its_threads_and_leaves_a_capture_to_resum
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt):
-        capture_interrupted(ask(streaming=streaming, noise_floor="full"), tmp_path)
+        capture(ask(streaming=streaming, noise_floor="full"), tmp_path, Interrupting())
     assert reading_threads() == []
     assert Capture.open(tmp_path).layers == (0, 1)
 
@@ -124,10 +114,6 @@ def test_experts_of_few_tokens_are_proved(ask: Any) -> None:
     assert 4 <= experts <= 24
 
 
-class StoppedError(Exception):
-    pass
-
-
 def stop(*_: object) -> None:
     raise StoppedError
 
@@ -161,9 +147,8 @@ def test_budget_that_allows_one_layer_and_not_two(ask: Any, tmp_path: Path) -> N
         open_golden(replace(request, streaming=PREFETCHING, budget=budget)),
     ):
         raise AssertionError("the golden opened")
-    with open_golden(replace(request, streaming=ALONE, budget=in_use_and(needed + 60e6))) as golden:
-        golden.capture(tmp_path, extra={})
-    assert Capture.open(tmp_path).manifest.is_complete
+    made = capture(replace(request, streaming=ALONE, budget=in_use_and(needed + 60e6)), tmp_path)
+    assert made.manifest.is_complete
 
 
 def test_packed_experts_are_refused_where_one_is_not_fp8(tmp_path: Path, ask: Any, toy: Path) -> None:
