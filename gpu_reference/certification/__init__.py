@@ -1,7 +1,6 @@
 """The check of a finished golden before it is trusted.
 
 - `certifier`: all checks of one golden, and the certificate that they give
-- `checked_capture`: a golden's tensors, with digests, NaN and noise floor checked as they are read
 - `golden_checks`: the figures of one layer, and their limits
 - `trust`: refusals of goldens that are incomplete, changed, or not certified
 """

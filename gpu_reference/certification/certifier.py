@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from gpu_reference.certification.checked_capture import CheckedCapture
 from gpu_reference.certification.golden_checks import (
     NORM_LIMIT,
     SCALE_LIMIT,
@@ -24,6 +24,7 @@ from gpu_reference.certification.golden_checks import (
     Worst,
     bf16_limit,
     claim,
+    count_nonfinite,
     find_router_faults,
     is_rotated_width,
     norm_spread,
@@ -36,6 +37,7 @@ from gpu_reference.certification.trust import refuse_run
 from minimax_tools.capture.manifest import Certificate, Check, Outcome
 from minimax_tools.capture.mirror import CaptureMirror
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import inspect_capture
 from minimax_tools.capture.writer import store_certificate
 from minimax_tools.checkpoint.fingerprint import fingerprint_model
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
@@ -43,7 +45,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.progress import LayerProgress, Progress
-from minimax_tools.metrics.noise_floor import error_name, token_rows, variant_name
+from minimax_tools.metrics.noise_floor import error_name, error_norms, token_rows, variant_name
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -117,8 +119,12 @@ def _read_error(capture: Capture, layer: int, variant: str, site: Site) -> torch
 NO_MODEL = "no model was given: --model names it"
 _OTHER_MODEL = "the model that was given is not the golden's"
 _NO_SITES = "the golden kept no sites for it"
+_DAMAGED = "the golden is damaged"
 # Absolute error allowed to a router weight, which may be stored in BF16.
 _WEIGHT_LIMIT = 0.01
+# Relative difference allowed between a stored and a recomputed error norm. Float32 sums in another order differ by far
+# less.
+_FLOOR_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,20 +142,20 @@ class LayerCertifier:
     """The checks of a golden's layers, one layer at a time.
 
     Args:
-        golden: Reader of the golden, which also notes NaN, Inf and wrong noise floors in what it reads.
+        golden: The golden. No layer is checked of a damaged one.
         model: Model to check the golden against; None if none was given.
-        inputs: Inputs of the golden; None if they cannot be read. No layer is judged then, as padding is unknown.
         model_differs: Whether the golden was made of another model than `model`. Weights are not compared then.
     """
 
-    def __init__(
-        self, golden: CheckedCapture, model: GoldenModel | None, inputs: Inputs | None, *, model_differs: bool
-    ) -> None:
+    def __init__(self, golden: Capture, model: GoldenModel | None, *, model_differs: bool) -> None:
         self._golden = golden
         self._model = model
         self._model_differs = model_differs
-        self._inputs = inputs
-        self._dtype = torch.float32 if golden.is_float32 else torch.bfloat16
+        # Its tensors are then their own float32 twins.
+        self._is_float32 = golden.description.provenance.dtypes.get("weights") == "float32"
+        self._dtype = torch.float32 if self._is_float32 else torch.bfloat16
+        self._floor = Tally(name="noise_floor", missing="the golden kept no float32 twins")
+        self._finite = Tally(name="no_nan", missing="it holds no tensor")
         no_model = NO_MODEL if model is None else _NO_SITES
         no_weights = _OTHER_MODEL if model_differs else no_model
         self._reference = Worst(name="reference_layer", missing=no_weights)
@@ -161,25 +167,24 @@ class LayerCertifier:
 
     def check_layer(self, layer: int) -> None:
         """Check a layer."""
-        if self._inputs is None:
-            return
-        stored = self._golden.read_layer(layer)
-        for site, tensor in stored.items():
-            self._golden.check_finite(site, tensor, self._real, f"{site} of layer {layer}")
+        stored = {site: self._golden.read(layer, site) for site in self._golden.sites(layer)}
+        self._check_finite(stored, f"of layer {layer}")
         self._check_norms(layer, stored)
-        twins = self._golden.read_twins(layer, stored, self._real)
-        if not self._golden.is_float32:
-            self._golden.check_floor(layer, stored, twins, self._real)
+        twins = self._read_twins(layer, stored)
+        if not self._is_float32:
+            self._check_floor(layer, stored, twins)
         # A float32 golden's twins are its stored sites, which are checked already.
-        self._check_rope(layer, stored, {} if self._golden.is_float32 else twins)
-        computed = self._check_weights(layer, stored, twins, self._inputs)
-        if not self._golden.is_float32:
+        self._check_rope(layer, stored, {} if self._is_float32 else twins)
+        computed = self._check_weights(layer, stored, twins)
+        if not self._is_float32:
             # Without the golden's model, the stored twins stand in for mm2's own float32 layer.
             self._check_noise(layer, stored, computed or twins)
 
     def checks(self) -> list[Check]:
         """Return the checks of all layers so far."""
         return [
+            self._floor.check("stored distances are those from the golden to its float32 twins"),
+            self._finite.check("tensors hold no NaN or Inf on a real token"),
             self._rotary.check("queries and keys rotate the width that config.json says"),
             self._norms.check("the norms scale the heads of a token differently"),
             self._router.check("layers choose experts by their logits and the float32 bias"),
@@ -188,27 +193,63 @@ class LayerCertifier:
             self._scale.check("what the golden stored is larger or smaller than its float32 layer"),
         ]
 
+    def check_model_sites(self) -> None:
+        """Check that the sites outside the layers hold no NaN or Inf."""
+        for site in self._golden.model_sites():
+            count = int((~torch.isfinite(self._golden.read(None, site)[self._real])).sum())
+            if count:
+                # Not `add`: the number of tensors in the certificate is that of the layers' tensors.
+                self._finite.faults.append(f"{count} of {site}")
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        return self._golden.read_inputs()
+
     @property
     def _real(self) -> torch.Tensor:
         """True where a token's values are kept, bool [B,S]."""
-        assert self._inputs is not None, "without inputs no layer is judged"
         return self._inputs.is_kept
 
+    def _read_twins(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
+        """Read the float32 twins of a layer, and count their NaN and Inf. A float32 golden's are the `stored` sites."""
+        if self._is_float32:
+            return {site: tensor for site, tensor in stored.items() if site is not Site.INPUT}
+        read = {site: self._golden.read_twin(layer, site) for site in Site}
+        twins = {site: twin for site, twin in read.items() if twin is not None}
+        self._check_finite(twins, f"of layer {layer}", kind="the float32 twin of ")
+        return twins
+
+    def _check_finite(self, tensors: Mapping[Site, torch.Tensor], where: str, *, kind: str = "") -> None:
+        for site, tensor in tensors.items():
+            count = count_nonfinite(site, tensor, self._real)
+            faults = [f"{count} of {kind}{site} {where}"] if count else []
+            self._finite.add(*faults)
+
+    def _check_floor(
+        self, layer: int, stored: Mapping[Site, torch.Tensor], twins: Mapping[Site, torch.Tensor]
+    ) -> None:
+        """Check that the stored noise floor is the distance of the stored sites from their twins."""
+        for site, twin in twins.items():
+            name = error_name(site)
+            stored_norms = self._golden.read_floor(layer, name)
+            if site not in stored or stored_norms is None:
+                continue
+            norms = error_norms(site, stored[site], twin, real=self._real)[name]
+            is_same = torch.allclose(norms, stored_norms, rtol=_FLOOR_TOLERANCE, atol=0.0)
+            faults = [] if is_same else [f"{name} of layer {layer}"]
+            self._floor.add(*faults)
+
     def _check_weights(
-        self,
-        layer: int,
-        stored: Mapping[Site, torch.Tensor],
-        twins: Mapping[Site, torch.Tensor],
-        inputs: Inputs,
+        self, layer: int, stored: Mapping[Site, torch.Tensor], twins: Mapping[Site, torch.Tensor]
     ) -> dict[Site, torch.Tensor]:
         """Check twins and router against mm2's own float32 layer; return its sites, {} without the golden's model."""
-        model = self._model
+        model, inputs = self._model, self._inputs
         if model is None or self._model_differs or Site.INPUT not in stored:
             return {}
         tensors = LayerTensors.open(model.reader, model.spec, layer, self._dtype)
         chosen = stored.get(Site.ROUTER_EXPERTS)
         computed = Float32Layer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
-        exact = twins or self._run_twins(layer, stored, inputs, tensors)
+        exact = twins or self._run_twins(layer, stored, tensors)
         largest_position = int(inputs.position_ids[self._real].max())
         for site, tensor in exact.items():
             if site in computed and tensor.is_floating_point():
@@ -221,7 +262,7 @@ class LayerCertifier:
         return computed
 
     def _run_twins(
-        self, layer: int, stored: Mapping[Site, torch.Tensor], inputs: Inputs, tensors: LayerTensors
+        self, layer: int, stored: Mapping[Site, torch.Tensor], tensors: LayerTensors
     ) -> dict[Site, torch.Tensor]:
         """Run transformers' layer in float32, for a golden that stored no twins; {} without transformers."""
         model = self._model
@@ -235,7 +276,7 @@ class LayerCertifier:
         twin = Float32Twin(config, tensors, layer=layer, device=torch.device("cpu"))
         sites = tuple(site for site in Site if site is not Site.INPUT)
         chosen = stored.get(Site.ROUTER_EXPERTS)
-        return twin.run(stored[Site.INPUT], inputs, router_experts=chosen, sites=sites)
+        return twin.run(stored[Site.INPUT], self._inputs, router_experts=chosen, sites=sites)
 
     def _check_noise(
         self, layer: int, stored: Mapping[Site, torch.Tensor], exact: Mapping[Site, torch.Tensor]
@@ -346,19 +387,23 @@ def _open_model(capture: Capture, model: str, stack: ExitStack) -> GoldenModel:
 def _run_checks(capture: Capture, model: GoldenModel | None, progress: Progress) -> list[Check]:
     same_model = _check_model(capture, model)
     manifest_checks = [_check_complete(capture), _check_versions(capture), _check_dtypes(capture), same_model]
-    # A reader that also checks what it reads: `checked.checks()` gives the results.
-    checked = CheckedCapture(capture)
-    inputs = checked.read_inputs()
-    model_differs = same_model.outcome is Outcome.FAILED
-    certifier = LayerCertifier(checked, model, inputs, model_differs=model_differs)
-    for layer in capture.layers:
-        certifier.check_layer(layer)
-        progress.advance(layer, num_bytes=0)
-    # None if the inputs' file is damaged: padding is unknown then, and the digests check fails.
-    if inputs is not None:
-        checked.check_model_sites(inputs.is_kept)
-    # Variants: other correct ways to compute a layer in BF16, which widen the noise floor.
-    return [*manifest_checks, *checked.checks(), *certifier.checks(), *check_variants(capture)]
+    inspection = inspect_capture(capture)
+    digests = Tally(name="digests", missing="it holds no tensor", count=inspection.num_tensors)
+    digests.faults += inspection.faults
+    certifier = LayerCertifier(capture, model, model_differs=same_model.outcome is Outcome.FAILED)
+    if not inspection.faults:
+        for layer in capture.layers:
+            certifier.check_layer(layer)
+            progress.advance(layer, num_bytes=0)
+        certifier.check_model_sites()
+    checks = certifier.checks()
+    return [
+        *manifest_checks,
+        digests.check("tensors agree with their digests"),
+        *([replace(check, found=_DAMAGED) for check in checks] if inspection.faults else checks),
+        # Variants: other correct ways to compute a layer in BF16, which widen the noise floor.
+        *check_variants(capture),
+    ]
 
 
 def _check_complete(capture: Capture) -> Check:

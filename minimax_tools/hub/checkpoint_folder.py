@@ -19,7 +19,7 @@ from minimax_tools.checkpoint.weight_files import (
     read_weight_map,
     refuse_pickled_module,
 )
-from minimax_tools.errors import CheckpointError, UsageError, shorten
+from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.hub.access import HubAccess, HubCommit
 from minimax_tools.hub.snapshot import HubSnapshot, find_snapshot
 from minimax_tools.model.spec import CONFIG_FILE
@@ -71,18 +71,6 @@ def is_on_hub(model: str) -> bool:
 def is_in_bucket(model: str) -> bool:
     """Decide whether `model` is the address of a folder in a bucket."""
     return model.startswith(_BUCKET_PREFIX)
-
-
-def hub_snapshot(model: str, *, access: HubAccess | None = None) -> HubSnapshot:
-    """Return the snapshot of a hub model, with its config, index and tokenizer fetched.
-
-    Raises:
-        UsageError: The model is a folder, or in a bucket.
-    """
-    source = described_source(model, access=access)
-    if not isinstance(source, HubSnapshot):
-        raise UsageError(f"{model} is no hub model", next_step="Give a hub id: owner/name.")
-    return source
 
 
 def described_source(model: str, *, access: HubAccess | None = None) -> Source | None:

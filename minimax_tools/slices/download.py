@@ -9,7 +9,7 @@ from pathlib import Path
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, fetch_files, hub_snapshot, is_on_hub
+from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, described_source, fetch_files
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.source import SliceSource, open_source
 
@@ -219,14 +219,14 @@ def fetch_slice(
 
 def _list_files(source: SliceSource, access: HubAccess | None) -> tuple[dict[str, int | None], bool]:
     """Return bytes by file name, and whether these are all files of the repository."""
-    if is_on_hub(source.model):
-        snapshot = hub_snapshot(source.model, access=access)
+    remote = described_source(source.model, access=access)
+    if remote is not None:
         sizes = {
             # The hub does not tell the size of a file that is only found in the cache.
-            name: _size_here(snapshot.folder / name) if file.size_bytes is None else file.size_bytes
-            for name, file in snapshot.files.items()
+            name: _size_here(remote.folder / name) if file.size_bytes is None else file.size_bytes
+            for name, file in remote.files.items()
         }
-        return sizes, snapshot.is_listed
+        return sizes, remote.is_listed
     files = sorted(path for path in source.folder.rglob("*") if path.is_file())
     return {path.relative_to(source.folder).as_posix(): path.stat().st_size for path in files}, True
 

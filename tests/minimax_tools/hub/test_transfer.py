@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.checkpoint_folder import hub_snapshot
-from minimax_tools.hub.snapshot import NoRangesError, read_range
+from minimax_tools.hub.checkpoint_folder import described_source
+from minimax_tools.hub.snapshot import HubSnapshot, NoRangesError
 
 MODEL, SHARD = "owner/name", "model.safetensors"
 DATA = bytes(range(256)) * 2_000
@@ -23,8 +23,9 @@ def access(hub: Any, tmp_path: Path) -> HubAccess:
 
 
 def read(access: HubAccess, start: int, stop: int) -> bytes:
-    snapshot = hub_snapshot(MODEL, access=access)
-    return read_range(snapshot.commit, snapshot.files[SHARD], start, stop)
+    snapshot = described_source(MODEL, access=access)
+    assert isinstance(snapshot, HubSnapshot)
+    return snapshot.read(SHARD, start, stop)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 8), (500, 300_000), (7, 7)])
@@ -65,8 +66,3 @@ def test_a_part_of_another_file_is_not_taken(access: HubAccess, hub: Any) -> Non
     hub.add(MODEL, {"config.json": b"{}", SHARD: DATA}, claimed_sizes={SHARD: len(DATA) + 1})
     with pytest.raises(CheckpointError, match=r"bytes 0 to 7 of 512001 were asked for"):
         read(access, 0, 8)
-
-
-def test_a_folder_is_no_hub(tmp_path: Path, access: HubAccess) -> None:
-    with pytest.raises(UsageError, match="is no hub model"):
-        hub_snapshot(str(tmp_path), access=access)
