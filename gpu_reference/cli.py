@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from minimax_tools.command_line.group import CommandPlace, Mm2Group
+from minimax_tools.command_line.group import Mm2Group
 
 
 @click.group(
@@ -17,56 +17,12 @@ def main() -> None:
 
 main.add_section(
     "Make a golden",
-    CommandPlace(
-        "extract-all",
-        "gpu_reference.commands.capture:extract_all_command",
-        "Capture every layer in one forward pass, by one process or, with --plan, by several ranks.",
-    ),
-    CommandPlace(
-        "full",
-        "gpu_reference.commands.capture:full_command",
-        "Capture every layer, then generate; token ids and text are saved beside the activations.",
-    ),
-    CommandPlace(
-        "single-layer",
-        "gpu_reference.commands.capture:single_layer_command",
-        "Capture one layer; the layers before it run too, to compute its input.",
-    ),
-    CommandPlace(
-        "multi-layer",
-        "gpu_reference.commands.capture:multi_layer_command",
-        "Capture a range of layers; the layers before it run too.",
-    ),
+    "gpu_reference.commands",
+    {"extract-all": "capture", "full": "capture", "single-layer": "capture", "multi-layer": "capture"},
 )
 main.add_section(
     "Use a golden",
-    CommandPlace(
-        "certify",
-        "gpu_reference.commands.certify:certify_command",
-        "Check a finished golden before it is trusted; the result becomes a part of it.",
-    ),
-    CommandPlace(
-        "show",
-        "gpu_reference.commands.show:show_command",
-        "Print what a capture holds: layers, sites, shapes and statistics, what was generated, and any damage.",
-    ),
-    CommandPlace(
-        "export",
-        "gpu_reference.commands.export:export_command",
-        "Write two goldens, in BF16 and in float32, as the reference captures of another tool.",
-    ),
-    CommandPlace(
-        "publish",
-        "gpu_reference.commands.publish:publish_command",
-        "Put a certified golden at a remote address, with a card that says what made it.",
-    ),
+    "gpu_reference.commands",
+    {"certify": "certify", "show": "show", "export": "export", "publish": "publish"},
 )
-main.add_section(
-    "Prepare",
-    CommandPlace(
-        "check",
-        "gpu_reference.commands.check:check_command",
-        "Report what this machine is, and which options make a golden on it, with the memory and about the "
-        "time of each.",
-    ),
-)
+main.add_section("Prepare", "gpu_reference.commands", {"check": "check"})

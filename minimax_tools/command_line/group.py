@@ -10,8 +10,9 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -61,14 +62,27 @@ def begin(words: Sequence[str]) -> None:
 class CommandPlace:
     """The place of a command that is not loaded yet."""
 
-    name: str  # as users type it
-    place: str  # its module and its name there, such as `neuron.commands.run:sweep_command`
-    summary: str  # the first sentence of its help, which the group's help shows
+    name: str  # as users type it; `single-layer` is `single_layer_command` of its module
+    module: str
+
+    @property
+    def attribute(self) -> str:
+        """Name of the command in its module."""
+        return f"{self.name.replace('-', '_')}_command"
+
+    @property
+    def summary(self) -> str:
+        """First sentence of the command's help, read from its file: to import it would take time."""
+        package, _, file = self.module.rpartition(".")
+        source = Path(importlib.import_module(package).__path__[0], f"{file}.py").read_text(encoding="utf-8")
+        after = source.partition(f"def {self.attribute}(")[2]
+        help_text = " ".join(after.split('"""')[1].split())
+        sentence, ends, _ = help_text.partition(". ")
+        return sentence + ends.strip()
 
     def load(self) -> click.Command:
         """Import the module and return the command."""
-        module, _, attribute = self.place.partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = getattr(importlib.import_module(self.module), self.attribute)
         return command
 
 
@@ -82,9 +96,9 @@ class Mm2Group(click.Group):
         self._sections: dict[str, tuple[CommandPlace, ...]] = {}
         version_option(self)
 
-    def add_section(self, title: str, *places: CommandPlace) -> None:
-        """Add commands, which the help lists under a title."""
-        self._sections[title] = (*self._sections.get(title, ()), *places)
+    def add_section(self, title: str, folder: str, files: Mapping[str, str]) -> None:
+        """Add commands, which the help lists under a title, each with its file in the package `folder`."""
+        self._sections[title] = tuple(CommandPlace(name, f"{folder}.{file}") for name, file in files.items())
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands, in the order of the help."""
