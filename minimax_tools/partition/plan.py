@@ -292,20 +292,15 @@ class PartitionPlan:
         try:
             values = read_own_json(path, object_hook=None if tensors_of is None else drop_others)
             version = decode(int, values["schema_version"])
-            plan = decode(cls, values) if version == SCHEMA_VERSION else None
+            if version != SCHEMA_VERSION:
+                raise ValueError(f"version {version}, not {SCHEMA_VERSION}")
+            plan = decode(cls, values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise UsageError(
                 f"{path} is no plan",
                 found=shorten(f"{type(error).__name__}: {error}"),
                 next_step="Make one: mm2-split plan --output PLAN.json.",
             ) from error
-        if plan is None:
-            raise UsageError(
-                f"{path} is a plan of another version",
-                expected=str(SCHEMA_VERSION),
-                found=shorten(str(version)),
-                next_step="Make a new plan: mm2-split plan --output PLAN.json.",
-            )
         if tensors_of is not None:
             plan.slice_of(tensors_of)
         return plan

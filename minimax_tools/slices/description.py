@@ -47,12 +47,13 @@ class SliceDescription:
         Raises:
             CheckpointError: There is none, or it is damaged or of another version.
         """
-        path = folder / SLICE_FILE
         try:
-            record = read_own_json(path)
+            record = read_own_json(folder / SLICE_FILE)
             version = decode(int, record["schema_version"])
-            # Another version may have other fields. `decode` ignores the key of the version.
-            description = decode(cls, record) if version == SCHEMA_VERSION else None
+            if version != SCHEMA_VERSION:
+                raise ValueError(f"version {version}, not {SCHEMA_VERSION}")
+            # `decode` ignores the key of the version.
+            return decode(cls, record)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder} holds no slice",
@@ -60,14 +61,6 @@ class SliceDescription:
                 found=str(error),
                 next_step="Make one: mm2-split extract.",
             ) from error
-        if description is None:
-            raise CheckpointError(
-                f"{path} is of another version",
-                expected=str(SCHEMA_VERSION),
-                found=str(version),
-                next_step="Make the slice again: mm2-split extract.",
-            )
-        return description
 
 
 def digest_tensors(entries: Iterable[TensorEntry]) -> dict[str, str]:
