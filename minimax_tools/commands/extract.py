@@ -14,7 +14,7 @@ from minimax_tools.commands.options import plan_model_option, shard_size_option
 from minimax_tools.errors import UsageError, format_count
 from minimax_tools.machine.progress import LayerProgress
 from minimax_tools.machine.size import format_size
-from minimax_tools.slices.layout import DEFAULT_FOLDER, FileFormat
+from minimax_tools.slices.description import DEFAULT_FOLDER, FileFormat
 
 if TYPE_CHECKING:
     from minimax_tools.slices.folder import SliceFolder

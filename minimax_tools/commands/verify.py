@@ -22,7 +22,7 @@ from minimax_tools.command_line.options import output_options
 from minimax_tools.commands.options import newest_plan_option, plan_model_option
 from minimax_tools.errors import UsageError, list_names
 from minimax_tools.machine.streams import shows_pictures
-from minimax_tools.slices.layout import DEFAULT_FOLDER
+from minimax_tools.slices.description import DEFAULT_FOLDER
 
 # Nodes that a message names.
 _MAX_NAMED = 8

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from minimax_tools.checkpoint.header import TensorEntry
@@ -14,9 +15,18 @@ from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
 
+DEFAULT_FOLDER = Path("model_shards")
 SLICE_FILE = "slice.json"
+PTH_FILE = "model.pth"
 SCHEMA_VERSION = 1
 _BUFFER_BYTES = 1 << 20
+
+
+class FileFormat(Enum):
+    """Format of a slice's weight files."""
+
+    SAFETENSORS = "safetensors"
+    PTH = "pth"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,13 +24,14 @@ from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.spec import CONFIG_FILE
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.description import (
+    PTH_FILE,
     SLICE_FILE,
+    FileFormat,
     SliceDescription,
     describe_shape,
     digest_tensors,
     read_pieces,
 )
-from minimax_tools.slices.layout import PTH_FILE, FileFormat
 from minimax_tools.slices.stored_weights import StoredWeights
 from minimax_tools.stored_dtype import SAFETENSORS_NAMES
 

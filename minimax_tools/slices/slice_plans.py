@@ -18,9 +18,8 @@ from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.partition.node import is_node_name
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.description import SliceDescription
+from minimax_tools.slices.description import DEFAULT_FOLDER, FileFormat, SliceDescription
 from minimax_tools.slices.folder import SliceCut, cut_slice, write_slice
-from minimax_tools.slices.layout import DEFAULT_FOLDER, FileFormat
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights
 

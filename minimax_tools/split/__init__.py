@@ -5,6 +5,6 @@
 - `parts`: the components, their decoder layers and devices
 - `part_loading`: a component's tensors in a checkpoint; `part_folder`: a saved component
 - `shard_loader`: the shards and tensors that a component needs (`ShardLoader`)
-- `causal_part`: a component as transformers' model with stand-ins, proved and filled; `causal_model`: its config
+- `causal_part`: a model's config, and a component as transformers' model with stand-ins, proved and filled
 - `module_tree`: tensor names of an architecture, read from its tree of modules
 """

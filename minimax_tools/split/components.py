@@ -27,8 +27,7 @@ from minimax_tools.machine.json_file import MAX_DEPTH, read_json
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.span import Span
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.split.causal_model import Implementation, make_causal_config
-from minimax_tools.split.causal_part import Division, ModelPart
+from minimax_tools.split.causal_part import Division, Implementation, ModelPart, make_causal_config
 from minimax_tools.split.part_folder import read_part, write_part
 from minimax_tools.split.part_loading import first_dtype, stored_weights
 from minimax_tools.split.parts import DeviceName, Part, Role

@@ -17,15 +17,14 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.memory_tracker import MemoryTracker
 from minimax_tools.machine.size import parse_size
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.split.causal_model import Implementation, read_causal_config
-from minimax_tools.split.causal_part import Division, ModelPart
+from minimax_tools.split.causal_part import Division, Implementation, ModelPart, read_causal_config
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.part_folder import refuse_foreign
 from minimax_tools.split.part_loading import StoredModel
 from minimax_tools.split.parts import DeviceName, Role, choose_devices, plan_parts
 
 if TYPE_CHECKING:
-    from minimax_tools.split.causal_model import CausalConfig
+    from minimax_tools.split.causal_part import CausalConfig
 
 logger = logging.getLogger(__name__)
 

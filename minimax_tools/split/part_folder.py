@@ -26,8 +26,13 @@ from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import library_versions
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.split.causal_model import Implementation, read_causal_config
-from minimax_tools.split.causal_part import Division, ModelPart, unfit_checkpoint
+from minimax_tools.split.causal_part import (
+    Division,
+    Implementation,
+    ModelPart,
+    read_causal_config,
+    unfit_checkpoint,
+)
 from minimax_tools.split.parts import Part, Role
 from minimax_tools.stored_dtype import SAFETENSORS_NAMES
 

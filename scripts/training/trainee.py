@@ -21,7 +21,7 @@ import torch
 
 from minimax_tools.model import weight_names
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.split.causal_model import make_causal_config
+from minimax_tools.split.causal_part import make_causal_config
 from training.text import TokenStream
 
 _log = logging.getLogger(__name__)

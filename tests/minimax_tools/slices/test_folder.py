@@ -31,9 +31,8 @@ from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.planned_slice import PlannedTensor as PlaceOf
-from minimax_tools.slices.description import SliceDescription
+from minimax_tools.slices.description import FileFormat, SliceDescription
 from minimax_tools.slices.folder import SliceCut, SliceFolder, cut_slice, write_slice
-from minimax_tools.slices.layout import FileFormat
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights
 from minimax_tools.stored_dtype import BFLOAT16

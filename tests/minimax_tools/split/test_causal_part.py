@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,7 @@ import torch
 
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.span import Span
-from minimax_tools.split.causal_model import Implementation
-from minimax_tools.split.causal_part import Division
+from minimax_tools.split.causal_part import Division, Implementation, make_causal_config, read_causal_config
 from minimax_tools.split.parts import Part, Role
 
 BF16 = Implementation(dtype=torch.bfloat16)
@@ -139,3 +139,37 @@ def test_buffers_that_no_checkpoint_holds_are_computed() -> None:
 def test_head_that_is_not_tied_is_told() -> None:
     assert Division.of(config_of("llama", tie_word_embeddings=False), BF16).tied_head is None
     assert Division.of(config_of("gpt2", tie_word_embeddings=True), BF16).tied_head == "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "{",
+        "[]",
+        '{"model_type": "unheard-of"}',
+        "{}",
+        # transformers raises a class of its own for this one.
+        '{"model_type": "llama", "num_attention_heads": "x"}',
+    ],
+)
+def test_config_that_cannot_be_used_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="config.json cannot be used"):
+        read_causal_config(tmp_path)
+
+
+def test_config_that_asks_for_code_of_its_own_runs_none(tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "trap.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="config.json cannot be used"):
+        read_causal_config(tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_unknown_model_type_is_refused() -> None:
+    for values in ({"model_type": "unheard-of"}, {"model_type": "llama", "num_attention_heads": "x"}):
+        with pytest.raises(CheckpointError, match="the config in here cannot be used"):
+            make_causal_config(values, where=Path("here"))
