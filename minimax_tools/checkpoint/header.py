@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.errors import CheckpointError, shorten
@@ -17,6 +17,7 @@ from minimax_tools.stored_dtype import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 _METADATA = "__metadata__"
+Tensor = TypeVar("Tensor", bound=TensorSize)
 # Alignment of the data in bytes: safetensors maps tensors in place.
 _ALIGNMENT = 8
 
@@ -100,6 +101,19 @@ def encode_header(tensors: Sequence[TensorSize], *, alignment: int = _ALIGNMENT)
     num_spaces = -(LENGTH_BYTES + len(header_json)) % alignment  # up to the next multiple
     header_json += b" " * num_spaces
     return _LENGTH.pack(len(header_json)) + header_json
+
+
+def divide_into_shards(tensors: Iterable[Tensor], shard_size_bytes: int) -> list[tuple[Tensor, ...]]:
+    """Divide tensors among shards in their order; a tensor larger than `shard_size_bytes` gets one of its own."""
+    shards: list[list[Tensor]] = []
+    filled_bytes = 0
+    for tensor in tensors:
+        if not shards or filled_bytes + tensor.size_bytes > shard_size_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(tensor)
+        filled_bytes += tensor.size_bytes
+    return [tuple(shard) for shard in shards]
 
 
 def _parse_entries(path: Path, header_json: bytes, data_start: int) -> tuple[TensorEntry, ...]:

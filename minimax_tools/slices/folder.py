@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-from minimax_tools.checkpoint.header import TensorEntry, encode_header
+from minimax_tools.checkpoint.header import TensorEntry, divide_into_shards, encode_header
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import CheckpointError, UsageError, list_faults
@@ -82,7 +82,11 @@ class SliceCut:
             shards = {PTH_FILE: tuple(entries)}
         else:
             _refuse_unknown_dtypes(entries)
-            groups = _group_by_shard(entries, shard_size_bytes)
+            if shard_size_bytes is None:
+                # In the source's order, so tensors of one file follow each other.
+                groups = [tuple(group) for _, group in groupby(entries, key=lambda entry: entry.file)]
+            else:
+                groups = divide_into_shards(entries, shard_size_bytes)
             shards = {
                 f"model-{number:05}-of-{len(groups):05}.safetensors": group
                 # Numbered from 1, as transformers numbers shards that it saves.
@@ -132,23 +136,6 @@ def cut_slice(
         tensors=dict.fromkeys(sorted(slice_.names)),
     )
     return SliceCut.of(source, description, file_format=file_format, shard_size_bytes=shard_size_bytes)
-
-
-def _group_by_shard(
-    entries: Sequence[TensorEntry], shard_size_bytes: int | None
-) -> list[tuple[TensorEntry, ...]]:
-    if shard_size_bytes is None:
-        # `entries` are in the source's order, so tensors of one file follow each other.
-        return [tuple(group) for _, group in groupby(entries, key=lambda entry: entry.file)]
-    shards: list[list[TensorEntry]] = []
-    filled_bytes = 0
-    for entry in entries:
-        if not shards or filled_bytes + entry.size_bytes > shard_size_bytes:
-            shards.append([])
-            filled_bytes = 0
-        shards[-1].append(entry)
-        filled_bytes += entry.size_bytes
-    return [tuple(shard) for shard in shards]
 
 
 def _refuse_unknown_dtypes(entries: Collection[TensorEntry]) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize, model_tensors
 from minimax_tools.checkpoint.fp8 import find_ragged_widths
-from minimax_tools.checkpoint.header import encode_header
+from minimax_tools.checkpoint.header import divide_into_shards, encode_header
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.files import new_folder
@@ -92,7 +92,11 @@ def write_shards(
     size_bytes = sum(tensor.size_bytes for tensor in plan)
     if shard_size_bytes is None:
         shard_size_bytes = min(_HUB_SHARD_BYTES, math.ceil(size_bytes / _LEAST_SHARDS))
-    shards = _divide_into_shards(plan, shard_size_bytes)
+    divided = divide_into_shards(plan, shard_size_bytes)
+    # Numbered from 0, as MiniMax-M2's shards on the hub.
+    shards = {
+        f"model-{place:05}-of-{len(divided):05}.safetensors": shard for place, shard in enumerate(divided)
+    }
     for file_name, shard in shards.items():
         _write_shard(folder / file_name, shard, weights)
         _log.info("%s: %d tensors", file_name, len(shard))
@@ -139,22 +143,7 @@ def _refuse_ragged_blocks(spec: ModelSpec) -> None:
         )
 
 
-def _divide_into_shards(plan: tuple[TensorSize, ...], shard_size_bytes: int) -> dict[str, list[TensorSize]]:
-    shards: list[list[TensorSize]] = [[]]
-    filled_bytes = 0
-    for tensor in plan:
-        if shards[-1] and filled_bytes + tensor.size_bytes > shard_size_bytes:
-            shards.append([])
-            filled_bytes = 0
-        shards[-1].append(tensor)
-        filled_bytes += tensor.size_bytes
-    # Numbered from 0, as MiniMax-M2's shards on the hub.
-    return {
-        f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards)
-    }
-
-
-def _write_shard(path: Path, shard: list[TensorSize], weights: TensorMaker) -> None:
+def _write_shard(path: Path, shard: tuple[TensorSize, ...], weights: TensorMaker) -> None:
     with path.open("wb") as file:
         file.write(encode_header(shard))
         for tensor in shard:
