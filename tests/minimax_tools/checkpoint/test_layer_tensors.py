@@ -190,23 +190,20 @@ def test_another_dtype_is_refused(reader: CheckpointReader, spec: ModelSpec) -> 
         LayerTensors.open(reader, spec, LAYER, torch.float16)
 
 
-def test_scales_left_beside_a_bf16_weight_are_a_fault(
-    fp8_tensors: Tensors, bf16_tensors: Tensors, write: Writer, spec: ModelSpec
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        # Its scales are left beside it.
+        (Q_PROJ, torch.zeros(192, 160).bfloat16(), f"{scale_name(Q_PROJ)}: no MiniMax-M2 layer has it"),
+        ("self_attn.q_proj.bias", torch.zeros(192), "self_attn.q_proj.bias: no MiniMax-M2 layer has it"),
+        (Q_PROJ, torch.zeros(192, 160, dtype=torch.int8), f"{Q_PROJ}: found dtype torch.int8"),
+    ],
+)
+def test_a_tensor_that_does_not_belong_is_a_fault(
+    name: str, value: torch.Tensor, fault: str, fp8_tensors: Tensors, write: Writer, spec: ModelSpec
 ) -> None:
-    fp8_tensors[PREFIX + Q_PROJ] = bf16_tensors[PREFIX + Q_PROJ]
-    assert f"{PREFIX}{scale_name(Q_PROJ)}: no MiniMax-M2 layer has it" in _fault(fp8_tensors, write, spec)
-
-
-def test_a_tensor_that_no_minimax_has_is_a_fault(
-    fp8_tensors: Tensors, write: Writer, spec: ModelSpec
-) -> None:
-    fp8_tensors[PREFIX + "self_attn.q_proj.bias"] = torch.zeros(192)
-    assert f"{PREFIX}self_attn.q_proj.bias: no MiniMax-M2 layer has it" in _fault(fp8_tensors, write, spec)
-
-
-def test_codes_of_another_kind_are_a_fault(fp8_tensors: Tensors, write: Writer, spec: ModelSpec) -> None:
-    fp8_tensors[PREFIX + Q_PROJ] = torch.zeros(192, 160, dtype=torch.int8)
-    assert f"{PREFIX}{Q_PROJ}: found dtype torch.int8" in _fault(fp8_tensors, write, spec)
+    fp8_tensors[PREFIX + name] = value
+    assert PREFIX + fault in _fault(fp8_tensors, write, spec)
 
 
 def test_all_faults_of_a_layer_are_listed_at_once(

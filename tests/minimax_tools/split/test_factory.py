@@ -23,6 +23,10 @@ from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory, logging_to_stderr
 
 ARCHITECTURES = ("minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2")
+Q_PROJ, UP_PROJ, NORM, EXPERT = (
+    f"model.layers.2.{name}.weight"
+    for name in ("self_attn.q_proj", "mlp.up_proj", "input_layernorm", "block_sparse_moe.experts.7.w3")
+)
 Parts = tuple[SplitModel, SplitModel, SplitModel]
 
 
@@ -230,57 +234,37 @@ class TestShards:
         with pytest.raises(CheckpointError, match=shard.name):
             ModelFactory.create_split_models("llama", str(folder), 1, 3)
 
-    def test_missing_tensor_is_named(self, make: Any, tmp_path: Path) -> None:
-        folder = copy(make("mixtral").folder, tmp_path)
-        name = "model.layers.2.self_attn.q_proj.weight"
-        rewrite(folder, lambda tensors: tensors.pop(name, None))
-        with pytest.raises(CheckpointError, match="model.layers.2.self_attn.q_proj.weight: found nothing"):
-            ModelFactory.create_split_models("mixtral", str(folder), 1, 3)
+    @pytest.mark.parametrize(
+        ("model_type", "name", "other", "change", "found"),
+        [
+            ("mixtral", Q_PROJ, None, None, f"{Q_PROJ}: found nothing"),
+            ("mixtral", EXPERT, None, None, "gate_up_proj: its stored matrices do not"),
+            ("qwen3", UP_PROJ, UP_PROJ, lambda weight: weight.T.contiguous(), "up_proj|mismatch"),
+            ("qwen3", Q_PROJ, "model.layers.1.x.weight", torch.clone, "x.weight: the model has no place"),
+            ("qwen3", NORM, NORM.removeprefix("model."), torch.clone, "is there under two names"),
+        ],
+        ids=["missing", "missing expert", "shape", "left over", "two spellings"],
+    )
+    def test_tensor_that_does_not_fit_is_named(
+        self,
+        model_type: str,
+        name: str,
+        other: str | None,
+        change: Any,
+        found: str,
+        make: Any,
+        tmp_path: Path,
+    ) -> None:
+        def edit(tensors: dict[str, torch.Tensor]) -> None:
+            if name in tensors and other is not None:
+                tensors[other] = change(tensors[name])
+            elif name in tensors:
+                del tensors[name]
 
-    def test_missing_expert_is_named(self, make: Any, tmp_path: Path) -> None:
-        folder = copy(make("mixtral").folder, tmp_path)
-        name = "model.layers.2.block_sparse_moe.experts.7.w3.weight"
-        rewrite(folder, lambda tensors: tensors.pop(name, None))
-        with pytest.raises(
-            CheckpointError, match="layers.2.mlp.experts.gate_up_proj: its stored matrices do not"
-        ):
-            ModelFactory.create_split_models("mixtral", str(folder), 1, 3)
-
-    def test_wrong_shape_is_refused(self, make: Any, tmp_path: Path) -> None:
-        folder = copy(make("qwen3").folder, tmp_path)
-        name = "model.layers.0.mlp.up_proj.weight"
-
-        def turn(tensors: dict[str, torch.Tensor]) -> None:
-            if name in tensors:
-                tensors[name] = tensors[name].T.contiguous()
-
-        rewrite(folder, turn)
-        with pytest.raises(CheckpointError, match="up_proj|mismatch"):
-            ModelFactory.create_split_models("qwen3", str(folder), 1, 3)
-
-    def test_left_over_tensor_is_named(self, make: Any, tmp_path: Path) -> None:
-        folder = copy(make("qwen3").folder, tmp_path)
-        name = "model.layers.1.self_attn.surprise.weight"
-
-        def add(tensors: dict[str, torch.Tensor]) -> None:
-            if "model.layers.1.self_attn.q_proj.weight" in tensors:
-                tensors[name] = torch.zeros(3)
-
-        rewrite(folder, add)
-        with pytest.raises(CheckpointError, match="surprise.weight: the model has no place for it"):
-            ModelFactory.create_split_models("qwen3", str(folder), 1, 3)
-
-    def test_tensor_under_two_spellings_is_refused(self, make: Any, tmp_path: Path) -> None:
-        folder = copy(make("qwen3").folder, tmp_path)
-        name = "layers.1.input_layernorm.weight"
-
-        def add(tensors: dict[str, torch.Tensor]) -> None:
-            if f"model.{name}" in tensors:
-                tensors[name] = tensors[f"model.{name}"].clone()
-
-        rewrite(folder, add)
-        with pytest.raises(CheckpointError, match=f"{name} is there under two names"):
-            ModelFactory.create_split_models("qwen3", str(folder), 1, 3)
+        folder = copy(make(model_type).folder, tmp_path)
+        rewrite(folder, edit)
+        with pytest.raises(CheckpointError, match=found):
+            ModelFactory.create_split_models(model_type, str(folder), 1, 3)
 
 
 class TestArguments:
