@@ -26,6 +26,9 @@ from minimax_tools.model.weight_names import layer_of
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.ranks.rank_group import RankGroup
 
+# What may differ between ranks: the slice, and the name of the checkpoint.
+_OWN_OF_A_RANK = ("model.layers", "model.layer_tensors", "model.tensors_digest", "model_source")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureProposal:
@@ -111,8 +114,8 @@ def merge_proposals(ranks: RankGroup, proposals: list[CaptureProposal]) -> Descr
                 found=proposal.plan[:12],
                 next_step="Copy one plan file to all machines, and run the same command again.",
             )
-        comparable = _with_parts_of_rank_0(proposal.description, first.description)
-        differing = first.description.differences(comparable)
+        names = first.description.differences(proposal.description)
+        differing = [name for name in names if not name.startswith(_OWN_OF_A_RANK)]
         if differing:
             raise CannotRunError(
                 f"{ranks.name(rank)} would make another capture than rank 0",
@@ -130,19 +133,6 @@ def merge_proposals(ranks: RankGroup, proposals: list[CaptureProposal]) -> Descr
         tensors_digest=digest_shapes(shapes),
     )
     return replace(first.description, provenance=replace(provenance, model=model))
-
-
-def _with_parts_of_rank_0(description: Description, first: Description) -> Description:
-    """Replace what may differ between ranks by the values of rank 0: the slice, and the name of the checkpoint."""
-    provenance, of_rank_0 = description.provenance, first.provenance
-    model = replace(
-        provenance.model,
-        layers=of_rank_0.model.layers,
-        layer_tensors=of_rank_0.model.layer_tensors,
-        tensors_digest=of_rank_0.model.tensors_digest,
-    )
-    provenance = replace(provenance, model=model, model_source=of_rank_0.model_source)
-    return replace(description, provenance=provenance)
 
 
 def _require_shared(ranks: RankGroup, directory: Path, patience_s: float) -> None:

@@ -68,7 +68,12 @@ class WeightFiles:
     @property
     def is_sharded(self) -> bool:
         """True if the weights are spread over files: there is an index, several files, or one numbered file."""
-        return self.index_file is not None or len(self.shards) > 1 or any(map(_is_one_of_many, self.shards))
+        return self.index_file is not None or len(self.shards) > 1 or self.is_numbered
+
+    @property
+    def is_numbered(self) -> bool:
+        """True if a file's name says that it is one of several."""
+        return any(map(_is_one_of_many, self.shards))
 
 
 def find_weight_map(folder: Path) -> dict[str, str] | None:

@@ -16,6 +16,7 @@ from minimax_tools.checkpoint.weight_files import (
     INDEX_FILE,
     PICKLED_INDEX_FILE,
     SAFETENSORS_SUFFIX,
+    WeightFiles,
     read_weight_map,
     refuse_pickled_module,
 )
@@ -29,10 +30,6 @@ from minimax_tools.remote.s3_folder import RemoteCheckpoint, S3Folder
 
 # Files for tokenizers and loaders; pictures and remote code are not fetched.
 DESCRIBING_SUFFIXES = (".json", ".model", ".txt", ".jinja")
-# Index file of each format, in order of preference: a repository with safetensors is read from those alone.
-_INDEX_FILES = {SAFETENSORS_SUFFIX: INDEX_FILE, ".bin": PICKLED_INDEX_FILE}
-# Name of one shard of several, such as `model-00001-of-00130.safetensors`.
-_NUMBERED = re.compile(r".*-of-\d+\.\w+")
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w][\w./-]*))?")
 _DEFAULT_REVISION = "main"
 _HUB_PREFIX, _BUCKET_PREFIX = "hf://", "s3://"
@@ -77,7 +74,7 @@ def described_source(model: str, *, access: HubAccess | None = None) -> Source |
     """Return a checkpoint that is elsewhere, with its config, index and tokenizer fetched; None for a folder."""
     source = _find_source(model, access)
     if source is not None:
-        source.fetch(_describing(source.files) | {CONFIG_FILE})
+        source.fetch(find_describing(source.files) | {CONFIG_FILE})
     return source
 
 
@@ -112,21 +109,19 @@ def find_shards(source: Source, layers: range | None) -> set[str]:
     that is not listed knows only the cached files, so names that the cache may lack are added: fetching them fails with
     a message that says so.
     """
-    for suffix, index_file in _INDEX_FILES.items():
-        shards = {name for name in source.files if "/" not in name and name.endswith(suffix)}
-        if index_file in source.files:
-            weight_map = read_weight_map(source.folder / index_file)
-            # `layer_of` is None for a tensor outside all layers.
-            return {
-                file
-                for name, file in weight_map.items()
-                if layers is None or layer_of(name) in (None, *layers)
-            }
-        if shards and not source.is_listed and any(map(_NUMBERED.fullmatch, shards)):
-            # Only the index, which the cache lacks, tells all shards.
-            return {*shards, index_file}
-        if shards:
-            return shards
+    files = WeightFiles.among(source.files.keys())
+    if files is not None and files.index_file is not None:
+        weight_map = read_weight_map(source.folder / files.index_file)
+        # `layer_of` is None for a tensor outside all layers.
+        return {
+            file for name, file in weight_map.items() if layers is None or layer_of(name) in (None, *layers)
+        }
+    if files is not None and files.is_numbered and not source.is_listed:
+        # Only the index, which the cache lacks, tells all shards.
+        is_pickled = not files.shards[0].endswith(SAFETENSORS_SUFFIX)
+        return {*files.shards, PICKLED_INDEX_FILE if is_pickled else INDEX_FILE}
+    if files is not None:
+        return set(files.shards)
     if source.is_listed:
         raise CheckpointError(
             f"{source.name} holds no weights",
@@ -174,6 +169,6 @@ def _find_on_hub(model: str, access: HubAccess | None) -> HubSnapshot:
     return find_snapshot(HubCommit(model=match[1], revision=revision, commit=revision, access=access))
 
 
-def _describing(files: Collection[str]) -> set[str]:
+def find_describing(files: Collection[str]) -> set[str]:
     """Return the names of the files for tokenizers and loaders."""
     return {name for name in files if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)}

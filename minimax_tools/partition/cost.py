@@ -9,7 +9,6 @@ from itertools import count
 from typing import Any
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
-from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.model.architecture import (
     PART_EMBEDDING,
@@ -119,7 +118,7 @@ _FLOAT32_ENDINGS = tuple(f".{name}" for name in FLOAT32_NAMES)
 
 
 def measure_costs(
-    tensors: Iterable[TensorSize | TensorEntry],
+    tensors: Iterable[TensorSize],
     architecture: Architecture,
     config: Mapping[str, Any],
     workload: Workload,
@@ -130,7 +129,7 @@ def measure_costs(
         CheckpointError: Layers are missing, or there is no embedding or final norm.
     """
     sizes = _ConfigSizes.of(config)
-    parts: dict[int | str, list[TensorSize | TensorEntry]] = {}
+    parts: dict[int | str, list[TensorSize]] = {}
     for tensor in tensors:
         parts.setdefault(part_of(tensor.name, architecture), []).append(tensor)
     costs = {part: _weights_cost(held, part, sizes, workload) for part, held in parts.items()}
@@ -217,7 +216,7 @@ def _first_value(config: Mapping[str, Any], *keys: str) -> int:
 
 
 def _weights_cost(
-    tensors: Iterable[TensorSize | TensorEntry], part: int | str, sizes: _ConfigSizes, workload: Workload
+    tensors: Iterable[TensorSize], part: int | str, sizes: _ConfigSizes, workload: Workload
 ) -> PartCost:
     """Compute the cost of one part's tensors, of which a checkpoint has 100 000."""
     stored_bytes = loaded_bytes = num_parameters = flops = 0
@@ -242,7 +241,7 @@ def _weights_cost(
     )
 
 
-def _loaded_dtype(tensor: TensorSize | TensorEntry, workload: Workload) -> StoredDtype:
+def _loaded_dtype(tensor: TensorSize, workload: Workload) -> StoredDtype:
     if not tensor.dtype.is_floating_point:
         return tensor.dtype
     return FLOAT32 if tensor.name.endswith(_FLOAT32_ENDINGS) else workload.dtype

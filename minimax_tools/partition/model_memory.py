@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from minimax_tools.checkpoint.expected_tensors import TensorSize
-from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.model.architecture import Architecture, part_of
 from minimax_tools.model.weight_names import EXPERTS, SCALE_SUFFIX
 from minimax_tools.partition.cost import ModelCost, Workload, measure_costs
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT32, StoredDtype
-
-Tensor = TensorSize | TensorEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,7 @@ class ModelMemory:
 
     @classmethod
     def of(
-        cls, tensors: Iterable[Tensor], architecture: Architecture, config: Mapping[str, Any]
+        cls, tensors: Iterable[TensorSize], architecture: Architecture, config: Mapping[str, Any]
     ) -> ModelMemory:
         """Measure a checkpoint by all of its tensors.
 
@@ -98,7 +95,7 @@ class ModelMemory:
 _NOTHING = PartMemory(stored_bytes=0, bfloat16_bytes=0, float32_bytes=0)
 
 
-def _count_dtypes(tensors: tuple[Tensor, ...]) -> tuple[DtypeShare, ...]:
+def _count_dtypes(tensors: tuple[TensorSize, ...]) -> tuple[DtypeShare, ...]:
     numbers, sizes = Counter[StoredDtype](), Counter[StoredDtype]()
     for tensor in tensors:
         numbers[tensor.dtype] += 1
@@ -132,7 +129,7 @@ def _name_parts(bfloat16: ModelCost, float32: ModelCost) -> dict[str, PartMemory
 
 
 def _measure_regrouping(
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[TensorSize, ...],
     architecture: Architecture,
     parts: Mapping[str, PartMemory],
     total: PartMemory,

@@ -310,7 +310,7 @@ def make_plan(
     *,
     model: str,
     architecture: Architecture,
-    tensors: Sequence[TensorEntry] | Sequence[TensorSize],
+    tensors: Sequence[TensorSize],
     folder: Path | None,
     planner: str,
     cost: ModelCost,

@@ -9,7 +9,12 @@ from pathlib import Path
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, described_source, fetch_files
+from minimax_tools.hub.checkpoint_folder import (
+    DESCRIBING_SUFFIXES,
+    described_source,
+    fetch_files,
+    find_describing,
+)
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.source import SliceSource, open_source
 
@@ -99,12 +104,9 @@ class Download:
         Raises:
             CheckpointError: The checkpoint has no weights, or its index file lacks a tensor of the slice.
         """
-        describing = {
-            name for name in repository.sizes if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)
-        }
         return cls(
             weights=_describe_files(_find_weight_files(slice_, source, repository), repository),
-            describing=_describe_files(describing, repository),
+            describing=_describe_files(find_describing(repository.sizes.keys()), repository),
             repository=repository,
         )
 

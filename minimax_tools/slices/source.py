@@ -90,7 +90,7 @@ class SliceSource(StoredWeights):
         names = self.weight_map if self.entries is None else self.entries
         return None if names is None else frozenset(names)
 
-    def find_tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...] | None:
+    def find_tensors(self) -> tuple[TensorSize, ...] | None:
         """Return all tensors of the checkpoint, or None if they are not known."""
         if self.entries is not None:
             return tuple(self.entries.values())
@@ -104,7 +104,7 @@ class SliceSource(StoredWeights):
             return None
 
     @property
-    def tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...]:
+    def tensors(self) -> tuple[TensorSize, ...]:
         """Tensors of the whole checkpoint, as `find_tensors` finds them.
 
         Raises:
