@@ -6,6 +6,5 @@
 - `export`: goldens written as another tool's reference captures
 - `publish`: a golden put at a remote address
 - `show`: the content of a capture
-- `golden_run`: the run of one process that makes a golden
-- `planned_run`: the run of one rank of a plan
+- `golden_run`: the run that makes a golden, of one process or of one rank of a plan
 """

@@ -34,8 +34,7 @@ from minimax_tools.model.span import Span
 def extract_all_command(plan_file: Path | None, slices_folder: Path | None, options: GoldenOptions) -> None:
     """Capture every layer in one forward pass, by one process or, with --plan, by several ranks."""
     with loading():
-        from gpu_reference.commands.golden_run import run_golden, whole_model_run
-        from gpu_reference.commands.planned_run import run_planned
+        from gpu_reference.commands.golden_run import run_golden, run_planned, whole_model_run
 
     if plan_file is not None:
         run_planned(options, plan_file, slices_folder)
