@@ -282,7 +282,7 @@ def judge_downloads_complete(nodes: Sequence[NodeVerification], *, must_be_here:
     ]
     if faults and not must_be_here:
         complete = ", ".join(node.name for node in nodes if node.download.is_complete) or "none"
-        reason = f"not judged: name nodes with --node and leave out --slices; complete here: {complete}"
+        reason = f"name nodes with --node and leave out --slices; complete here: {complete}"
         return SliceVerdict.not_judged(name, claim, reason)
     return SliceVerdict.of(name, claim, faults)
 
