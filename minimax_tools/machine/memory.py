@@ -17,8 +17,7 @@ import ctypes
 import gc
 import re
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -252,24 +251,19 @@ class MemoryBudgetError(CannotRunError):
     Args:
         purpose: Purpose of the memory, as in "reading layer 7".
         in_use_bytes: Anonymous memory of the process now, swapped pages included.
-        promised_bytes: Bytes that are reserved and not filled yet.
     """
 
-    def __init__(
-        self, purpose: str, *, needed_bytes: int, in_use_bytes: int, promised_bytes: int, limit_bytes: int
-    ) -> None:
+    def __init__(self, purpose: str, *, needed_bytes: int, in_use_bytes: int, limit_bytes: int) -> None:
         self.purpose = purpose
         self.needed_bytes = needed_bytes
         self.in_use_bytes = in_use_bytes
-        self.promised_bytes = promised_bytes
         self.limit_bytes = limit_bytes
-        total_bytes = in_use_bytes + promised_bytes + needed_bytes
-        promised = f", {format_size(promised_bytes)} reserved and not filled yet" if promised_bytes else ""
+        total_bytes = in_use_bytes + needed_bytes
         super().__init__(
             f"{purpose} would break the memory budget",
             expected=f"at most {format_size(limit_bytes)}",
             found=(
-                f"{format_size(in_use_bytes)} in use{promised} and {format_size(needed_bytes)} more needed: "
+                f"{format_size(in_use_bytes)} in use and {format_size(needed_bytes)} more needed: "
                 f"{format_size(total_bytes - limit_bytes)} too much"
             ),
             next_step=(
@@ -290,18 +284,9 @@ def available_bytes(*, root: Path = Path("/")) -> int:
 
 
 class MemoryBudget:
-    """A limit on this process's anonymous memory, which is checked before memory is taken.
+    """A limit on this process's anonymous memory, which is checked before memory is taken; any thread may ask.
 
-    Allocated memory shows in no reading until it is written to. So memory that is filled later, or by several threads,
-    must be reserved. A reservation counts until it is filled or released:
-
-        with budget.reserve(layer_bytes, "reading layer 7") as reservation:
-            storage = [torch.empty(...), ...]
-            for tensor in storage:
-                fill(tensor)
-                reservation.touched(tensor.nbytes)
-
-    Memory that is reused needs no check: it is resident already. Any thread may call.
+    Memory that is reused needs no check: it is resident already.
 
     Args:
         limit_bytes: Limit on all anonymous memory of the process, imported modules and swapped pages included; None
@@ -312,9 +297,6 @@ class MemoryBudget:
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"a memory budget must be positive, not {limit_bytes}")
         self.limit_bytes = limit_bytes
-        self._promised_bytes = 0
-        # Reentrant: collecting garbage may close a generator whose `with` block then releases its reservation.
-        self._lock = threading.RLock()
 
     @classmethod
     def unlimited(cls) -> MemoryBudget:
@@ -323,11 +305,10 @@ class MemoryBudget:
 
     @property
     def left_bytes(self) -> int | None:
-        """Bytes that could be reserved now; None without a limit."""
+        """Bytes that could be taken now; None without a limit."""
         if self.limit_bytes is None:
             return None
-        with self._lock:
-            return max(self.limit_bytes - _unreclaimable_bytes() - self._promised_bytes, 0)
+        return max(self.limit_bytes - _unreclaimable_bytes(), 0)
 
     def require(self, num_bytes: int, purpose: str) -> None:
         """Raise unless `num_bytes` more fit, for memory that is allocated and filled at once.
@@ -337,71 +318,19 @@ class MemoryBudget:
         Raises:
             MemoryBudgetError: The bytes do not fit.
         """
-        with self._lock:
-            self._verify(num_bytes, purpose)
-
-    def reserve(self, num_bytes: int, purpose: str) -> Reservation:
-        """Reserve `num_bytes` for memory that is about to be filled.
-
-        The reservation ends by `release`, or with its `with` block.
-
-        Raises:
-            MemoryBudgetError: The bytes do not fit.
-        """
-        with self._lock:
-            self._verify(num_bytes, purpose)
-            self._promised_bytes += num_bytes
-        return Reservation(num_bytes, take_back=self._take_back)
-
-    def _verify(self, num_bytes: int, purpose: str) -> None:
-        if num_bytes < 0:
-            raise ValueError(f"{purpose}: {num_bytes} bytes cannot be reserved")
         left_bytes = self.left_bytes
-        if left_bytes is None or num_bytes <= left_bytes:
+        if self.limit_bytes is None or left_bytes is None or num_bytes <= left_bytes:
             return
         # Garbage, and freed pages that the allocator keeps, still count as in use: give them back, then look again.
         give_back_freed_memory()
         in_use_bytes = _unreclaimable_bytes()
-        assert self.limit_bytes is not None, "there is a limit here"
-        if in_use_bytes + self._promised_bytes + num_bytes > self.limit_bytes:
+        if in_use_bytes + num_bytes > self.limit_bytes:
             raise MemoryBudgetError(
                 purpose,
                 needed_bytes=num_bytes,
                 in_use_bytes=in_use_bytes,
-                promised_bytes=self._promised_bytes,
                 limit_bytes=self.limit_bytes,
             )
-
-    def _take_back(self, num_bytes: int) -> None:
-        with self._lock:
-            self._promised_bytes -= num_bytes
-
-
-class Reservation:
-    """Memory that is reserved and not filled yet; `MemoryBudget.reserve` makes it."""
-
-    def __init__(self, num_bytes: int, *, take_back: Callable[[int], None]) -> None:
-        self._left_bytes = num_bytes
-        self._take_back = take_back
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def touched(self, num_bytes: int) -> None:
-        """Give back `num_bytes` that are filled: readings show them from now on."""
-        with self._lock:
-            # Never more than was reserved: the rest of the budget belongs to others.
-            filled_bytes = min(num_bytes, self._left_bytes)
-            self._left_bytes -= filled_bytes
-        self._take_back(filled_bytes)
-
-    def release(self) -> None:
-        """End the reservation."""
-        self.touched(self._left_bytes)
 
 
 def _unreclaimable_bytes() -> int:
