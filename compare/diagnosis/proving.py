@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -41,12 +40,12 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.json_codec import decode
 from minimax_tools.machine.json_file import parse_json
 from minimax_tools.machine.progress import NoProgress
+from minimax_tools.machine.stops import run_child
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, ModelSite, Site
 from minimax_tools.reference.right_stages import cut_behind, sites_behind
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 
-_MODULE = "neuron"  # the package of `mm2-test`
 _RUN_PORT = "Run the port on this golden with mm2-test, and prove it there."
 
 
@@ -249,14 +248,7 @@ class PortProcess:
         options = [word for undo in undone for word in ("--undo", str(undo))]
         with tempfile.TemporaryDirectory(prefix="mm2-proof-") as folder:
             options += ("--output-dir", folder, "--json", "--quiet", "--compile", mode)
-            _, *words = shlex.split(self.commands.single_layer(layer, *options))
-            done = subprocess.run(
-                [sys.executable, "-m", _MODULE, *words],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            done = run_child(shlex.split(self.commands.single_layer(layer, *options)))
         try:
             return decode(MistakeProof, parse_json(done.stdout)["proof"])
         except (ValueError, LookupError, TypeError):

@@ -11,6 +11,6 @@
 - `yaml_file`: YAML that a user wrote, bounded
 - `native_output`: standard output kept free of what libraries print
 - `progress`: progress of a run over layers
-- `stops`: Ctrl-C, SIGTERM and SIGHUP; the command line as it was given
+- `stops`: Ctrl-C, SIGTERM and SIGHUP; the command line as it was given, and others as child processes
 - `streams`: standard output and standard error; tables as plain text
 """

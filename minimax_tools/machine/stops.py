@@ -1,4 +1,4 @@
-"""Stops: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which end a command in the same words; the command line as it was given.
+"""Stops: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which end a command in the same words; command lines, given and begun.
 
 A command that begins a process calls `end_when_stopped` first and `raise_when_stopped` once its libraries are loaded.
 """
@@ -8,13 +8,18 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-from collections.abc import Callable, Collection, Sequence
-from types import FrameType
-from typing import NoReturn
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from minimax_tools.errors import CannotRunError
+
+if TYPE_CHECKING:
+    import subprocess
 
 # Key of click's `Context.meta`.
 _ARGUMENTS = "minimax_tools.arguments"  # the command line, without the program's name
@@ -54,6 +59,41 @@ def same_command(program: str, *further: str, without: Collection[str] = ()) -> 
 
 def _is_json(word: str) -> bool:
     return word.partition("=")[0] == _JSON_OPTION
+
+
+# The module behind each program: programs need not be on the PATH.
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {"mm2-gpu": "gpu_reference", "mm2-test": "neuron", "mm2-diagnose": "compare.diagnosis"}
+)
+# Variables by which torchrun tells a process its place.
+_RANK_VARIABLES = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+)
+
+
+def process_words(words: Sequence[str]) -> list[str]:
+    """Return a command line of mm2, which begins with the program's name, as the system starts a process with it."""
+    return [sys.executable, "-m", _MODULES[words[0]], *words[1:]]
+
+
+def run_child(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command line of mm2 in a process of its own to its end, and keep what it writes.
+
+    It finds mm2 as this process does. Of several ranks this is the lead; the command launches its own.
+    """
+    # Loaded here: help and errors do without.
+    import subprocess
+
+    alone = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        process_words(words),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**alone, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

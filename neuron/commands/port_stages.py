@@ -7,11 +7,9 @@ import logging
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.json_codec import DecodeError, decode
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
-from minimax_tools.machine.stops import same_command
+from minimax_tools.machine.stops import process_words, same_command
 from minimax_tools.machine.streams import write
 from minimax_tools.printable import SCHEMA_VERSION
 from minimax_tools.results.results import Untested, Verdict
@@ -44,10 +42,6 @@ _JUDGES = ("mm2-test sweep", "mm2-test full")
 _LOG_NAME, _RECORD_NAME = "stages.json", "stage.json"
 # Exit codes of a stage that was carried out.
 _KEPT = (0, 1)
-# The module behind each command: the commands need not be on the PATH.
-_MODULES: Mapping[str, str] = MappingProxyType(
-    {"mm2-gpu": "gpu_reference", "mm2-test": "neuron", "mm2-diagnose": "compare.diagnosis"}
-)
 
 
 def judge_in_stages(
@@ -195,7 +189,7 @@ class StageLog:
         lines: list[str] = []
         self._record_path.unlink(missing_ok=True)
         with subprocess.Popen(
-            [sys.executable, "-m", _MODULES[words[0]], *words[1:], *further],
+            process_words((*words, *further)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import parse_json
+from minimax_tools.machine.stops import run_child
 from minimax_tools.results.prompt_results import Followed
 from minimax_tools.results.results import Verdict
 from minimax_tools.text.answered_prompts import AnsweredPrompt
@@ -28,10 +26,6 @@ _GOLDEN_PACKAGES = ("transformers", "accelerate")
 _ROWS_FILE, _REPORT_FILE = "rows.json", "report.json"
 # Characters at the end of a failed command's output that an error quotes.
 _MOST_ERRORS = 600
-# Variables by which torchrun tells a process its place.
-_RANK_VARIABLES = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +46,18 @@ class Follower:
             commands.append(self._golden_command(prompts))
         num_decoded = min(len(prompts[0].answer_ids), *(len(prompt.row) - 1 for prompt in prompts))
         commands.append(self._model_command(num_decoded))
-        lines = tuple(command.line for command in commands)
+        lines = tuple(map(shlex.join, commands))
         if self.golden is None and not all(map(importlib.util.find_spec, _GOLDEN_PACKAGES)):
             return Followed(commands=lines, exit_code=None)
-        for command in commands[:-1]:
-            completed = command.run()
+        for command, line in zip(commands[:-1], lines, strict=False):
+            completed = run_child((*command, "--quiet"))
             if completed.returncode != 0:
                 raise CannotRunError(
                     "the golden of the worst prompt could not be made",
                     found=(completed.stderr or completed.stdout).strip()[-_MOST_ERRORS:],
-                    next_step=f"Run it by hand: {command.line}",
+                    next_step=f"Run it by hand: {line}",
                 )
-        completed = commands[-1].run("--json")
+        completed = run_child((*commands[-1], "--json", "--quiet"))
         self._write(_REPORT_FILE, completed.stdout)
         could_judge = completed.returncode in (Verdict.PASS.exit_code, Verdict.FAIL.exit_code)
         return Followed(
@@ -74,21 +68,21 @@ class Follower:
             errors="" if could_judge else completed.stderr.strip()[-_MOST_ERRORS:],
         )
 
-    def _golden_command(self, prompts: Sequence[AnsweredPrompt]) -> _Command:
+    def _golden_command(self, prompts: Sequence[AnsweredPrompt]) -> tuple[str, ...]:
         rows = self._write(_ROWS_FILE, json.dumps([list(prompt.row) for prompt in prompts]))
-        arguments = ["full", "--model", self.model, "--input-ids", str(rows), "--max-new-tokens", "1"]
-        arguments += ["--padding-side", self.padding_side, "--output-dir", str(self.directory / "golden")]
+        words = ["mm2-gpu", "full", "--model", self.model, "--input-ids", str(rows), "--max-new-tokens", "1"]
+        words += ["--padding-side", self.padding_side, "--output-dir", str(self.directory / "golden")]
         longest = max(len(prompt.row) for prompt in prompts)
         fitting = [bucket for bucket in self.buckets if bucket >= longest]
         if fitting:
-            arguments += ["--pad-to", str(min(fitting))]
-        return _Command(program="mm2-gpu", module="gpu_reference", arguments=tuple(arguments))
+            words += ["--pad-to", str(min(fitting))]
+        return tuple(words)
 
-    def _model_command(self, num_decoded: int) -> _Command:
+    def _model_command(self, num_decoded: int) -> tuple[str, ...]:
         golden = self.golden or self.directory / "golden"
-        arguments = ["model", "--model", self.model, "--golden", str(golden), *self.port_options]
-        arguments += ["--decode", str(num_decoded), "--output-dir", str(self.directory / "port")]
-        return _Command(program="mm2-test", module="neuron", arguments=tuple(arguments))
+        words = ["mm2-test", "model", "--model", self.model, "--golden", str(golden), *self.port_options]
+        words += ["--decode", str(num_decoded), "--output-dir", str(self.directory / "port")]
+        return tuple(words)
 
     def _write(self, name: str, text: str) -> Path:
         path = self.directory / name
@@ -101,33 +95,6 @@ class Follower:
                 f"{path} cannot be written", found=str(error), next_step="Choose another --output-dir."
             ) from error
         return path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Command:
-    """A command of mm2."""
-
-    program: str
-    module: str
-    arguments: tuple[str, ...]
-
-    @property
-    def line(self) -> str:
-        """The command as typed in a shell."""
-        return shlex.join((self.program, *self.arguments))
-
-    def run(self, *options: str) -> subprocess.CompletedProcess[str]:
-        """Run it in a process of its own, in which mm2 is found as in this one."""
-        # Of several ranks this is the lead; the command launches its own.
-        alone = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        return subprocess.run(
-            [sys.executable, "-m", self.module, *self.arguments, *options, "--quiet"],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**alone, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        )
 
 
 def _read_record(text: str) -> dict[str, Any] | None:
