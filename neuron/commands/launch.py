@@ -16,54 +16,36 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed
 
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.console import (
-    end_command,
-    show_warnings_only,
-    speak_as,
-)
+from minimax_tools.command_line.console import end_command, show_warnings_only, speak_as
 from minimax_tools.errors import CannotRunError, UsageError
-from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.machine.stops import given_arguments
-from minimax_tools.model.spec import ModelSpec
 from minimax_tools.ranks.failure import RESUME, RankFailedError, RankFailure, attempt_store, record_end
 from minimax_tools.ranks.rank_place import RankPlace
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.compiler import AUTO
 from neuron.devices.distributed import refuse_launched
 from neuron.devices.ranks import Ranks, read_ranks
-from neuron.devices.runtime import Runtime, open_runtime
-from neuron.model_runs.model_executor import ModelAssignment, ModelExecutor
-from neuron.ports.targets import find_model_target, find_target
+from neuron.devices.runtime import open_runtime
 from neuron.process.record import StatusRecord
 from neuron.process.status import RECORD_VARIABLE, discard_output
 from neuron.process.supervisor import describe_end, describe_timeout
-from neuron.runs.executor import Assignment, LayerExecutor
-from neuron.runs.port_setup import ModelSetup, PortSetup
-from neuron.weight_trace.inspection import TraceAssignment, follow_trace
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
 # Longest wait for rank 0 to report why the run failed, and for the other ranks to exit after it.
 _GRACE_S = 5.0
-# A rank that a signal stopped counts as dead after this time. Looks, not seconds, are counted: while this process is
-# stopped too, as by Ctrl-Z, no time counts.
-_STOPPED_S = 40.0
-_NUM_STOPPED = int(_STOPPED_S / _POLL_S)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _RankProcess:
     """A rank that was started."""
 
     process: subprocess.Popen[bytes]
     record: StatusRecord  # memory in which the rank writes its activity, its time limit, and the exit code mm2 chose
-    num_stopped: int = 0  # number of the last looks at it that all found it stopped
 
     @property
     def exit_code(self) -> int | None:
@@ -81,10 +63,6 @@ class _RankProcess:
         exit_code = self.process.poll()
         status = self.record.read()
         if exit_code is None:
-            is_stopped = psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
-            self.num_stopped = self.num_stopped + 1 if is_stopped else 0
-            if self.num_stopped > _NUM_STOPPED:
-                return f"it was stopped by a signal, and did not go on for {_STOPPED_S:.0f} s"
             return describe_timeout(status) if status.is_overdue(time.monotonic()) else None
         if status.exit_code is None:
             return describe_end(exit_code, status)
@@ -223,7 +201,7 @@ def run_on_ranks(command: Callable[..., Any], options: dict[str, Any]) -> Any:
     """Run a command on rank 0 with `ranks` in place of the rank options, and follow it on the other ranks.
 
     If several ranks are asked for and none was launched, they are launched here, and the command ends with the exit
-    code of rank 0. The other ranks follow rank 0's assignments, and print only warnings and errors.
+    code of rank 0. The other ranks follow rank 0's orders, and print only warnings and errors.
     """
     # Before the backend is chosen: importing torch_xla sets variables that would mislead the ranks.
     environment = dict(os.environ)
@@ -267,49 +245,9 @@ def _follow_lead(backend: str, compile_with: str, ranks: Ranks) -> None:
             native_output_dropped(),
             open_runtime(backend, compile_with=compile_with, ranks=ranks) as runtime,
         ):
-            _run_assignments(runtime)
+            # One order for each executor of the lead's: it makes one here, which follows that.
+            while (order := runtime.messages.receive()) is not None:
+                order(runtime)
     except RankFailedError:
         # The failed rank reports it.
         end_command(CannotRunError.exit_code)
-
-
-def _run_assignments(runtime: Runtime) -> None:
-    while (assignment := runtime.messages.receive()) is not None:
-        if isinstance(assignment, TraceAssignment):
-            follow_trace(assignment, runtime)
-            continue
-        if isinstance(assignment, ModelAssignment):
-            _follow_model(assignment, runtime)
-            continue
-        assert isinstance(assignment, Assignment), "an assignment comes before its requests"
-        setup = PortSetup(
-            target=find_target(assignment.target),
-            spec=ModelSpec.from_folder(assignment.folder),
-            model_source=str(assignment.folder),
-            dtype=assignment.dtype,
-            inputs=assignment.inputs,
-            # The lead's reads fill the page cache that all ranks share.
-            prefetch=False,
-            budget=MemoryBudget(assignment.budget_bytes),
-            edits=assignment.edits,
-        )
-        with (
-            # `range(0)` requires no shard here: the lead has checked them, and asks only for layers that are present.
-            CheckpointReader(assignment.folder, layers=range(0)) as reader,
-            LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
-        ):
-            executor.follow()
-
-
-def _follow_model(assignment: ModelAssignment, runtime: Runtime) -> None:
-    setup = ModelSetup(
-        target=find_model_target(assignment.target),
-        spec=ModelSpec.from_folder(assignment.folder),
-        model_source=str(assignment.folder),
-        folder=assignment.folder,
-        dtype=assignment.dtype,
-        sites=assignment.sites,
-        budget=MemoryBudget(assignment.budget_bytes),
-    )
-    with CheckpointReader(assignment.folder) as reader:
-        ModelExecutor(setup, batch=assignment.batch, runtime=runtime, reader=reader).follow()

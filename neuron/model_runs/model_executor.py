@@ -1,13 +1,14 @@
 """ModelExecutor: runs passes of a whole port on a device, and records its sites.
 
-Each of several ranks has an executor. The lead's sends its passes to the others, which `follow`.
+Each of several ranks has an executor. The lead's sends its calls to the others, which `follow`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from minimax_tools.capture.recorder import Recorder, copy_on_device
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
+from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
@@ -41,24 +44,13 @@ from neuron.ports.returned import (
     require_decoding,
 )
 from neuron.ports.target import ModelBatch, PortEndError, eager_module, port_errors
+from neuron.ports.targets import find_model_target
 from neuron.process.status import doing
 from neuron.runs.port_setup import ModelSetup, RankExecutor
 
 _RUN_STEP = (
     "It is called as module(input_ids, attention_mask, position_ids, …); see --debug for the traceback."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelAssignment:
-    """The setup of a whole port, as the lead sends it to the other ranks before any pass."""
-
-    folder: Path  # the checkpoint
-    target: str  # the port as the user named it
-    dtype: torch.dtype
-    sites: tuple[Site, ...]
-    batch: ModelBatch | None
-    budget_bytes: int | None  # limit of each rank's anonymous memory; None for no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,6 +69,33 @@ class PassRequest:
 
 class PassRefusedError(TargetError):
     """A port's refusal of a pass that it need not take."""
+
+
+def follow_passes(
+    runtime: Runtime,
+    *,
+    folder: Path,
+    target: str,
+    dtype: torch.dtype,
+    sites: tuple[Site, ...],
+    batch: ModelBatch | None,
+    budget_bytes: int | None,
+) -> None:
+    """Run this rank's part of every pass that the lead runs, in a setup like the lead's, until its block ends."""
+    setup = ModelSetup(
+        target=find_model_target(target),
+        spec=ModelSpec.from_folder(folder),
+        model_source=str(folder),
+        folder=folder,
+        dtype=dtype,
+        sites=sites,
+        budget=MemoryBudget(budget_bytes),
+    )
+    with (
+        CheckpointReader(folder) as reader,
+        ModelExecutor(setup, batch=batch, runtime=runtime, reader=reader) as executor,
+    ):
+        executor.follow()
 
 
 class ModelExecutor(RankExecutor):
@@ -99,8 +118,9 @@ class ModelExecutor(RankExecutor):
         self._calls: list[int] = []
         self._past: object = None
 
-    def _assignment(self) -> ModelAssignment:
-        return ModelAssignment(
+    def _order_to_follow(self) -> Callable[[Runtime], None]:
+        return partial(
+            follow_passes,
             folder=self.setup.folder,
             target=self.setup.target.name,
             dtype=self.setup.dtype,
@@ -216,20 +236,14 @@ class ModelExecutor(RankExecutor):
             PassRefusedError: The port raised in a pass that it may refuse.
             TargetError: The port raised, returned no logits, or cannot decode.
         """
-        self.send(request)
+        self.send(partial(ModelExecutor._follow_pass, request=request))
         result = self._run_part(request)
         assert result is not None, "the lead assembles the parts of all ranks"
         return result
 
-    def follow(self) -> None:
-        """Run this rank's part of every pass that the lead runs, until the lead's block ends."""
-        self._open()
-        try:
-            while (request := self.runtime.messages.receive()) is not None:
-                with suppress(PassRefusedError):
-                    self._run_part(request)
-        finally:
-            self._stack.close()
+    def _follow_pass(self, request: PassRequest) -> None:
+        with suppress(PassRefusedError):
+            self._run_part(request)
 
     def _run_part(self, request: PassRequest) -> PassResult | None:
         with doing(f"at work on port {self.setup.target.name}", is_in_port=False):

@@ -1,13 +1,14 @@
 """LayerExecutor: runs single layers of a port on a device, and records their sites and times.
 
-Each of several ranks has an executor. The lead's sends its requests to the others, which `follow`.
+Each of several ranks has an executor. The lead's sends its calls to the others, which `follow`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,10 @@ from minimax_tools.capture.recorder import Calls, Recorder, copy_on_device, join
 from minimax_tools.capture.taps import Tap
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
+from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from neuron.builtin.layer import KeyValues
 from neuron.devices.machine import device_memory_errors
 from neuron.devices.runtime import Runtime, calls_to_host
@@ -35,6 +38,7 @@ from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure, router_dtypes
 from neuron.ports.returned import PAST, find_key_values, find_output, require_past
 from neuron.ports.target import port_errors
+from neuron.ports.targets import find_target
 from neuron.process.status import doing
 from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun, LayerTimes
 from neuron.runs.port_setup import PortSetup, RankExecutor, TensorEdit
@@ -210,21 +214,34 @@ class RankAssembly:
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Assignment:
-    """The setup of a port, as the lead sends it to the other ranks before any request."""
-
-    folder: Path  # the checkpoint
-    target: str  # the port as the user named it
-    dtype: torch.dtype
-    inputs: Inputs
-    budget_bytes: int | None  # limit of each rank's anonymous memory; None for no limit
-    edits: Mapping[str, TensorEdit] = field(default_factory=dict)  # see `PortSetup`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseRequest:
-    """A request from the lead to free the layer that ran last."""
+def follow_layers(
+    runtime: Runtime,
+    *,
+    folder: Path,
+    target: str,
+    dtype: torch.dtype,
+    inputs: Inputs,
+    budget_bytes: int | None,
+    edits: Mapping[str, TensorEdit],
+) -> None:
+    """Run this rank's part of every layer that the lead runs, in a setup like the lead's, until its block ends."""
+    setup = PortSetup(
+        target=find_target(target),
+        spec=ModelSpec.from_folder(folder),
+        model_source=str(folder),
+        dtype=dtype,
+        inputs=inputs,
+        # The lead's reads fill the page cache that all ranks share.
+        prefetch=False,
+        budget=MemoryBudget(budget_bytes),
+        edits=edits,
+    )
+    with (
+        # `range(0)` requires no shard here: the lead has checked them, and asks only for layers that are present.
+        CheckpointReader(folder, layers=range(0)) as reader,
+        LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
+    ):
+        executor.follow()
 
 
 class LayerExecutor(RankExecutor):
@@ -239,8 +256,9 @@ class LayerExecutor(RankExecutor):
         self.loader = self._resident.loader
         self._lines = LineTable(setup.spec)
 
-    def _assignment(self) -> Assignment:
-        return Assignment(
+    def _order_to_follow(self) -> Callable[[Runtime], None]:
+        return partial(
+            follow_layers,
             folder=self.reader.folder,
             target=self.setup.target.name,
             dtype=self.setup.dtype,
@@ -271,23 +289,17 @@ class LayerExecutor(RankExecutor):
         return self._run_call(request.shifted(num_padded)).shifted(-num_padded)
 
     def _run_call(self, request: LayerRequest) -> LayerRun:
-        self.send(request)
+        self.send(partial(LayerExecutor._run_part, request=request))
         run = self._run_part(request)
         assert run is not None, "the lead assembles the parts of all ranks"
         return run
 
-    def follow(self) -> None:
-        """Run this rank's part of every layer that the lead runs, until the lead's block ends. Raise as `run` does."""
-        while (request := self.runtime.messages.receive()) is not None:
-            if isinstance(request, LayerRequest):
-                self._run_part(request)
-            else:
-                # A `ReleaseRequest`.
-                self._resident.free()
-
     def release(self) -> None:
         """Free the layer that ran last, on the device and on the host, on all ranks."""
-        self.send(ReleaseRequest())
+        self.send(LayerExecutor._free)
+        self._free()
+
+    def _free(self) -> None:
         self._resident.free()
 
     def _run_part(self, request: LayerRequest) -> LayerRun | None:

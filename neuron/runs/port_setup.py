@@ -88,28 +88,28 @@ Executor = TypeVar("Executor", bound="RankExecutor")
 
 
 class RankExecutor(ABC):
-    """A runner of a port on all ranks: the lead's block sends an assignment, then requests; the others follow it."""
+    """A runner of a port on all ranks. The lead's block orders the others to `follow`, then sends them what to do."""
 
     runtime: Runtime
 
     @abstractmethod
-    def _assignment(self) -> object:
-        """Return the setup as the other ranks get it."""
+    def _order_to_follow(self) -> Callable[[Runtime], None]:
+        """Return the function that another rank calls to make an executor of its own, and follow the lead's."""
 
     def _open(self) -> None:  # noqa: B027 - not all prepare something
-        """Prepare what the requests need, behind the assignment."""
+        """Prepare what the lead will ask for, behind the order to follow."""
 
     @abstractmethod
     def _close(self) -> None:
         """Free the port, and end the threads."""
 
     def __enter__(self: Executor) -> Executor:
-        self.send(self._assignment())
+        self.send(self._order_to_follow())
         self._open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # After an error the others may be in the middle of a request, and receive nothing.
+        # After an error the others may be in the middle of an order, and receive nothing.
         if kind is None:
             self.send(None)
         self._close()
@@ -118,3 +118,8 @@ class RankExecutor(ABC):
         """Send the other ranks a message, if this rank is the lead."""
         if self.runtime.ranks.is_lead:
             self.runtime.messages.send(message)
+
+    def follow(self) -> None:
+        """Call what the lead sends, functions of an executor, until the lead's block ends; raise as they do."""
+        while (order := self.runtime.messages.receive()) is not None:
+            order(self)

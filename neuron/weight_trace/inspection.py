@@ -83,14 +83,15 @@ class TracedPort:
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:
         """Let the other ranks build their part of the port, and follow this one until the block ends."""
-        assignment = TraceAssignment(
+        follow = partial(
+            follow_trace,
             folder=self.reader.folder,
             target=self.target.name,
             layer=self.layer,
             dtype=self.dtype,
             config=dict(self.spec.raw),
         )
-        self.runtime.messages.send(assignment)
+        self.runtime.messages.send(follow)
         yield
         self.runtime.messages.send(None)
 
@@ -194,28 +195,22 @@ class TracedPort:
         self.target.load(module, tensors, spec, loader=loader, ranks=self.runtime.ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TraceAssignment:
-    """Values that another rank needs to build its `TracedPort`."""
+def follow_trace(
+    runtime: Runtime, *, folder: Path, target: str, layer: int, dtype: torch.dtype, config: Mapping[str, Any]
+) -> None:
+    """Make the lead's calls on another rank, until no more comes; an error here ends the inspection on all.
 
-    folder: Path
-    target: str  # the port, as the user named it
-    layer: int
-    dtype: torch.dtype
-    config: Mapping[str, Any]  # config.json of the traced model
-
-
-def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
-    """Make the lead's calls on another rank, until no more comes; an error here ends the inspection on all."""
+    `config` is config.json of the traced model.
+    """
     with (
-        CheckpointReader(assignment.folder, layers=range(assignment.layer, assignment.layer + 1)) as reader,
+        CheckpointReader(folder, layers=range(layer, layer + 1)) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
     ):
         port = TracedPort(
-            target=find_target(assignment.target),
-            spec=ModelSpec.from_config(assignment.config),
-            layer=assignment.layer,
-            dtype=assignment.dtype,
+            target=find_target(target),
+            spec=ModelSpec.from_config(config),
+            layer=layer,
+            dtype=dtype,
             reader=reader,
             runtime=runtime,
             pool=pool,

@@ -180,22 +180,6 @@ def test_a_rank_that_dies_while_the_lead_computes_on_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_that_is_stopped_for_good_is_named(
-    started: Any, sweep_of: Any, write_port: Any, tmp_path: Path, number: int
-) -> None:
-    launcher = started(*sweep_of, "--target", write_port(TROUBLED_PORT.format(trouble="time.sleep(600)")))
-    wait_for(tmp_path / "reached")
-    ranks = psutil.Process(launcher.pid).children(recursive=True)
-    (rank,) = (process for process in ranks if process.environ().get("RANK") == str(number))
-    rank.send_signal(signal.SIGSTOP)
-    _, stderr = launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == 3
-    assert f"Error: rank {number} failed: it was stopped by a signal, and did not go on for 40 s" in stderr
-    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
-
-
-@pytest.mark.slow
 def test_a_rank_that_waits_in_vain_says_so(tmp_path: Path) -> None:
     (tmp_path / "lonely.py").write_text(LONELY_SUM)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "lonely.py"))
