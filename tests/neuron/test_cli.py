@@ -136,12 +136,6 @@ class Port(ReferenceLayer):
     assert (sites["moe_delta"]["num_nan"], sites["moe_delta"]["num_inf"]) == (0, 0)
 
 
-def test_standard_output_is_json_alone(forked: Any, small_fp8: Path) -> None:
-    done = forked("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--json")
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["complete"] is True
-
-
 def test_backend_is_the_cpu_where_nothing_else_is(run: Any, small_fp8: Path) -> None:
     record = json.loads(
         run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--json").stdout

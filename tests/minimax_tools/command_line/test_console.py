@@ -1,3 +1,5 @@
+"""Warnings and log messages of foreign code hold no control characters."""
+
 from __future__ import annotations
 
 import json
@@ -5,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from minimax_tools.command_line.console import (
     Mm2Command,
     print_json,
     print_text,
+    printable_messages,
     speak_as,
 )
 from minimax_tools.command_line.group import Mm2Group
@@ -225,3 +229,21 @@ def test_one_of_several_says_who_it_is_and_prints_no_json(command: Any) -> None:
     result = command(main, "--json")
     assert (result.stdout, result.stderr) == ("", "rank 3: Error: no such thing\n")
     assert result.exit_code == 2
+
+
+def _format_warning() -> str:
+    return warnings.formatwarning("a \x1b[31mport", UserWarning, "port.py", 1, "line")
+
+
+def test_warning_is_printed_with_escapes() -> None:
+    with printable_messages():
+        assert "a \\x1b[31mport" in _format_warning()
+    assert "\x1b" in _format_warning()
+
+
+def test_message_of_a_logger_without_handlers_is_printed_with_escapes() -> None:
+    assert logging.lastResort is not None
+    record = logging.LogRecord("library", logging.WARNING, __file__, 1, "a %s", ("\x07bell",), None)
+    with printable_messages():
+        assert logging.lastResort.format(record) == "a \\x07bell"
+    assert logging.lastResort.format(record) == "a \x07bell"

@@ -3,12 +3,15 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+
+from minimax_tools.machine.compiled import CorePool
 
 LOOPS = """
 import numpy as np
@@ -113,3 +116,41 @@ def test_proved_machine_code_is_not_made_again(load_loops: Callable[[], ModuleTy
     written_ns = kept.stat().st_mtime_ns
     assert load_loops().add_up(np.arange(5.0)) == 10.0
     assert kept.stat().st_mtime_ns == written_ns
+
+
+@pytest.fixture(params=[1, 2], ids=["one core", "two cores"])
+def cores(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [None, 1, 2])
+def test_torch_computes_alone_in_each_thread_and_as_before_elsewhere(
+    cores: int, num_threads: int | None
+) -> None:
+    before = torch.get_num_threads()
+    with CorePool("test", num_threads) as pool:
+        inside = list(pool.map(lambda _: torch.get_num_threads(), range(4)))
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert inside == [1, 1, 1, 1]
+    assert torch.get_num_threads() == before
+    assert later == [before]
+
+
+def test_results_come_in_order_and_an_error_where_its_result_is_taken(cores: int) -> None:
+    with CorePool("test") as pool:
+        results = pool.map(lambda number: 6 // number, (1, 2, 0))
+        assert [next(results), next(results)] == [6, 3]
+        with pytest.raises(ZeroDivisionError):
+            next(results)
+
+
+def test_on_one_core_nothing_is_handed_to_a_thread(cores: int) -> None:
+    with CorePool("test") as pool:
+        threads = set(pool.map(lambda _: threading.get_ident(), range(4)))
+    assert (threads == {threading.get_ident()}) is (cores == 1)

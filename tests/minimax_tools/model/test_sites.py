@@ -1,9 +1,11 @@
+"""Sites: their order, their graph, and formulas that name what each is computed from."""
+
 from __future__ import annotations
 
 import pytest
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.sites import SITE_INPUTS, SITE_LEVELS, ModelSite, Site, parse_site
+from minimax_tools.model.sites import FORMULAS, SITE_INPUTS, SITE_LEVELS, ModelSite, Site, parse_site
 
 
 def test_there_are_18_sites_in_execution_order() -> None:
@@ -72,3 +74,21 @@ def test_names_are_read_back() -> None:
         UsageError, match=r"'moe' is no site of a decoder layer: expected one of input, .*, output"
     ):
         parse_site("moe")
+
+
+# Inputs that a formula words instead of naming.
+_IN_WORDS = {
+    Site.ATTN_CONTEXT: ("keys", "values", "q·k"),
+    Site.ROUTER_WEIGHTS: ("router_logits", "chosen experts"),
+    Site.MOE_DELTA: ("post_norm", "chosen experts", "router_weight"),
+}
+
+
+def test_every_site_has_one() -> None:
+    assert set(FORMULAS) == {*Site, *ModelSite}
+
+
+@pytest.mark.parametrize("site", Site)
+def test_it_names_its_inputs(site: Site) -> None:
+    for words in _IN_WORDS.get(site, SITE_INPUTS[site]):
+        assert str(words) in FORMULAS[site]

@@ -1,18 +1,27 @@
+"""Names and shapes of a layer's tensors; sizes told from shapes are those of the stored tensors."""
+
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+import torch
 
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
+    EMBEDDING,
     GATE,
     expected_layer_shapes,
     expert_weight,
+    layer_bytes,
     layer_of,
     layer_prefix,
     scale_name,
+    vocabulary_bytes,
 )
 
 MINIMAX_M2 = {
@@ -68,3 +77,12 @@ def test_a_name_outside_the_layers_has_none(name: str) -> None:
 
 def test_scales_are_named_after_their_weight() -> None:
     assert scale_name("a.weight") == "a.weight_scale_inv"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layer_and_vocabulary_take_what_reading_them_gives(toy: Path, dtype: torch.dtype) -> None:
+    spec = ModelSpec.from_folder(toy)
+    with CheckpointReader(toy) as reader:
+        tensors = LayerTensors.open(reader, spec, 1, dtype)
+        assert layer_bytes(spec, dtype) == sum(tensors[name].nbytes for name in tensors)
+        assert vocabulary_bytes(spec, dtype) == reader.read_weight(EMBEDDING, dtype).nbytes

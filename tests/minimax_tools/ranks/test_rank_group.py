@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.ranks.failure import RankFailedError, RankLostError, ReportedElsewhereError
-from minimax_tools.ranks.rank_group import RankGroup, open_ranks
+from minimax_tools.ranks.rank_group import BackgroundCall, RankGroup, open_ranks
 from minimax_tools.ranks.rank_place import RankPlace
 
 ALONE = RankPlace()
@@ -68,3 +70,23 @@ def test_one_rank_talks_to_itself() -> None:
             UsageError, match="the plan has 3 slices for 1 rank: .*torchrun --nproc-per-node 3"
         ):
             ranks.assign(["a", "b", "c"])
+
+
+def test_call_gives_what_its_call_gave() -> None:
+    call = BackgroundCall(lambda: 7)
+    assert call.is_over(10)
+    assert (call.result, call.error) == (7, None)
+
+
+def test_error_of_the_call_is_kept() -> None:
+    call = BackgroundCall(lambda: 1 // 0)
+    assert call.is_over(10)
+    assert isinstance(call.error, ZeroDivisionError)
+
+
+def test_call_that_does_not_end_is_left_behind() -> None:
+    release = threading.Event()
+    call = BackgroundCall(release.wait)
+    assert not call.is_over(0.01)
+    release.set()
+    assert call.is_over(10)

@@ -361,25 +361,6 @@ def test_edited_port_is_searched_anew(bisect: Any, write_port: Any) -> None:
     assert "has other target_digest" in mended.stderr
 
 
-def test_damaged_journal_is_begun_anew(bisect: Any, tmp_path: Path) -> None:
-    journal = tmp_path / "captures" / "neuron" / "bisect_0_to_11" / "bisection.json"
-    bisect("builtin")
-    journal.write_text(journal.read_text()[:-40])
-    again = bisect("builtin")
-    assert again.exit_code == 0
-    assert "Starting anew" in again.stderr
-    assert "cannot be read" in again.stderr
-
-
-def test_journal_of_another_version_is_begun_anew_and_called_so(bisect: Any, tmp_path: Path) -> None:
-    journal = tmp_path / "captures" / "neuron" / "bisect_0_to_11" / "bisection.json"
-    bisect("builtin")
-    journal.write_text(json.dumps({"schema_version": 0, "probes": [{"unknown": 1}]}))
-    again = bisect("builtin")
-    assert again.exit_code == 0
-    assert "another version of mm2 wrote the journal there" in again.stderr
-
-
 def test_other_files_in_the_directory_are_left_alone(bisect: Any, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")

@@ -69,18 +69,10 @@ def test_probe_is_found_again_unless_the_bisection_is_another(path: Path) -> Non
     ("place", "value"),
     [
         ((), 3),
-        ((), []),
         (("schema_version",), True),
         (("description",), [1]),
-        (("probes",), {}),
         (("probes", 0), None),
-        (("probes", 0, "stop_layer"), 2.0),
-        (("probes", 0, "chains", 0), 3),
-        (("probes", 0, "chains", 0, "stop_layer"), 2.0),
-        (("probes", 0, "chains", 0, "excess"), 1.5),
         (("probes", 0, "chains", 0, "excess"), "much"),
-        (("probes", 0, "chains", 0, "visible"), True),
-        (("probes", 0, "chains", 0, "reason"), None),
     ],
 )
 def test_damaged_journal_is_begun_anew_and_named(

@@ -170,9 +170,6 @@ class TestBegunAnew:
 
         return go_on
 
-    def test_nothing_changed_resumes(self, left: Any) -> None:
-        assert "Resuming" in left().stderr
-
     def test_changed_source_of_the_target_is_named(self, left: Any, write_port: Any) -> None:
         write_port(STUMBLING + "# faster now\n")
         result = left()

@@ -256,17 +256,6 @@ class TestProgress:
             stored = [stored_layer_bytes(reader.index, layer) for layer in range(4)]
         assert watcher.ran == [(0, stored[0] + embedding), *((layer, stored[layer]) for layer in (1, 2, 3))]
 
-    def test_tells_of_the_layers_that_make_a_span_s_input(self, toy: Path, tmp_path: Path) -> None:
-        watcher = Watcher()
-        with device_run(toy, multi_layer_run(Span(2, 4), sites_level="layer"), progress=watcher) as (run, _):
-            run.capture(tmp_path / "run")
-        assert [layer for layer, _ in watcher.ran] == [0, 1, 2, 3]
-
-    def test_line_says_rate_and_memory(self, run: Any, toy: Path) -> None:
-        stderr = run("multi-layer", "--layers", "1:3", "--model", toy, "--seq-len", 9).stderr
-        assert "Layer 1 (2 of 3): " in stderr
-        assert "/s, memory " in stderr
-
     def test_is_silent_where_asked(self, run: Any, toy: Path) -> None:
         assert run("multi-layer", "--layers", "0:2", "--model", toy, "--seq-len", 9, "--quiet").stderr == ""
 
