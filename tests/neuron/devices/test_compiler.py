@@ -285,12 +285,18 @@ class TestChoice:
             choose_compiler(name, backend)
 
 
-def test_breaks_and_conditions_since_an_earlier_time_are_what_came_after() -> None:
+def test_counts_since_an_earlier_time_are_what_came_after() -> None:
     here, there = GraphBreak(reason="print", place="port.py:3"), GraphBreak(reason="item")
-    earlier = CompileCounts(compiles=1, fallbacks={}, graph_breaks={here: 2}, recompiles={"a == 1": 1})
-    later = CompileCounts(
-        compiles=2, fallbacks={}, graph_breaks={here: 2, there: 1}, recompiles={"a == 1": 1, "a == 2": 1}
+    earlier = CompileCounts(
+        compiles=1, fallbacks={"a": 2, "b": 1}, graph_breaks={here: 2}, recompiles={"a == 1": 1}
     )
-    grown = later.since(earlier)
-    assert (grown.graph_breaks, grown.recompiles) == ({there: 1}, {"a == 2": 1})
+    later = CompileCounts(
+        compiles=2,
+        fallbacks={"a": 2, "b": 4, "c": 1},
+        graph_breaks={here: 2, there: 1},
+        recompiles={"a == 1": 1, "a == 2": 1},
+    )
+    assert later.since(earlier) == CompileCounts(
+        compiles=1, fallbacks={"b": 3, "c": 1}, graph_breaks={there: 1}, recompiles={"a == 2": 1}
+    )
     assert str(there) == "an unknown line: item"

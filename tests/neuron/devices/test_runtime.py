@@ -15,7 +15,6 @@ from minimax_tools.errors import BackendError
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.backend import Backend, choose_backend
-from neuron.devices.compiler import CompileCounts
 from neuron.devices.distributed import probe_group, process_group
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime, to_host
@@ -149,12 +148,6 @@ class TestGraphs:
     def test_operation_on_the_cpu_is_named(self, counted: dict[str, dict[str, Any]]) -> None:
         stderr = counted["Fallback"]["stderr"]
         assert "warning: aten::_local_scalar_dense ran on the CPU instead of the device" in stderr
-
-
-def test_counts_since_an_earlier_time_are_what_came_after() -> None:
-    earlier = CompileCounts(compiles=3, fallbacks={"aten::a": 2, "aten::b": 1})
-    later = CompileCounts(compiles=5, fallbacks={"aten::a": 2, "aten::b": 4, "aten::c": 1})
-    assert later.since(earlier) == CompileCounts(compiles=2, fallbacks={"aten::b": 3, "aten::c": 1})
 
 
 class TestProcessGroup:

@@ -395,11 +395,6 @@ class TestBudget:
         assert result.exit_code == 3
         assert "reading the embedding would break the memory budget: expected at most 1.0 MB" in result.stderr
 
-    def test_of_no_size_is_refused(self, run: Any, toy: Path) -> None:
-        result = run("full", "--model", toy, "--seq-len", 9, "--memory-budget", "much")
-        assert result.exit_code == 2
-        assert "'much': expected a size" in result.stderr
-
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
