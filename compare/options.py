@@ -21,6 +21,7 @@ from minimax_tools.capture.store import (
     stored_layers,
 )
 from minimax_tools.command_line.options import (
+    CapturePath,
     RenamedOption,
     captures_option,
     complete_captures,
@@ -28,7 +29,6 @@ from minimax_tools.command_line.options import (
     reading_options,
     stack_options,
 )
-from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.errors import UsageError, did_you_mean
 from minimax_tools.machine.files import read_ahead
 

@@ -16,6 +16,7 @@ from minimax_tools.command_line.console import LateValue, loading
 from minimax_tools.command_line.options import (
     DEFAULT_DTYPE,
     DTYPE_NAMES,
+    CapturePath,
     CaptureStore,
     complete_captures,
     grouped_as,
@@ -29,7 +30,6 @@ from minimax_tools.command_line.options import (
     stack_options,
     store_options,
 )
-from minimax_tools.command_line.remote_paths import CapturePath
 from minimax_tools.stored_dtype import dtype_name
 from minimax_tools.text.input_request import InputRequest
 from neuron.devices.backend import Backend

@@ -17,12 +17,12 @@ from minimax_tools.command_line.console import (
     print_text,
 )
 from minimax_tools.command_line.options import (
+    CapturePath,
     captures_option,
     complete_captures,
     optional_model_option,
     output_options,
 )
-from minimax_tools.command_line.remote_paths import CapturePath
 
 if TYPE_CHECKING:
     from minimax_tools.capture.manifest import Certificate

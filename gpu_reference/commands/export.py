@@ -9,8 +9,7 @@ import click
 
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.command_line.console import Mm2Command, loading, print_json, say
-from minimax_tools.command_line.options import complete_captures, output_options
-from minimax_tools.command_line.remote_paths import CapturePath
+from minimax_tools.command_line.options import CapturePath, complete_captures, output_options
 from minimax_tools.dumps.format_names import VLLM_NEURON
 
 if TYPE_CHECKING:

@@ -53,8 +53,7 @@ from minimax_tools.model.run import Run, full_run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.ranks.failure import ReportedElsewhereError
-from minimax_tools.ranks.rank_group import open_ranks
-from minimax_tools.ranks.rank_place import RankPlace, warn_of_idle_cores
+from minimax_tools.ranks.rank_group import RankPlace, open_ranks, warn_of_idle_cores
 from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.slices.verification_text import render_run
 from minimax_tools.text.prompts import build_inputs

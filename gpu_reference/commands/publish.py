@@ -9,8 +9,7 @@ import click
 
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.command_line.console import Mm2Command, loading, print_json, print_text
-from minimax_tools.command_line.options import captures_option, output_options
-from minimax_tools.command_line.remote_paths import CapturePath
+from minimax_tools.command_line.options import CapturePath, captures_option, output_options
 from minimax_tools.machine.size import format_size
 from minimax_tools.remote.address import RemoteAddress
 

@@ -16,7 +16,7 @@ from minimax_tools.errors import UsageError, format_count
 from minimax_tools.machine.memory import MemoryBudget, available_bytes
 from minimax_tools.machine.size import format_size
 from minimax_tools.partition.plan import Slice
-from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.rank_group import RankPlace
 
 logger = logging.getLogger(__name__)
 

@@ -151,7 +151,7 @@ class Mm2Command(click.Command):
     No error gets exit code 1, which means that a port differs. If code of a port exits, that is an error too. `--debug`
     prints the traceback as well. The help shows the options in groups; options that are not given take the project's
     defaults (`ProjectDefaults`); errors about names suggest near ones. Paths are of this machine,
-    unless an option takes addresses (`remote_paths`). `resumes`: the same command goes on from what it had finished.
+    unless an option takes addresses (`CapturePath`). `resumes`: the same command goes on from what it had finished.
     """
 
     def __init__(self, *args: Any, resumes: bool = False, **attributes: Any) -> None:

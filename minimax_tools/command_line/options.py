@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from minimax_tools.machine.importing import importing
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.sites import SITE_LEVELS
 from minimax_tools.model.span import Span
+from minimax_tools.remote.address import RemoteAddress, is_remote
 from minimax_tools.stored_dtype import StoredDtype
 from minimax_tools.text.input_request import InputRequest
 
@@ -424,6 +426,36 @@ judging_output_options = stack_options(
     ),
     _quiet_option,
 )
+
+
+class CapturePath(click.Path):
+    """The folder of a capture, or the address of one: its mirror's folder, whose files come when they are read.
+
+    No server is asked while options are read, so a wrong command line is told at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the placeholder in the help."""
+        return "FOLDER|s3://…|hf://…"
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the folder that `value` names; of an address, what finds the folder when the command runs."""
+        is_completion = ctx is not None and ctx.resilient_parsing
+        if not isinstance(value, str) or not is_remote(value) or is_completion:
+            return super().convert(value, param, ctx)
+        address = RemoteAddress.parse(value)
+
+        def find(_: click.Context) -> Path:
+            from minimax_tools.capture.mirror import mirror_capture
+
+            return mirror_capture(address)
+
+        return LateValue(find)
 
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]

@@ -24,7 +24,7 @@ from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.machine.stops import given_arguments
 from minimax_tools.ranks.failure import RESUME, RankFailedError, RankFailure, attempt_store, record_end
-from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.rank_group import RankPlace
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.compiler import AUTO
 from neuron.devices.distributed import refuse_launched

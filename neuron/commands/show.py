@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from minimax_tools.command_line.console import Mm2Command, end_command, loading, print_json, print_text
-from minimax_tools.command_line.options import output_options, reading_options
-from minimax_tools.command_line.remote_paths import CapturePath
+from minimax_tools.command_line.options import CapturePath, output_options, reading_options
 from minimax_tools.errors import CaptureError
 from minimax_tools.machine.streams import write
 

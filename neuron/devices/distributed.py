@@ -17,7 +17,7 @@ import torch.distributed
 from minimax_tools.errors import BackendError, UsageError
 from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.ranks.failure import attempt_store, connect_store, current_attempt, store_lost_error
-from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.rank_group import RankPlace
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 
 from minimax_tools.errors import UsageError
-from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.rank_group import RankPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,7 @@ from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.machine.progress import NoProgress
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.ranks.rank_group import open_ranks
-from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.rank_group import RankPlace, open_ranks
 from minimax_tools.text.input_request import InputRequest
 from minimax_tools.text.prompts import build_inputs
 

@@ -21,8 +21,7 @@ from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.ranks.rank_group import BackgroundCall, RankGroup
-from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.rank_group import BackgroundCall, RankGroup, RankPlace
 from minimax_tools.slices.source import open_source
 
 

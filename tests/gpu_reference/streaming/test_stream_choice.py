@@ -24,7 +24,7 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.partition.cost import PartCost
 from minimax_tools.partition.node import Node, Stage
 from minimax_tools.partition.plan import Slice
-from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.rank_group import RankPlace
 
 CPU = torch.device("cpu")
 ON_CPU = Placement(device_map={"": "cpu"})
