@@ -26,6 +26,7 @@ Result = click.testing.Result
 Run = Callable[..., Result]
 Process = Callable[..., "subprocess.CompletedProcess[str]"]
 WritePort = Callable[..., str]
+MakeGolden = Callable[..., Path]
 Environment = Callable[..., dict[str, str]]
 
 SHORT = ("--seq-len", "12,7", "--json")
@@ -300,13 +301,23 @@ def small_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_golden(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_golden(tmp_path_factory: pytest.TempPathFactory) -> MakeGolden:
+    """Makes a golden of a model by `mm2-gpu extract-all`, or by another command, and returns its folder."""
+
+    def make(model: Path, *options: object, command: str = "extract-all") -> Path:
+        directory = tmp_path_factory.mktemp("golden") / "full_model"
+        words = (command, "--model", model, *options, "--output-dir", directory, "--quiet")
+        result = click.testing.CliRunner().invoke(mm2_gpu, [str(word) for word in words])
+        assert result.exit_code == 0, result.output
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_golden(small_fp8: Path, make_golden: MakeGolden) -> Path:
     """The golden of the small model in FP8: every layer, all sites, the noise floor kept whole."""
-    directory = tmp_path_factory.mktemp("golden") / "small"
-    arguments = ("extract-all", "--model", small_fp8, "--seq-len", "24,15", "--output-dir", directory)
-    result = click.testing.CliRunner().invoke(mm2_gpu, [*map(str, arguments), "--quiet"])
-    assert result.exit_code == 0, result.output
-    return directory
+    return make_golden(small_fp8, "--seq-len", "24,15")
 
 
 @pytest.fixture(scope="session")
@@ -327,14 +338,10 @@ def copies(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[to
 
 
 @pytest.fixture(scope="session")
-def float32_golden(copies: dict[torch.dtype, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def float32_golden(copies: dict[torch.dtype, Path], make_golden: MakeGolden) -> Path:
     """The small model's golden in float32, which has no BF16 noise and so no floor."""
-    directory = tmp_path_factory.mktemp("golden") / "float32"
-    model = ("--model", copies[torch.float32], "--dtype", "float32", "--noise-floor", "off")
-    arguments = ("extract-all", *model, "--seq-len", "24,15", "--output-dir", directory, "--quiet")
-    result = click.testing.CliRunner().invoke(mm2_gpu, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return directory
+    in_float32 = ("--dtype", "float32", "--noise-floor", "off")
+    return make_golden(copies[torch.float32], *in_float32, "--seq-len", "24,15")
 
 
 def _run_process(

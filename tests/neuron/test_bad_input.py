@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -160,12 +159,9 @@ class TestGolden:
         refused(result, str(golden), "another model", "layer 0 has other norms", "--model", exit_code=3)
         assert not (tmp_path / "captures").exists()
 
-    def test_golden_without_the_layer(self, run: Any, command: Any, toy: Path, tmp_path: Path) -> None:
-        directory = tmp_path / "golden"
-        arguments = ("single-layer", "--layer", 1, "--model", toy, "--seq-len", 6, "--output-dir", directory)
-        assert (
-            command(mm2_gpu, *arguments, "--sites", "layer", "--noise-floor", "off", "--quiet").exit_code == 0
-        )
+    def test_golden_without_the_layer(self, run: Any, make_golden: Any, toy: Path) -> None:
+        part = ("--layer", 1, "--seq-len", 6, "--sites", "layer", "--noise-floor", "off")
+        directory = make_golden(toy, *part, command="single-layer")
         common = ("--model", toy, "--golden", directory)
         sweep = run("sweep", *common)
         refused(

@@ -8,26 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
-
-from gpu_reference.cli import main as mm2_gpu
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 Judge = Callable[..., dict[str, dict[str, str]]]
 
 
-def make_golden(model: Path, directory: Path, *options: str) -> Path:
-    words = ("extract-all", "--model", str(model), "--output-dir", str(directory), *options, "--quiet")
-    result = click.testing.CliRunner().invoke(mm2_gpu, words)
-    assert result.exit_code == 0, result.output
-    return directory
-
-
 @pytest.fixture(scope="session")
-def default_golden(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def default_golden(small_fp8: Path, make_golden: Any) -> Path:
     """A golden of the default rows."""
-    return make_golden(small_fp8, tmp_path_factory.mktemp("untested") / "default")
+    golden: Path = make_golden(small_fp8)
+    return golden
 
 
 @pytest.fixture
@@ -70,8 +61,10 @@ def test_some_layers_leave_out_the_others(default_golden: Path, untested: Judge)
     assert shlex.split(found["command"])[:2] == ["mm2-test", "sweep"]
 
 
-def test_one_row_has_no_padding_and_no_second_call(small_fp8: Path, tmp_path: Path, untested: Judge) -> None:
-    golden = make_golden(small_fp8, tmp_path / "one", "--seq-len", "3")
+def test_one_row_has_no_padding_and_no_second_call(
+    small_fp8: Path, make_golden: Any, untested: Judge
+) -> None:
+    golden = make_golden(small_fp8, "--seq-len", "3")
     found = untested(golden, "sweep")
     assert {"left_padding", "second_call", "experts"} <= set(found)
     assert "that no token chose" in found["experts"]["detail"]
@@ -82,9 +75,9 @@ def test_one_row_has_no_padding_and_no_second_call(small_fp8: Path, tmp_path: Pa
 
 
 def test_short_rows_are_told_in_every_verdict(
-    small_fp8: Path, tmp_path: Path, untested: Judge, run: Any
+    small_fp8: Path, make_golden: Any, untested: Judge, run: Any
 ) -> None:
-    golden = make_golden(small_fp8, tmp_path / "quick", "--quick")
+    golden = make_golden(small_fp8, "--quick")
     assert "default_rows" in untested(golden, "sweep")
     given = ("--model", small_fp8, "--golden", golden, "--backend", "cpu", "--quiet")
     assert "--quick" in run("single-layer", "--layer", 0, *given).stdout

@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 
-from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.provenance import numeric_environment
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -146,15 +144,10 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def deep_golden(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def deep_golden(deep: Path, make_golden: Any) -> Path:
     """The deep model's golden: inputs, outputs and their floor."""
-    directory = tmp_path_factory.mktemp("deep") / "golden"
-    arguments = ("extract-all", "--model", deep, "--seq-len", "48,33", "--sites", "layer")
-    result = click.testing.CliRunner().invoke(
-        mm2_gpu, [*map(str, arguments), "--output-dir", str(directory), "--quiet"]
-    )
-    assert result.exit_code == 0, result.output
-    return directory
+    golden: Path = make_golden(deep, "--seq-len", "48,33", "--sites", "layer")
+    return golden
 
 
 @pytest.fixture
@@ -370,13 +363,9 @@ def test_other_files_in_the_directory_are_left_alone(bisect: Any, tmp_path: Path
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "all of it"
 
 
-def test_golden_that_lacks_layers_is_refused(run: Any, deep: Path, tmp_path: Path) -> None:
-    golden = tmp_path / "part"
-    arguments = ("multi-layer", "--model", deep, "--layers", "0:6", "--seq-len", "12", "--sites", "layer")
-    done = click.testing.CliRunner().invoke(
-        mm2_gpu, [*map(str, arguments), "--output-dir", str(golden), "--quiet"]
-    )
-    assert done.exit_code == 0, done.output
+def test_golden_that_lacks_layers_is_refused(run: Any, deep: Path, make_golden: Any) -> None:
+    part = ("--layers", "0:6", "--seq-len", "12", "--sites", "layer")
+    golden = make_golden(deep, *part, command="multi-layer")
     result = run("bisect", "--model", deep, "--golden", golden, "--backend", "cpu")
     assert result.exit_code == 3
     assert "lacks layer 6, layer 7, layer 8, layer 9 and 2 more" in result.stderr

@@ -13,7 +13,6 @@ import jsonschema
 import pytest
 import torch
 
-from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
@@ -78,13 +77,9 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shallow_golden(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden of the toy with two layers."""
-    directory = tmp_path_factory.mktemp("shallow") / "golden"
-    words = ["extract-all", "--model", str(shallow), "--seq-len", "48,33", "--output-dir", str(directory)]
-    made = click.testing.CliRunner().invoke(mm2_gpu, [*words, "--quiet"])
-    assert made.exit_code == 0, made.output
-    return directory
+def shallow_golden(shallow: Path, make_golden: Callable[..., Path]) -> Path:
+    """The golden of the toy with one layer."""
+    return make_golden(shallow, "--seq-len", "48,33")
 
 
 @pytest.fixture

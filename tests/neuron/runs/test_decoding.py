@@ -136,15 +136,13 @@ def test_what_is_returned_to_be_cached_is_judged(decode: Any, name: str, site: s
 
 
 def test_rows_that_are_decoded_are_each_prompts_own(
-    run: Any, command: Any, small_fp8: Path, tmp_path: Path, ports: Path
+    run: Any, make_golden: Any, small_fp8: Path, ports: Path
 ) -> None:
     """Behind a short prompt, and behind all in a bucket, there is padding: decoding that would judge nothing."""
     for side in ("right", "left"):
-        golden = tmp_path / side
         rows = ("--seq-len", "24,9", "--pad-to", 32, "--padding-side", side)
-        arguments: tuple[object, ...] = ("single-layer", "--layer", 1)
-        arguments += ("--model", small_fp8, *rows, "--noise-floor", "full", "--quiet")
-        assert command(mm2_gpu, *arguments, "--output-dir", golden).exit_code == 0
+        part = ("--layer", 1, *rows, "--noise-floor", "full")
+        golden = make_golden(small_fp8, *part, command="single-layer")
         common: tuple[object, ...] = ("sweep", "--layers", "1:2")
         common += ("--model", small_fp8, "--golden", golden, "--decode", 5, "--json")
         assert json.loads(run(*common).stdout)["verdict"] == "pass"
@@ -211,15 +209,9 @@ def test_component_does_not_decode(run: Any, small_fp8: Path, small_golden: Path
     assert "a component does not decode" in result.stderr
 
 
-def test_golden_without_keys_cannot_feed_a_decode_step(
-    run: Any, command: Any, small_fp8: Path, tmp_path: Path
-) -> None:
-    arguments: tuple[object, ...] = ("extract-all", "--model", small_fp8)
-    arguments += ("--seq-len", 8, "--sites", "layer", "--noise-floor", "off")
-    assert command(mm2_gpu, *arguments, "--quiet", "--output-dir", tmp_path / "golden").exit_code == 0
-    result = run(
-        "sweep", "--model", small_fp8, "--golden", tmp_path / "golden", "--sites", "layer", "--decode", 2
-    )
+def test_golden_without_keys_cannot_feed_a_decode_step(run: Any, make_golden: Any, small_fp8: Path) -> None:
+    golden = make_golden(small_fp8, "--seq-len", 8, "--sites", "layer", "--noise-floor", "off")
+    result = run("sweep", "--model", small_fp8, "--golden", golden, "--sites", "layer", "--decode", 2)
     assert result.exit_code == 3
     assert "lacks v_proj of layer 0, k_rope of layer 0" in result.stderr
 

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 
 from compare.diagnosis.cli import main as mm2_diagnose
-from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site
 from neuron.cli import main as mm2_test
@@ -44,13 +42,10 @@ MOVED = "state[DOWN][few] *= 2; state[GATE_UP][few, state[GATE_UP].shape[1] // 2
 
 
 @pytest.fixture(scope="module")
-def short_golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short_golden(toy: Path, make_golden: Any) -> Path:
     """A golden of so few tokens that many experts are chosen by none."""
-    directory = tmp_path_factory.mktemp("golden") / "short"
-    arguments = ("extract-all", "--model", toy, "--seq-len", "5", "--output-dir", directory, "--quiet")
-    result = click.testing.CliRunner().invoke(mm2_gpu, list(map(str, arguments)))
-    assert result.exit_code == 0, result.output
-    return directory
+    golden: Path = make_golden(toy, "--seq-len", "5")
+    return golden
 
 
 @pytest.fixture(scope="module")

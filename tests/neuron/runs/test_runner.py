@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpu_reference.cli import main as mm2_gpu
-
 # Fails, or waits to be killed, at the layer that a variable names: the source stays the same.
 STUMBLING = """
 import time
@@ -181,12 +179,10 @@ class TestBegunAnew:
         assert "other target, target_digest" in left(target="reference").stderr
 
     def test_golden_made_anew_with_other_values_is_not_mixed_in(
-        self, left: Any, command: Any, small_fp8: Path, tmp_path: Path
+        self, left: Any, make_golden: Any, small_fp8: Path
     ) -> None:
-        other = tmp_path / "full_model"
-        arguments = ("extract-all", "--model", small_fp8, "--seq-len", "24,15", "--output-dir", other)
-        command(mm2_gpu, *arguments, "--attn-implementation", "eager", "--noise-floor", "stats", "--quiet")
-        result = left(golden=other)
+        options = ("--attn-implementation", "eager", "--noise-floor", "stats")
+        result = left(golden=make_golden(small_fp8, "--seq-len", "24,15", *options))
         assert "Starting anew" in result.stderr
         assert "golden_inputs" in result.stderr
 
