@@ -67,7 +67,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedPart:
-    """What a rank's port holds once it is loaded, beside the tensors that it was given."""
+    """Content of a rank's port once it is loaded, beside the tensors that it was given."""
 
     table: LineTable
     is_held: Flags  # for each line of the layer, whether the port holds it
