@@ -99,21 +99,6 @@ def test_other_logical_cores_are_not_guessed(machine: Any, monkeypatch: pytest.M
     assert (found.num_cores, found.hbm_bytes_per_core) == (None, None)
 
 
-def test_a_laptop_is_no_instance(machine: Any) -> None:
-    found = Machine.current(root=machine("Latitude 7420", 0))
-    assert found == Machine(instance_type=None, num_devices=0)
-    assert (found.num_cores, found.hbm_bytes_per_core, found.has_native_backend) == (None, None, None)
-
-
-def test_a_machine_without_devices_is_a_note(machine: Any) -> None:
-    findings = check(machine("Latitude 7420", 0))
-    assert findings["machine"][0].level is Level.NOTE
-    assert "no Neuron device" in findings["machine"][0].found
-    assert [finding.level for finding in findings["backend"]] == [Level.OK]
-    assert "compile cache" not in findings
-    assert "device memory" not in findings
-
-
 def test_a_laptop_is_no_instance_which_is_a_note(machine: Any) -> None:
     root = machine("Latitude 7420", 0)
     found = Machine.current(root=root)
@@ -121,6 +106,7 @@ def test_a_laptop_is_no_instance_which_is_a_note(machine: Any) -> None:
     assert (found.num_cores, found.hbm_bytes_per_core, found.has_native_backend) == (None, None, None)
     findings = check(root)
     assert findings["machine"][0].level is Level.NOTE
+    assert "no Neuron device" in findings["machine"][0].found
     assert [finding.level for finding in findings["backend"]] == [Level.OK]
     assert not {"compile cache", "device memory"} & set(findings)
 
@@ -170,10 +156,8 @@ def test_what_changes_numbers_is_named(
     assert found.next_step
     monkeypatch.setenv(name, harmless)
     (found,) = check(root)["environment"]
-    assert (found.level, found.found) == (
-        Level.OK,
-        f"no variable changes what is computed (set: {name}={harmless})",
-    )
+    harmless_text = f"no variable changes what is computed (set: {name}={harmless})"
+    assert (found.level, found.found) == (Level.OK, harmless_text)
 
 
 def test_a_variable_that_keeps_torch_xla_off_the_devices_fails(
@@ -216,13 +200,6 @@ def test_a_layer_is_held_against_a_core(machine: Any) -> None:
     assert "a layer takes 7.3 GB, the lm_head 1.2 GB, of 17.2 GB" in fits.found
     larger = SyntheticModel(hidden_size=6144, intermediate_size=4096, num_local_experts=256).spec()
     (found,) = check(root, spec=larger)["device memory"]
-    assert found.level is Level.FAIL
-    assert "--tp-degree" in found.next_step
-
-
-def test_a_layer_that_is_too_large_for_a_core_fails(machine: Any) -> None:
-    larger = SyntheticModel(hidden_size=6144, intermediate_size=4096, num_local_experts=256).spec()
-    (found,) = check(machine("trn1.2xlarge", 1), spec=larger)["device memory"]
     assert found.level is Level.FAIL
     assert "among cores with --tp-degree" in found.next_step
 

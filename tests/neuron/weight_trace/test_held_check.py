@@ -38,8 +38,9 @@ MODEL = SyntheticModel(
 GATE_UP, DOWN, QKV = "moe.gate_up_proj", "moe.down_proj", "self_attn.qkv_proj.weight"
 ROUTER, BIAS = "moe.router.weight", "moe.router.correction_bias"
 
-State = dict[str, torch.Tensor]
-Spoil = Callable[[State], None]
+# Names that a statement which spoils a port's weights may use, besides `state`.
+NAMES = {"torch": torch, "GATE_UP": GATE_UP, "DOWN": DOWN, "QKV": QKV, "ROUTER": ROUTER, "BIAS": BIAS}
+
 Hold = Callable[..., HeldWeights]
 
 
@@ -52,10 +53,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hold(tiny: Path) -> Hold:
-    """Loads an example port, whose weights a function spoils, and returns what it holds."""
+    """Loads an example port, whose weights `state` some statements spoil, and returns what it holds."""
 
     def load(
-        spoil: Spoil = lambda state: None,
+        spoil: str = "",
         *,
         target: str = "port.py:DecoderLayer",
         dtype: torch.dtype = torch.bfloat16,
@@ -74,15 +75,15 @@ def hold(tiny: Path) -> Hold:
     return load
 
 
-def spoil_conversion(module: nn.Module, spoil: Spoil) -> None:
+def spoil_conversion(module: nn.Module, spoil: str) -> None:
     convert = getattr(module, "convert_state_dict", lambda tensors, config, layer_idx: dict(tensors))
 
     def spoilt(self: nn.Module, tensors: Any, config: Any, layer_idx: int) -> Mapping[str, torch.Tensor]:
-        state = convert(tensors, config, layer_idx)
-        spoil(state)
-        return state  # type: ignore[no-any-return]
+        state: Mapping[str, torch.Tensor] = convert(tensors, config, layer_idx)
+        exec(spoil, {"state": state, **NAMES})
+        return state
 
-    if convert.__module__ != "neuron.builtin.layer":  # whose weights are no tensors yet
+    if spoil:
         module.convert_state_dict = types.MethodType(spoilt, module)  # type: ignore[assignment]
 
 
@@ -96,102 +97,60 @@ def test_a_right_port_holds_every_number(hold: Hold, target: str, dtype: torch.d
     assert (held.not_compared, held.faults) == ((), ())
 
 
-def transpose_experts(state: State) -> None:
-    state[DOWN] = state[DOWN].mT.contiguous().mT
-
-
-def reverse_experts_and_router(state: State) -> None:
-    for name in (GATE_UP, DOWN, ROUTER, BIAS):
-        state[name] = state[name].flip(0)
-
-
-def exchange_two_with_their_router(state: State) -> None:
-    for name in (GATE_UP, DOWN, ROUTER, BIAS):
-        state[name][[4, 9]] = state[name][[9, 4]]
-
-
-def interleave_all(state: State) -> None:
-    state[GATE_UP] = torch.stack([torch.stack(both.chunk(2), 1).flatten(0, 1) for both in state[GATE_UP]])
-
-
-def permute_heads(state: State) -> None:
-    state[QKV][:256] = state[QKV][:256].unflatten(0, (8, 32)).flip(0).flatten(0, 1)
-
-
 @pytest.mark.parametrize(
-    "layout",
+    "spoil",
     [
-        transpose_experts,
-        reverse_experts_and_router,
-        exchange_two_with_their_router,
-        interleave_all,
-        permute_heads,
+        "state[DOWN] = state[DOWN].mT.contiguous().mT",
+        "for name in (GATE_UP, DOWN, ROUTER, BIAS): state[name] = state[name].flip(0)",
+        "for name in (GATE_UP, DOWN, ROUTER, BIAS): state[name][[4, 9]] = state[name][[9, 4]]",
+        "gate, up = state[GATE_UP].chunk(2, 1); state[GATE_UP] = torch.stack((gate, up), 2).flatten(1, 2)",
+        "state[QKV][:256] = state[QKV][:256].unflatten(0, (8, 32)).flip(0).flatten(0, 1)",
+    ],
+    ids=[
+        "experts_transposed",
+        "experts_and_router_reversed",
+        "two_experts_and_their_router_exchanged",
+        "gate_and_up_interleaved",
+        "heads_in_another_order",
     ],
 )
-def test_a_layout_that_all_share_is_no_fault(hold: Hold, layout: Spoil) -> None:
-    held = hold(layout)
+def test_a_layout_that_all_share_is_no_fault(hold: Hold, spoil: str) -> None:
+    held = hold(spoil)
     assert (len(held.compared), held.faults) == (13, ())
 
 
-def swap_gate_and_up(state: State) -> None:
-    gate, up = state[GATE_UP][4].chunk(2)
-    state[GATE_UP][4] = torch.cat((up, gate))
-
-
-def set_zero(state: State) -> None:
-    state[DOWN][[4, 9]] = 0
-
-
-def set_some_rows_zero(state: State) -> None:
-    state[DOWN][4, :100] = 0
-
-
-def set_nan(state: State) -> None:
-    state[DOWN][4, 3, 5] = torch.nan
-
-
-def repeat_another(state: State) -> None:
-    for name in (GATE_UP, DOWN):
-        state[name][4] = state[name][3]
-
-
-def scale_one(state: State) -> None:
-    state[DOWN][4] *= 1.25
-
-
-def exchange_two(state: State) -> None:
-    for name in (GATE_UP, DOWN):
-        state[name][[4, 9]] = state[name][[9, 4]]
-
-
-def set_head_zero(state: State) -> None:
-    state[QKV][64:96] = 0
-
-
-def set_all_zero(state: State) -> None:
-    state[DOWN].zero_()
+SWAP_IN_ONE = "state[GATE_UP][4] = torch.cat(state[GATE_UP][4].chunk(2)[::-1])"
+REPEAT_ANOTHER = "for name in (GATE_UP, DOWN): state[name][4] = state[name][3]"
+EXCHANGE_TWO = "for name in (GATE_UP, DOWN): state[name][[4, 9]] = state[name][[9, 4]]"
+ALL_ZERO = "state[DOWN].zero_()"
 
 
 @pytest.mark.parametrize(
     ("spoil", "mistake", "text", "experts", "is_certain"),
     [
-        (set_zero, "zero", "w2 (down) of experts 4, 9: zeros in their place (moe.down_proj)", (4, 9), True),
         (
-            set_some_rows_zero,
+            "state[DOWN][[4, 9]] = 0",
+            "zero",
+            "w2 (down) of experts 4, 9: zeros in their place (moe.down_proj)",
+            (4, 9),
+            True,
+        ),
+        (
+            "state[DOWN][4, :100] = 0",
             "zero",
             "w2 (down) of expert 4: zeros in their place, 100 of 128 rows (moe.down_proj)",
             (4,),
             True,
         ),
         (
-            set_nan,
+            "state[DOWN][4, 3, 5] = torch.nan",
             "values",
             "w2 (down) of expert 4: NaN or Inf in their place, 1 of 128 rows (moe.down_proj)",
             (4,),
             True,
         ),
         (
-            repeat_another,
+            REPEAT_ANOTHER,
             "swapped",
             "w1 (gate), w2 (down), w3 (up) of expert 4: those of expert 3 in their place (moe.gate_up_proj, "
             "moe.down_proj)",
@@ -199,21 +158,21 @@ def set_all_zero(state: State) -> None:
             False,
         ),
         (
-            scale_one,
+            "state[DOWN][4] *= 1.25",
             "values",
             "w2 (down) of expert 4: numbers of 1.25 times the norm in their place (moe.down_proj)",
             (4,),
             False,
         ),
         (
-            swap_gate_and_up,
+            SWAP_IN_ONE,
             "order",
             "w1 (gate), w3 (up) of expert 4: in another layout than those of other experts (moe.gate_up_proj)",
             (4,),
             False,
         ),
         (
-            exchange_two,
+            EXCHANGE_TWO,
             "order",
             "w1 (gate), w2 (down), w3 (up) of experts 4, 9: experts 4 and 9 are exchanged, the router's rows are not "
             "(moe.gate_up_proj, moe.down_proj)",
@@ -221,49 +180,40 @@ def set_all_zero(state: State) -> None:
             False,
         ),
         (
-            set_head_zero,
+            "state[QKV][64:96] = 0",
             "zero",
             "q_proj: zeros in their place, 32 of 256 rows (self_attn.qkv_proj.weight)",
             (),
             True,
         ),
-        (set_all_zero, "zero", "w2 (down): nowhere, and zeros in moe.down_proj of its size", (), True),
+        (ALL_ZERO, "zero", "w2 (down): nowhere, and zeros in moe.down_proj of its size", (), True),
     ],
-    ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_a_fault_is_told_with_its_experts(
-    hold: Hold, spoil: Spoil, mistake: str, text: str, experts: tuple[int, ...], is_certain: bool
+    hold: Hold, spoil: str, mistake: str, text: str, experts: tuple[int, ...], is_certain: bool
 ) -> None:
     (fault,) = hold(spoil).faults
     assert (fault.mistake, fault.text, fault.experts) == (WeightMistake(mistake), text, experts)
     assert fault.is_certain is is_certain
-    assert fault.is_exception or spoil is set_all_zero
+    assert fault.is_exception or spoil == ALL_ZERO
 
 
 def test_weights_of_one_expert_under_each_others_names_are_told(hold: Hold) -> None:
-    def swap(state: State) -> None:
-        first, second = (f"block_sparse_moe.experts.7.{name}.weight" for name in ("w1", "w3"))
-        state[first], state[second] = state[second], state[first]
-
+    first, second = (f"block_sparse_moe.experts.7.{name}.weight" for name in ("w1", "w3"))
+    swap = f"state[{first!r}], state[{second!r}] = state[{second!r}], state[{first!r}]"
     faults = hold(swap, target="minimal_port.py:DecoderLayer").faults
     assert [(fault.kinds, fault.experts) for fault in faults] == [(("w1",), (7,)), (("w3",), (7,))]
     assert "where most experts have them in block_sparse_moe.experts.#.w1.weight" in faults[0].text
 
 
 def test_other_numbers_of_a_whole_kind_are_not_compared(hold: Hold) -> None:
-    def round_to_fp8(state: State) -> None:
-        state[DOWN] = state[DOWN].to(torch.float8_e5m2).bfloat16()
-
-    held = hold(round_to_fp8)
+    held = hold("state[DOWN] = state[DOWN].to(torch.float8_e5m2).bfloat16()")
     assert (held.not_compared, held.faults) == (("w2",), ())
     assert held.reason.startswith("the port holds them in other numbers")
 
 
 def test_a_rounded_bias_in_float32_is_told(hold: Hold) -> None:
-    def round_bias(state: State) -> None:
-        state[BIAS] = state[BIAS].bfloat16()
-
-    (fault,) = hold(round_bias).faults
+    (fault,) = hold("state[BIAS] = state[BIAS].bfloat16()").faults
     assert (fault.mistake, fault.kinds) == (WeightMistake.DTYPE, ("e_score_correction_bias",))
     assert not fault.is_certain
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,11 @@ class Port(port.DecoderLayer):
     def spoil(self, state, tensors, config):
 {{spoil}}
 """
+
+
+def _spoilt(spoil: str) -> str:
+    return _PORT.format(spoil=textwrap.indent(spoil.strip(), " " * 8))
+
 
 # A port that stacks its experts by rows, one matrix for all w1, one for all w2, one for all w3.
 _STACKED_PORT = f"""
@@ -97,8 +104,18 @@ Inspect = Callable[..., tuple[int, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 12 experts: 10 comes before 2 where they are sorted as text."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny"
-    synthesize(folder, model=MODEL, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    return _write(MODEL, tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four experts: stacked by rows they are no more segments than a text lists."""
+    model = replace(MODEL, num_local_experts=4, num_experts_per_tok=2)
+    return _write(model, tmp_path_factory.mktemp("few") / "few")
+
+
+def _write(model: SyntheticModel, folder: Path) -> Path:
+    synthesize(folder, model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
     return folder
 
 
@@ -109,10 +126,7 @@ def inspect(command: Any, tiny: Path, write_port: Any) -> Inspect:
     def run(
         spoil: str = "", *, target: str = "", arguments: tuple[str, ...] = ()
     ) -> tuple[int, dict[str, Any]]:
-
-        if spoil:
-            body = "\n".join(f"        {line}" for line in spoil.strip().splitlines())
-            target = write_port(_PORT.format(spoil=body))
+        target = target or write_port(_spoilt(spoil))
         result = command(mm2_test, "weights", "--model", tiny, "--target", target, "--json", *arguments)
         return result.exit_code, json.loads(result.stdout)
 
@@ -121,19 +135,8 @@ def inspect(command: Any, tiny: Path, write_port: Any) -> Inspect:
 
 @pytest.mark.parametrize(
     "target",
-    [
-        "builtin",
-        "reference",
-        *(
-            f"{EXAMPLES}/{file}.py:{name}"
-            for file, name in (
-                ("port", "DecoderLayer"),
-                ("minimal_port", "DecoderLayer"),
-                ("cached_port", "DecoderLayer"),
-                ("tensor_parallel_port", "DecoderLayer"),
-            )
-        ),
-    ],
+    ["builtin", "reference"]
+    + [f"{EXAMPLES}/{file}_port.py:DecoderLayer" for file in ("minimal", "cached", "tensor_parallel")],
 )
 def test_a_right_port_passes(inspect: Inspect, target: str) -> None:
     code, record = inspect(target=target)
@@ -141,14 +144,6 @@ def test_a_right_port_passes(inspect: Inspect, target: str) -> None:
     assert record["trial"]["error"] < 1e-5
     assert record["is_loaded"]
     assert len(record["compared"]) == 13
-
-
-def test_the_report_says_what_each_place_holds(inspect: Inspect) -> None:
-    _, record = inspect(target=f"{EXAMPLES}/port.py:DecoderLayer")
-    holds = {place["name"]: place["holds"] for place in record["places"]}
-    assert holds["self_attn.qkv_proj.weight"] == "rows 0–255 q_proj, rows 256–319 k_proj, rows 320–383 v_proj"
-    assert holds["moe.gate_up_proj"] == "experts 0–11: rows 0–63 w1 (gate), rows 64–127 w3 (up)"
-    assert holds["moe.down_proj"] == "experts 0–11: w2 (down)"
 
 
 # What is planted; the mistake that must be named, and the tensors that it must be about.
@@ -309,7 +304,7 @@ for expert in range(half, 2 * half):
     gate, up = state["moe.gate_up_proj"][expert].chunk(2)
     state["moe.gate_up_proj"][expert] = torch.stack((gate, up), 1).flatten(0, 1)
 """
-    target = write_port(_PORT.format(spoil=textwrap.indent(spoil, " " * 8)))
+    target = write_port(_spoilt(spoil))
     result = command(mm2_test, "weights", "--model", toy, "--target", target, "--json", "--quiet")
     record = json.loads(result.stdout)
     assert (result.exit_code, record["explains_all"], record["traced"]["is_smaller"]) == (1, True, True)
@@ -336,35 +331,6 @@ def test_the_example_of_a_swapped_layer_is_found_there_alone(inspect: Inspect) -
     assert code == 1
     assert record["trial"]["repairs"] == ["w1 (gate) and w3 (up) are swapped"]
     assert inspect(target=f"{EXAMPLES}/swapped_device_layer.py:SwappedDeviceLayer")[0] == 1
-
-
-def test_two_mistakes_are_both_proved(inspect: Inspect) -> None:
-    _, record = inspect(PLANTED["k_and_v_swapped"][0] + PLANTED["gate_and_up_swapped"][0])
-    assert len(record["trial"]["repairs"]) == 2
-    assert record["trial"]["repaired_error"] < 1e-3
-
-
-def test_a_mean_says_of_how_many(inspect: Inspect) -> None:
-    _, record = inspect(PLANTED["norms_averaged_over_heads"][0])
-    texts = [finding["text"] for finding in record["findings"]]
-    assert "self_attn.q_norm.weight: values are means of 8 elements of q_norm" in texts
-
-
-def test_a_buffer_that_was_never_bound_is_named(inspect: Inspect, write_port: Any) -> None:
-    target = write_port(
-        _PORT.format(spoil="        del state[BIAS]")
-        + """
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        router = self.moe.router
-        del router._buffers["correction_bias"]
-        router.register_buffer("correction_bias", torch.zeros(config.num_local_experts), persistent=False)
-"""
-    )
-    code, record = inspect(target=target)
-    assert code == 1
-    assert record["findings"][0]["mistake"] == "missing"
-    assert "was never bound: it holds 0 everywhere" in record["findings"][0]["text"]
 
 
 # Layouts that a port may choose: its forward undoes what its conversion does.
@@ -421,14 +387,6 @@ if not hasattr(self.moe, "_forward"):
 }
 
 
-def test_a_scale_that_was_moved_is_named_in_one_note(inspect: Inspect) -> None:
-    _, record = inspect(MEANT["a_scale_of_a_norm_taken_by_its_readers"])
-    assert [finding["text"] for finding in record["findings"]] == [
-        "post_attention_layernorm is multiplied by a number for each channel, 0.25 to 4, "
-        "and gate (router), w1 (gate), w3 (up) by the inverse"
-    ]
-
-
 # A port whose weights torch does not see: a list is no submodule.
 _HIDDEN_PORT = f"""
 import sys
@@ -454,18 +412,6 @@ class Port(torch.nn.Module):
 """
 
 
-@pytest.mark.parametrize(("spoil", "exit_code"), [("pass", 0), ('state["self_attn.k_norm.weight"] *= 2', 1)])
-def test_weights_that_torch_does_not_see_are_judged_by_the_output(
-    command: Any, tiny: Path, write_port: Any, spoil: str, exit_code: int
-) -> None:
-    target = write_port(_HIDDEN_PORT.format(spoil=f"        {spoil}"))
-    result = command(mm2_test, "weights", "--model", tiny, "--target", target, "--quiet")
-    assert result.exit_code == exit_code
-    told = "gives the right output; its weights were not all seen"
-    assert (told in result.stdout.splitlines()[0]) is (exit_code == 0)
-    assert ("the port's output was compared instead, and is right" in result.stdout) is (exit_code == 0)
-
-
 @pytest.mark.parametrize("name", MEANT)
 def test_a_layout_that_the_forward_undoes_is_right(inspect: Inspect, name: str) -> None:
     code, record = inspect(MEANT[name])
@@ -487,15 +433,6 @@ state[QKV] = requantise(state[QKV])
 for name in ("moe.gate_up_proj", "moe.down_proj"):
     state[name] = torch.stack([requantise(expert) for expert in state[name]])
 """
-
-
-def test_a_port_that_quantises_is_unclear_and_not_wrong(inspect: Inspect) -> None:
-    code, record = inspect(_REQUANTISE.format(mistake=""))
-    assert (code, record["verdict"]) == (0, "warn")
-    unclear = [finding for finding in record["findings"] if finding["severity"] == "suspect"]
-    assert {finding["mistake"] for finding in unclear} == {"computed"}
-    assert all("right on weights that quantisation keeps" in finding["text"] for finding in unclear)
-    assert record["trial"]["kept_error"] < 1e-5 < record["trial"]["error"]
 
 
 @pytest.mark.parametrize(
@@ -521,7 +458,7 @@ def quantise(weight):
     height, width = {size}
     height, width = min(height, rows), min(width or columns, columns)
     parts = values.reshape(rows // height, height, columns // width, width)
-    scales = parts.abs().amax((1, 3), keepdim=True) / {largest}
+    scales = parts.abs().amax((1, 3), keepdim=True) / 127
     codes = (parts / scales).round().clamp(-127, 127).to(torch.int8)
     {mistake}
     return (codes.float() * scales).reshape(rows, columns).to(weight.dtype)
@@ -531,60 +468,72 @@ for name in ("moe.gate_up_proj", "moe.down_proj"):
 """
 
 
-@pytest.mark.parametrize("size", ["1, 32", "128, 128"])
-def test_a_port_that_quantises_to_int8_is_unclear_and_not_wrong(inspect: Inspect, size: str) -> None:
-    code, record = inspect(_QUANTISE_INT8.format(size=size, largest=127, mistake=""))
-    assert (code, record["verdict"]) == (0, "warn")
-    assert all("rounded" in finding["text"] for finding in record["findings"])
-    assert record["trial"]["kept_error"] < 1e-5 < record["trial"]["error"]
-
-
-def test_a_port_that_quantises_to_int8_with_the_wrong_scales_is_not_cleared(inspect: Inspect) -> None:
-    mistake = "scales = scales.roll(1, 0)"
-    _, record = inspect(_QUANTISE_INT8.format(size="1, None", largest=127, mistake=mistake))
-    assert record["trial"]["kept_error"] > record["trial"]["limit"]
-
-
 KEY_NORM_OF_QUERY = """
 width = state["self_attn.k_norm.weight"].numel()
 state["self_attn.k_norm.weight"] = state["self_attn.q_norm.weight"][:width].clone()
 """
 WRONG_FORWARD = "self.moe.activate = lambda gate, up: torch.relu(gate) * up"
+# A buffer that is no part of the state dict, and stays as the constructor made it.
+UNBOUND = """
+del state[BIAS], self.moe.router._buffers["correction_bias"]
+bias = torch.zeros(config.num_local_experts)
+self.moe.router.register_buffer("correction_bias", bias, persistent=False)
+"""
+# Behaves on made numbers, and halves those of the checkpoint.
+HALVED = """
+if type(tensors).__name__ != "GeneratedTensors":
+    state["moe.down_proj"] = state["moe.down_proj"] * 0.5
+"""
+WASTEFUL = """
+self.self_attn.float()
+held = [tensor.float() for tensor in state.values()]
+"""
+# Reports whose text is held, by name: the source of the port.
+REPORTS = {
+    name: _spoilt(spoil)
+    for name, spoil in {
+        "right": "pass",
+        "swapped": PLANTED["gate_and_up_swapped"][0],
+        "swapped_beside_a_wrong_forward": f"{PLANTED['gate_and_up_swapped'][0]}\nself.moe.activate = _half",
+        "two_mistakes": PLANTED["k_and_v_swapped"][0] + PLANTED["gate_and_up_swapped"][0],
+        "norms_averaged": PLANTED["norms_averaged_over_heads"][0],
+        "scale_moved": MEANT["a_scale_of_a_norm_taken_by_its_readers"],
+        "one_never_loaded": KEY_NORM_OF_QUERY,
+        "one_never_loaded_and_a_wrong_forward": f"{KEY_NORM_OF_QUERY}{WRONG_FORWARD}",
+        "buffer_never_bound": UNBOUND,
+        "wrong_forward": WRONG_FORWARD,
+        "forward_that_cannot_run": "self.moe.activate = None",
+        "fp8": _REQUANTISE.format(mistake=""),
+        "int8_by_group": _QUANTISE_INT8.format(size="1, 32", mistake=""),
+        "int8_by_block": _QUANTISE_INT8.format(size="128, 128", mistake=""),
+        "int8_of_other_rows": _QUANTISE_INT8.format(size="1, None", mistake="scales = scales.roll(1, 0)"),
+        "halved_as_loaded": HALVED,
+        "wasteful": WASTEFUL,
+    }.items()
+} | {
+    "hidden": _HIDDEN_PORT.format(spoil="        pass"),
+    "hidden_and_wrong": _HIDDEN_PORT.format(spoil='        state["self_attn.k_norm.weight"] *= 2'),
+    "few_experts_stacked": f"{_STACKED_PORT}\nORDER = (0, 1, 2, 3)\n",
+    "few_experts_stacked_in_another_order": f"{_STACKED_PORT}\nORDER = (1, 0, 2, 3)\n",
+}
+# Errors of the trial, which differ from machine to machine, and lines of the example.
+_FIGURE = re.compile(r"(?<=( to| by|py:)) ?\d[\d.e-]*\d(?=[ ,:;.)])")
 
 
-def test_a_tensor_that_never_got_its_weight_explains_all(command: Any, tiny: Path, write_port: Any) -> None:
-    told = trace_text(command, tiny, write_port, KEY_NORM_OF_QUERY)
-    assert "[wrong]   self_attn.k_norm.weight: is named k_norm, and holds q_norm" in told
-    assert "With k_norm right it agrees to" in told
-    assert "nothing else is wrong" in told
-
-
-def test_what_a_missing_weight_does_not_explain_is_the_forwards(
-    command: Any, tiny: Path, write_port: Any
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_report_tells_what_lies_where_and_what_is_wrong(
+    command: Any, tiny: Path, few_experts: Path, write_port: Any, expect_text: Any, name: str
 ) -> None:
-    told = trace_text(command, tiny, write_port, f"{KEY_NORM_OF_QUERY}{WRONG_FORWARD}")
-    assert "with k_norm right still by" in told
-    assert "the forward is wrong too" in told
-
-
-def test_a_swap_beside_a_wrong_forward_is_found(inspect: Inspect) -> None:
-    code, record = inspect(f"{PLANTED['gate_and_up_swapped'][0]}\nself.moe.activate = _half")
-    assert code == 1
-    assert record["trial"]["repairs"] == []
-    assert record["trial"]["partial_repairs"] == ["w1 (gate) and w3 (up) are swapped"]
-
-
-def test_weights_under_a_wrong_forward_are_not_called_right(
-    command: Any, tiny: Path, write_port: Any
-) -> None:
-    told = trace_text(command, tiny, write_port, WRONG_FORWARD)
-    assert told.startswith("WARN: no fault is seen in the weights of layer 0")
-    assert told.splitlines()[0].endswith("and the output differs")
+    target = write_port(REPORTS[name])
+    model = few_experts if "few_experts" in name else tiny
+    result = command(mm2_test, "weights", "--model", model, "--target", target, "--quiet")
+    report, _, _ = result.stdout.replace(target, "PORT").partition("\n\nNext\n")
+    expect_text(f"{name}.txt", {f"exit code {result.exit_code}": _FIGURE.sub(" …", report)})
 
 
 def test_all_layers_are_told_in_groups(command: Any, small: Path, write_port: Any) -> None:
-    spoil = 'if layer_idx == 1:\n    state["moe.down_proj"][[5, 6]] = state["moe.down_proj"][[6, 5]]'
-    target = write_port(_of_layers(spoil))
+    spoil = 'if tensors.layer == 1:\n    state["moe.down_proj"][[5, 6]] = state["moe.down_proj"][[6, 5]]'
+    target = write_port(_spoilt(spoil))
     arguments = ("weights", "--model", small, "--target", target, "--all-layers", "--no-load", "--quiet")
     result = command(mm2_test, *arguments)
     assert result.exit_code == 1
@@ -592,78 +541,7 @@ def test_all_layers_are_told_in_groups(command: Any, small: Path, write_port: An
     assert "PASS: the weights of layers 0, 2" in result.stdout
     record = json.loads(command(mm2_test, *arguments, "--json").stdout)
     assert [group["layers"][0] for group in record["groups"]] == [1, 0]
-    refused = command(mm2_test, *arguments, "--layer", "1")
-    assert refused.exit_code == 2
-
-
-def test_memory_beyond_need_is_told(inspect: Inspect) -> None:
-    _, record = inspect("pass")
-    assert record["memory"] == []
-    wasteful = """
-self.self_attn.float()
-held = [tensor.float() for tensor in state.values()]
-"""
-    _, record = inspect(wasteful)
-    kept, made = record["memory"]
-    assert kept.startswith("q_proj, k_proj, v_proj, o_proj, q_norm, k_norm are held in float32")
-    assert "float32 temporaries at once" in made
-
-
-def trace_text(command: Any, tiny: Path, write_port: Any, spoil: str) -> str:
-    lines = spoil.strip().replace("\n", "\n        ")
-    target = write_port(_PORT.format(spoil=f"        {lines}"))
-    text: str = command(mm2_test, "weights", "--model", tiny, "--target", target, "--quiet").stdout
-    return text
-
-
-def _of_layers(spoil: str) -> str:
-    lines = spoil.replace("\n", "\n        ")
-    port = _PORT.format(spoil=f"        {lines}")
-    return port.replace(
-        "self.spoil(state, tensors, config)", "self.spoil(state, tensors, config, layer_idx)"
-    ).replace(
-        "def spoil(self, state, tensors, config):", "def spoil(self, state, tensors, config, layer_idx):"
-    )
-
-
-def test_a_wrong_forward_is_no_fault_of_the_weights(inspect: Inspect) -> None:
-    code, record = inspect("self.moe.activate = lambda gate, up: torch.relu(gate) * up")
-    assert (code, record["verdict"], record["findings"]) == (0, "warn", [])
-    assert not record["trial"]["is_right"]
-
-
-def test_a_port_that_cannot_run_here_is_traced_all_the_same(inspect: Inspect) -> None:
-    code, record = inspect("self.moe.activate = None")
-    assert (code, record["verdict"], record["findings"]) == (0, "warn", [])
-    assert "not callable" in record["trial"]["failure"]
-
-
-def test_a_conversion_that_knows_its_own_layer_is_right_elsewhere(inspect: Inspect) -> None:
-    spoil = f"if layer_idx == 1:\n    {PLANTED['scaled_twice'][0]}".replace("layer_idx", "tensors.layer")
-    assert inspect(spoil, arguments=("--layer", "0"))[0] == 0
-    assert inspect(spoil, arguments=("--layer", "1"))[0] == 1
-
-
-def test_what_only_the_checkpoint_shows_is_found_in_the_loaded_port(inspect: Inspect) -> None:
-    # Behaves on made numbers, and halves those of the checkpoint.
-    code, record = inspect(
-        """
-if type(tensors).__name__ != "GeneratedTensors":
-    state["moe.down_proj"] = state["moe.down_proj"] * 0.5
-"""
-    )
-    assert code == 1
-    assert [finding["mistake"] for finding in record["findings"]] == ["scaled"]
-    assert "its norm is 0.5 times" in record["findings"][0]["text"]
-
-
-def test_text_names_the_verdict_and_the_proof(command: Any, tiny: Path, write_port: Any) -> None:
-    spoil = PLANTED["gate_and_up_swapped"][0].strip().replace("\n", "\n        ")
-    target = write_port(_PORT.format(spoil=f"        {spoil}"))
-    result = command(mm2_test, "weights", "--model", tiny, "--target", target, "--quiet")
-    assert result.stdout.startswith("FAIL: the weights of layer 0")
-    assert "[wrong]   w1 (gate) and w3 (up) are swapped" in result.stdout
-    assert "rows 0–63 w3 (up), rows 64–127 w1 (gate)" in result.stdout
+    assert command(mm2_test, *arguments, "--layer", "1").exit_code == 2
 
 
 def test_a_compiled_layer_has_no_conversion(command: Any, tiny: Path, tmp_path: Path) -> None:
@@ -674,8 +552,8 @@ def test_a_compiled_layer_has_no_conversion(command: Any, tiny: Path, tmp_path: 
 
 
 def test_a_port_of_one_size_is_traced_at_it(command: Any, toy: Path, write_port: Any) -> None:
-    spoil = "        assert config.num_local_experts == 32, 'other sizes are not built'"
-    arguments = ("--model", toy, "--target", write_port(_PORT.format(spoil=spoil)), "--quiet")
+    target = write_port(_spoilt("assert config.num_local_experts == 32, 'other sizes are not built'"))
+    arguments = ("--model", toy, "--target", target, "--quiet")
     refused = command(mm2_test, "weights", *arguments)
     assert refused.exit_code == 3
     assert "other sizes are not built" in refused.stderr
@@ -683,24 +561,10 @@ def test_a_port_of_one_size_is_traced_at_it(command: Any, toy: Path, write_port:
     assert command(mm2_test, "weights", *arguments, "--full-size").exit_code == 0
 
 
-# What every rank does that takes its number for 0: a Python constant in a traced graph.
-_RANK_0 = """
+# A port that divides its weights, and changes those of a rank.
+_RANKS = f"""
 import sys
-sys.path.insert(0, {examples!r})
-import tensor_parallel_port
-
-class Port(tensor_parallel_port.DecoderLayer):
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
-        state["self_attn.q_norm.weight"] = tensors["self_attn.q_norm.weight"][:128]
-        return state
-"""
-
-
-# Two heads of one rank change places.
-_RANK_1 = """
-import sys
-sys.path.insert(0, {examples!r})
+sys.path.insert(0, {str(EXAMPLES)!r})
 import tensor_parallel_port
 import torch
 import torch.distributed as dist
@@ -708,39 +572,29 @@ import torch.distributed as dist
 class Port(tensor_parallel_port.DecoderLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         state = super().convert_state_dict(tensors, config, layer_idx)
-        if dist.get_rank() == 1:
-            first, second, *others = state["self_attn.q_norm.weight"].split(config.head_dim)
-            state["self_attn.q_norm.weight"] = torch.cat((second, first, *others))
+        {{spoil}}
         return state
 """
+# What every rank does that takes its number for 0: a Python constant in a traced graph.
+_RANK_0 = 'state["self_attn.q_norm.weight"] = tensors["self_attn.q_norm.weight"][:128]'
+# Two heads of one rank change places.
+_RANK_1 = """if dist.get_rank() == 1:
+            first, second, *others = state["self_attn.q_norm.weight"].split(config.head_dim)
+            state["self_attn.q_norm.weight"] = torch.cat((second, first, *others))"""
 
 
 @pytest.mark.slow
-def test_ranks_are_traced_together(process: Any, tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "rank_0.py").write_text(_RANK_0.format(examples=str(EXAMPLES)))
-    arguments = ("weights", "--model", tiny, "--tp-degree", 2, "--json", "--quiet", "--target")
-    right = process(*arguments, f"{EXAMPLES}/tensor_parallel_port.py:DecoderLayer")
-    assert right.returncode == 0, right.stderr
-    record = json.loads(right.stdout)
-    assert (record["num_ranks"], record["findings"]) == (2, [])
-    wrong = process(*arguments, f"{tmp_path}/rank_0.py:Port")
-    assert wrong.returncode == 1, wrong.stderr
-    text = json.loads(wrong.stdout)["findings"][0]["text"]
-    assert text == "missing: 128 of 256 elements of q_norm land nowhere"
-    (tmp_path / "rank_1.py").write_text(_RANK_1.format(examples=str(EXAMPLES)))
-    swapped = process(*arguments, f"{tmp_path}/rank_1.py:Port")
-    assert swapped.returncode == 1, swapped.stderr
-    assert json.loads(swapped.stdout)["findings"][0]["text"].endswith("(on rank 1)")
+def test_ranks_are_traced_together(process: Any, tiny: Path, write_port: Any) -> None:
+    def inspect(target: str) -> tuple[int, dict[str, Any]]:
+        arguments = ("weights", "--model", tiny, "--tp-degree", 2, "--json", "--quiet", "--target")
+        result = process(*arguments, target)
+        return result.returncode, json.loads(result.stdout)
 
-
-@pytest.mark.parametrize(("order", "exit_code"), [((0, 1, 2, 3), 0), ((1, 0, 2, 3), 1)])
-def test_order_of_a_few_experts_stacked_by_rows_is_read(
-    order: tuple[int, ...], exit_code: int, command: Any, write_port: Any, tmp_path: Path
-) -> None:
-    model = SyntheticModel(num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
-    synthesize(tmp_path / "model", model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    target = write_port(f"{_STACKED_PORT}\nORDER = {order}\n")
-    result = command(mm2_test, "weights", "--model", tmp_path / "model", "--target", target)
-    assert result.exit_code == exit_code
-    named = "w1 (gate), w2 (down), w3 (up): experts 0 and 1 are exchanged"
-    assert (named in result.stdout) is (exit_code == 1)
+    code, record = inspect(f"{EXAMPLES}/tensor_parallel_port.py:DecoderLayer")
+    assert (code, record["num_ranks"], record["findings"]) == (0, 2, [])
+    code, record = inspect(write_port(_RANKS.format(spoil=_RANK_0), file="rank_0.py"))
+    text = "missing: 128 of 256 elements of q_norm land nowhere"
+    assert (code, record["findings"][0]["text"]) == (1, text)
+    code, record = inspect(write_port(_RANKS.format(spoil=_RANK_1), file="rank_1.py"))
+    assert code == 1
+    assert record["findings"][0]["text"].endswith("(on rank 1)")

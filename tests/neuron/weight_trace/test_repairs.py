@@ -80,17 +80,3 @@ def test_a_reshaped_matrix_is_repaired_in_two_ways() -> None:
     keys = numbers_of(K_PROJ)
     repairs = repairs_of([layout_of(keys.T.reshape(keys.shape))], WeightMistake.TRANSPOSED)
     assert sum(repair.kinds == ("k_proj",) for repair in repairs) == 2
-
-
-def test_exchanged_experts_are_named() -> None:
-    spec = SyntheticModel(num_local_experts=4, num_experts_per_tok=2).spec()
-    sources = SourceTensors.of(spec)
-    names = [f"block_sparse_moe.experts.{expert}.w2.weight" for expert in (1, 0, 3, 2)]
-    held = [source for name in names if (source := sources.get(name))]
-    stacked = [
-        torch.arange(source.start, source.start + source.size).reshape(source.shape) for source in held
-    ]
-    origin = layout_of(torch.stack(stacked)).origin
-    layout = read_layout(origin, sources)
-    texts = [repair.text for repair in candidate_repairs([[layout]], sources, spec)]
-    assert "w2 (down): experts 0 and 1, 2 and 3 are exchanged" in texts

@@ -1,7 +1,8 @@
-"""Layouts of tensors side by side: disorder in one of them is found, and the text says where."""
+"""Layouts of tensors as text: of tensors side by side disorder in one is found, and each pattern has its own text."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from minimax_tools.capture.manifest import WeightMistake
@@ -10,7 +11,7 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.weight_trace.agreement import Scales
 from neuron.weight_trace.layout_check import check_layouts
 from neuron.weight_trace.source_tensors import CONSTANT, SourceTensors, TensorOrigin
-from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
+from neuron.weight_trace.tensor_layout import IndexSequence, TensorLayout, read_layout
 
 SPEC = SyntheticModel().spec()
 SOURCES = SourceTensors.of(SPEC)
@@ -91,3 +92,24 @@ def test_groups_of_other_sizes_do_not_continue_each_other() -> None:
     assert text.startswith(
         "2 parts, of unequal content: the first q_proj, its rows 0–7; number 1 rows 0–3 q_proj"
     )
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        ((7,), "7"),
+        ((3, 4, 5, 6), "3–6"),
+        ((3, 3, 3), "3 3 times"),
+        ((0, 2, 4, 6), "0, 2, 4, 6"),
+        ((3, 5, 6, 3, 5, 6), "3, 5–6, repeated 2 times"),
+        ((1, 0, 3, 2), "in each 2: 1, 0"),
+        ((11, 10, 13, 12), "in each 2: 1, 0"),
+        ((4, 5, 0, 1, 9), "4–5, 0–1, 9"),
+        # Blocks of 2 that advance by 2, but 0 and 5 are no neighbours.
+        ((0, 5, 2, 7), "0, 5, 2, 7"),
+        ((0, 9, 3, 7, 1, 8, 4), "0, 9, 3, 7, 1, 8, 4"),
+        ((0, 9, 3, 7, 1, 8, 4, 6), "0, 9, 3, 7, 1, 8, …, 6"),
+    ],
+)
+def test_text_depends_on_the_pattern(indices: tuple[int, ...], text: str) -> None:
+    assert str(IndexSequence(indices=torch.tensor(indices))) == text

@@ -15,6 +15,7 @@ from minimax_tools.model.weight_names import layer_bytes
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
+from neuron.weight_trace.port_tensors import Snapshot, TensorPart
 from neuron.weight_trace.trace_size import MAX_ELEMENTS, ExpertSample, TrialMemory, num_elements, smaller_spec
 
 EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
@@ -38,12 +39,11 @@ _PORT = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 import port
-import torch
 
 class Port(port.DecoderLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         state = super().convert_state_dict(tensors, config, layer_idx)
-{{spoil}}
+        {{spoil}}
         return state
 """
 
@@ -100,8 +100,7 @@ def test_a_right_port_passes(inspect: Inspect, name: str) -> None:
 def test_a_planted_mistake_is_named(
     inspect: Inspect, write_port: Any, spoil: str, mistake: str, tensors: set[str]
 ) -> None:
-    body = "\n".join(f"        {line}" for line in spoil.splitlines())
-    record = inspect(f"{write_port(_PORT.format(spoil=body))}")
+    record = inspect(write_port(_PORT.format(spoil=spoil)))
     assert record["verdict"] == "fail"
     assert any(
         finding["mistake"] == mistake and tensors <= set(finding["tensors"])
@@ -143,3 +142,15 @@ def test_minimax_m2_is_traced_at_a_fraction_of_its_size() -> None:
     assert (
         smaller_spec(SyntheticModel(num_local_experts=8).spec()) == SyntheticModel(num_local_experts=8).spec()
     )
+
+
+def test_the_part_that_changed_is_the_smallest_that_holds_every_change() -> None:
+    tensor = torch.ones(6, 3, 5)
+    before = Snapshot.of(tensor)
+    assert before.values.dim() == 0
+    assert TensorPart.changed(before, tensor) is None
+    tensor[[1, 4], :, 2] = 2
+    part = TensorPart.changed(before, tensor)
+    assert part is not None
+    assert part.of(tensor).tolist() == torch.full((2, 3, 1), 2.0).tolist()
+    assert part.of_snapshot(before).tolist() == torch.ones(2, 3, 1).tolist()
