@@ -11,7 +11,6 @@ from pathlib import Path
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError
-from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
 
@@ -46,6 +45,9 @@ class SliceDescription:
 
     def write(self, folder: Path) -> None:
         """Write `slice.json` into the folder; an older one is replaced."""
+        # Loaded here: the help of commands names the folder and the formats of slices.
+        from minimax_tools.json_codec import encode
+
         with whole_file(folder / SLICE_FILE) as file:
             json.dump({"schema_version": SCHEMA_VERSION, **encode(self)}, file, indent=1)
             file.write("\n")
@@ -57,6 +59,8 @@ class SliceDescription:
         Raises:
             CheckpointError: There is none, or it is damaged or of another version.
         """
+        from minimax_tools.json_codec import decode
+
         try:
             record = read_own_json(folder / SLICE_FILE)
             version = decode(int, record["schema_version"])
