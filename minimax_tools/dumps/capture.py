@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,13 +21,14 @@ from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.proof import name_place
 from minimax_tools.capture.recorder import with_signed
 from minimax_tools.capture.source import CaptureSource, DumpListing, ListedTensor
-from minimax_tools.dumps.assembly import DumpAssembly, TokenKind, TokenRows, batch_mask, lay_out
+from minimax_tools.dumps.assembly import DumpAssembly, TokenKind, batch_mask, lay_out
 from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
 from minimax_tools.dumps.found_sites import FoundSite, FoundSites
 from minimax_tools.dumps.name_map import BEHIND_LAYERS, INPUT_IDS, NameMap
 from minimax_tools.dumps.piece import DumpPiece, find_layer, word_module, word_modules
 from minimax_tools.dumps.placed_capture import PlacedCapture
 from minimax_tools.dumps.row_finder import OtherSide, find_rows
+from minimax_tools.dumps.schedule import Stretch, TokenRows
 from minimax_tools.dumps.site_finder import find_sites
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
@@ -39,157 +40,44 @@ _KEY_SITES = (Site.K_PROJ, Site.K_NORM, Site.V_PROJ)
 _HIDDEN_SITES = (Site.INPUT_NORM, Site.ATTN_DELTA, Site.POST_NORM, Site.MOE_DELTA, Site.OUTPUT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastToken:
-    """The last token of a prompt in one pass."""
+def find_last_tokens(site: FoundSite, rows: TokenRows) -> TokenRows | None:
+    """Return the rows of a site that is held for the tokens to sample from; None if it has a row for each real token.
 
-    step: str  # label of the pass
-    row: int  # the token's row in the site's tensor
-    num_rows: int  # R, the rows that the tensor must have
-    prompt: int  # number of the prompt
-    position: int  # the token's number among the prompt's real tokens, from 0
-
-
-def find_last_tokens(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...] | None:
-    """Return the tokens whose rows are known, from shapes alone; None if the site has a row for every real token.
-
-    A pass counts only if the site has exactly one row in it for each prompt or request, or one for each row of a pass
-    that records them. `found` has the passes, `rows` the prompts' real tokens in them.
+    A pass counts only if the site has exactly one row in it for each request, or all rows of a pass that records them.
     """
-    if rows.stretches:
-        wanted = [stretch for stretches in rows.stretches for stretch in stretches]
-        if all(_has_all_rows(site, found, stretch.step) for stretch in wanted):
-            return None
-        tokens = _of_requests(site, found, rows)
-    else:
-        if sum(_num_rows(site, step) for group in found.passes for step in group) >= rows.num_tokens:
-            return None
-        tokens = _of_prompts(found, rows)
-    return tuple(token for token in tokens if _num_rows(site, token.step) == token.num_rows)
-
-
-def mark_tokens(tokens: tuple[LastToken, ...], mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask of these tokens alone, bool [B,S], given the mask [B,S] of all real tokens."""
-    marks = torch.zeros_like(mask, dtype=torch.bool)
-    for token in tokens:
-        marks[token.prompt, _column(token, mask)] = True
-    return marks
-
-
-def read_last_tokens(
-    site: FoundSite, tokens: tuple[LastToken, ...], *, assembly: DumpAssembly, mask: torch.Tensor, what: str
-) -> torch.Tensor:
-    """Read the site as [B,S,F], zeros where the dump holds nothing."""
-    batch: torch.Tensor | None = None
-    for step in dict.fromkeys(token.step for token in tokens):
-        tensor = assembly.read_pass(site, step, what=f"{what} in pass {step}")
-        flat = tensor.reshape(-1, tensor.shape[-1])
-        batch = flat.new_zeros((*mask.shape, flat.shape[-1])) if batch is None else batch
-        for token in tokens:
-            if token.step == step:
-                if len(flat) != token.num_rows:
-                    raise CaptureError(
-                        f"{what} in pass {step} holds other rows than its shape says",
-                        expected=str(token.num_rows),
-                        found=str(len(flat)),
-                    )
-                batch[token.prompt, _column(token, mask)] = flat[token.row]
-    assert batch is not None, "a site of which no row is known is not read"
-    return batch
-
-
-def _column(token: LastToken, mask: torch.Tensor) -> int:
-    """Return the token's column in the batch: padding on the left moves it."""
-    return int(mask[token.prompt].nonzero()[token.position, 0])
-
-
-def _has_all_rows(site: FoundSite, found: FoundSites, step: str) -> bool:
-    """Decide whether a site has a row for each row of a pass that records its requests."""
-    num_rows, schedule = _num_rows(site, step), found.schedule
-    if schedule is None:
-        return False
-    if step in schedule.num_tokens:
-        return num_rows == schedule.num_tokens[step]
-    stretches = [one for of_request in schedule.stretches.values() for one in of_request if one.step == step]
-    return num_rows >= max(stretch.row + stretch.length for stretch in stretches)
-
-
-def _of_requests(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
-    """Return the last token of each request in each pass, for passes that record their requests."""
-    schedule = found.schedule
-    if schedule is None:
-        return ()
-    # The site has a row for every request in a pass, also for requests that are none of the prompts, in the order of
-    # their tokens. `stops` has the position behind a request's last token in the pass.
-    first_rows: dict[str, list[int]] = defaultdict(list)
-    stops: dict[tuple[str, int], int] = {}
-    for stretches in schedule.stretches.values():
-        for stretch in stretches:
-            first_rows[stretch.step].append(stretch.row)
-            stops[stretch.step, stretch.row] = stretch.stop
-    tokens = []
-    for prompt, stretches in enumerate(rows.stretches):
-        for stretch in stretches:
-            has_all_rows = _has_all_rows(site, found, stretch.step)
-            # `rows` ends where the prompt does. If the request has more tokens in this pass, its row is of a later one.
-            if not has_all_rows and stops[stretch.step, stretch.row] != stretch.stop:
-                continue
-            row = sorted(first_rows[stretch.step]).index(stretch.row)
-            num_rows = len(first_rows[stretch.step])
-            tokens.append(
-                LastToken(
-                    step=stretch.step,
-                    row=stretch.row + stretch.length - 1 if has_all_rows else row,
-                    num_rows=_num_rows(site, stretch.step) if has_all_rows else num_rows,
-                    prompt=prompt,
-                    position=stretch.stop - 1,
-                )
-            )
-    return tuple(tokens)
-
-
-def _of_prompts(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
-    """Return the last token of each prompt, in passes that follow each other."""
-    groups = found.passes
-    if len(groups) == 1:
-        return tuple(_of_group(found, groups[0], rows, first_prompt=0))
-    if len(groups) != len(rows.lengths):
-        return ()
-    # Each group of passes holds the prompt of its number.
-    return tuple(
-        token
-        for number, group in enumerate(groups)
-        for token in _of_group(found, group, rows.of_prompt(number), first_prompt=number)
+    counts = {step: site.terms[0].count_rows(step) for step in rows.steps}
+    if all(rows.passes[step].are_held(count) for step, count in counts.items()):
+        return None
+    return TokenRows(
+        stretches=tuple(tuple(_last_tokens(of_prompt, rows, counts)) for of_prompt in rows.stretches),
+        passes={
+            step: replace(rows.passes[step], num_rows=count, is_exact=True) for step, count in counts.items()
+        },
     )
 
 
-def _of_group(
-    found: FoundSites, group: tuple[str, ...], rows: TokenRows, *, first_prompt: int
-) -> Iterator[LastToken]:
-    """Yield the last token of each prompt in each pass of a group, whose passes follow each other."""
-    counts = [_num_layer_rows(found, step) for step in group]
-    num_done = [0] * len(rows.lengths)
-    for step, of_pass in zip(group, rows.in_passes(counts), strict=True):
-        for number, length in enumerate(of_pass.lengths):
-            num_done[number] += length
-            yield LastToken(
-                step=step,
-                row=number,
-                num_rows=len(of_pass.lengths),
-                prompt=first_prompt + number,
-                position=num_done[number] - 1,
-            )
+def _last_tokens(
+    stretches: tuple[Stretch, ...], rows: TokenRows, counts: Mapping[str, int]
+) -> Iterator[Stretch]:
+    """Yield the last token of each of a prompt's stretches, if its row is known."""
+    for stretch in stretches:
+        in_pass, count = rows.passes[stretch.step], counts[stretch.step]
+        last = replace(stretch, start=stretch.stop - 1, length=1)
+        # The row of a request that goes on in the pass is of a later token.
+        if count == in_pass.num_requests and not stretch.is_cut:
+            yield replace(last, row=stretch.number)
+        elif rows.padding is None and in_pass.are_held(count):
+            yield replace(last, row=stretch.row + stretch.length - 1)
 
 
-def _num_layer_rows(found: FoundSites, step: str) -> int:
-    """Count the rows of a pass by its layers' tensors: the smallest count, because [B,N,S,D] counts N times as many."""
-    counts = [_num_rows(site, step) for (layer, _), site in found.sites.items() if layer is not None]
-    return min((count for count in counts if count), default=0)
-
-
-def _num_rows(site: FoundSite, step: str) -> int:
-    """Count the rows of a site's tensor in one pass; 0 if the pass does not hold it."""
-    return site.terms[0].count_rows(step)
+def mark_tokens(rows: TokenRows, mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask of these tokens alone, bool [B,S], given the mask [B,S] of all real tokens."""
+    marks = torch.zeros_like(mask, dtype=torch.bool)
+    for is_marked, is_real, stretches in zip(marks, mask, rows.stretches, strict=True):
+        columns = is_real.nonzero()[:, 0]
+        for stretch in stretches:
+            is_marked[columns[stretch.start : stretch.stop]] = True
+    return marks
 
 
 class DumpCapture(PlacedCapture[FoundSite]):
@@ -271,12 +159,12 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Return the sites found outside the layers, without those whose tokens are not known."""
-        # An empty tuple stands for tokens that are not known; a site that is not in the dict has all tokens.
-        return tuple(site for site in super().model_sites() if self._last_tokens.get(site) != ())
+        unknown = {site for site, rows in self._last_tokens.items() if not rows.steps}
+        return tuple(site for site in super().model_sites() if site not in unknown)
 
     def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
-        tokens = self._last_tokens.get(site)
-        return None if tokens is None or self._mask is None else mark_tokens(tokens, self._mask)
+        rows = self._last_tokens.get(site)
+        return None if rows is None or self._mask is None else mark_tokens(rows, self._mask)
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         held = self.sites(layer)
@@ -296,10 +184,8 @@ class DumpCapture(PlacedCapture[FoundSite]):
                 else "A map (--map) says where sites lie. This lists what the dump holds: "
                 f"{shlex.join(('mm2-test', 'show', str(self.directory)))}",
             )
-        tokens = self._last_tokens.get(site) if isinstance(site, ModelSite) else None
-        if tokens and self._mask is not None:
-            return read_last_tokens(found_site, tokens, assembly=self._assembly, mask=self._mask, what=place)
-        return self._read(found_site, what=place, has_heads_dim=site.has_heads_dim)
+        last = self._last_tokens.get(site) if isinstance(site, ModelSite) else None
+        return self._read(found_site, what=place, has_heads_dim=site.has_heads_dim, last=last)
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return None if self._mask is None else self._mask.to(torch.int64)
@@ -318,27 +204,32 @@ class DumpCapture(PlacedCapture[FoundSite]):
         tokens = self._assembly.read_tokens(found_site, self._rows, kind=TokenKind.NUMBER, what=INPUT_IDS)
         return lay_out(tokens[:, None], self._mask)[..., 0].to(torch.int64)
 
-    def _find_last_tokens(self) -> dict[ModelSite, tuple[LastToken, ...]]:
-        """Find the tokens that a site behind the layers is held for, if not for all; () if nothing tells which."""
+    def _find_last_tokens(self) -> dict[ModelSite, TokenRows]:
+        """Find the tokens that a site behind the layers is held for, if not for all; none if nothing tells which."""
         last_tokens = {}
         for site in BEHIND_LAYERS:
             found_site = self.found.sites.get((None, site))
             if found_site is not None and self._rows is not None:
-                tokens = find_last_tokens(found_site, self.found, self._rows)
-                if tokens is not None:
-                    last_tokens[site] = tokens
+                rows = find_last_tokens(found_site, self._rows)
+                if rows is not None:
+                    last_tokens[site] = rows
         return last_tokens
 
-    def _read(self, found_site: FoundSite, *, what: str, has_heads_dim: bool) -> torch.Tensor:
+    def _read(
+        self, found_site: FoundSite, *, what: str, has_heads_dim: bool, last: TokenRows | None = None
+    ) -> torch.Tensor:
+        """Read all tokens of a site, or the `last` ones."""
         if self._rows is None or self._mask is None:
             # Nothing tells which tokens are real: the first pass is read alone, and as it lies.
             return self._assembly.read_pass(found_site, self.found.passes[0][0], what=what)
         kind = TokenKind.HEADS if has_heads_dim else TokenKind.CHANNELS
-        tokens = with_signed(self._assembly.read_tokens(found_site, self._rows, kind=kind, what=what))
+        tokens = self._assembly.read_tokens(found_site, last or self._rows, kind=kind, what=what)
+        tokens = with_signed(tokens)
+        mask = self._mask if last is None else mark_tokens(last, self._mask)
         if not has_heads_dim:
-            return lay_out(self._without_zero_channels(tokens), self._mask)
+            return lay_out(self._without_zero_channels(tokens), mask)
         heads = tokens.shape[1:]
-        batch: torch.Tensor = lay_out(tokens.flatten(1), self._mask).unflatten(-1, heads)
+        batch: torch.Tensor = lay_out(tokens.flatten(1), mask).unflatten(-1, heads)
         return batch.transpose(1, 2)
 
     def _without_zero_channels(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -408,10 +299,10 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     def _partial_notes(self) -> tuple[str, ...]:
         return tuple(
-            f"{site}: held of {len(tokens)} tokens to sample from alone, which are judged"
-            if tokens
+            f"{site}: held of {sum(rows.lengths)} tokens to sample from alone, which are judged"
+            if rows.steps
             else f"{site}: held of some tokens alone, nothing tells which, and not judged"
-            for site, tokens in self._last_tokens.items()
+            for site, rows in self._last_tokens.items()
         )
 
     def _check_tokens(self, input_ids: torch.Tensor | None) -> None:

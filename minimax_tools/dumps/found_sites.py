@@ -127,3 +127,10 @@ class FoundSites:
     unmapped: tuple[str, ...] = ()  # modules that map to no site
     # What the layers' modules return first, by layer, where a format does not tell whether that is the whole output.
     layer_returns: Mapping[int, FoundSite] = field(default_factory=dict)
+
+    def count_rows(self, step: str) -> int:
+        """Count the rows of a pass by its layers' tensors: the smallest count, as [B,N,S,D] counts N times as many."""
+        counts = (
+            site.terms[0].count_rows(step) for (layer, _), site in self.sites.items() if layer is not None
+        )
+        return min((count for count in counts if count), default=0)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.assembly import DumpAssembly, TokenKind, TokenRows
+from minimax_tools.dumps.assembly import DumpAssembly, TokenKind
 from minimax_tools.dumps.name_map import ATTENTION_MASK, INPUT_IDS, NameMap
-from minimax_tools.dumps.schedule import Schedule, word_lengths
+from minimax_tools.dumps.schedule import Padding, Schedule, TokenRows, word_lengths
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
@@ -74,12 +74,12 @@ def find_rows(assembly: DumpAssembly, names: NameMap, *, other: OtherSide | None
     if schedule is not None:
         requests = names.requests
         if not requests and other is not None and not _tell_requests(schedule, other.lengths):
-            requests = _find_requests(assembly, names, schedule, other)
+            requests = _find_requests(assembly, schedule, other)
         lengths = names.lengths or other_lengths
         lengths = lengths or tuple(schedule.length(name) for name in requests or schedule.requests)
         _refuse_other_lengths(assembly, lengths, other_lengths)
         requests = schedule.choose(lengths, named=requests, directory=assembly.found.dump.directory)
-        return _scheduled_rows(schedule, names, requests, lengths)
+        return _scheduled_rows(schedule, requests, lengths)
     dump_mask = _read_mask(assembly, names)
     lengths = names.lengths or other_lengths
     if dump_mask is not None:
@@ -89,8 +89,21 @@ def find_rows(assembly: DumpAssembly, names: NameMap, *, other: OtherSide | None
     _refuse_other_lengths(assembly, lengths, other_lengths)
     if not lengths:
         return None
-    is_packed = _find_packing(assembly, names, num_prompts=len(lengths))
-    return TokenRows(lengths=lengths, padding=names.padding, is_packed=is_packed, mask=dump_mask)
+    groups = assembly.found.passes
+    if len(groups) not in (1, len(lengths)):
+        raise CaptureError(
+            f"{assembly.found.dump.directory}: which prompts the passes are of cannot be told",
+            expected=f"{len(lengths)} passes, one for each prompt, or one for all",
+            found=f"{len(groups)}",
+            next_step="Name them as steps in a map: an inner list for passes that follow each other.",
+        )
+    padding = Padding(
+        side=names.padding,
+        is_packed=_find_packing(assembly, names, num_prompts=len(lengths)),
+        masks={} if dump_mask is None else {groups[0][0]: dump_mask},
+    )
+    counts = tuple({step: assembly.found.count_rows(step) for step in group} for group in groups)
+    return TokenRows.divide(lengths, counts, padding)
 
 
 def _refuse_other_lengths(
@@ -105,15 +118,13 @@ def _refuse_other_lengths(
         )
 
 
-def _scheduled_rows(
-    schedule: Schedule, names: NameMap, requests: tuple[str, ...], lengths: tuple[int, ...]
-) -> TokenRows:
+def _scheduled_rows(schedule: Schedule, requests: tuple[str, ...], lengths: tuple[int, ...]) -> TokenRows:
     """Return the rows of the first `lengths` tokens of these requests, one request for each prompt."""
     stretches = tuple(
         tuple(stretch.up_to(length) for stretch in schedule.stretches[request] if stretch.start < length)
         for request, length in zip(requests, lengths, strict=True)
     )
-    return TokenRows(lengths=lengths, padding=names.padding, is_packed=True, stretches=stretches)
+    return TokenRows(stretches=stretches, passes=schedule.passes)
 
 
 def _tell_requests(schedule: Schedule, lengths: tuple[int, ...]) -> bool:
@@ -122,9 +133,7 @@ def _tell_requests(schedule: Schedule, lengths: tuple[int, ...]) -> bool:
     return len(set(held)) == len(held) and not schedule.broken and sorted(held) == sorted(lengths)
 
 
-def _find_requests(
-    assembly: DumpAssembly, names: NameMap, schedule: Schedule, other: OtherSide
-) -> tuple[str, ...]:
+def _find_requests(assembly: DumpAssembly, schedule: Schedule, other: OtherSide) -> tuple[str, ...]:
     """Find each prompt's request by its token ids, else by their embeddings; none if neither tells all of them.
 
     A prompt that was run more often than it is wanted is not told.
@@ -139,7 +148,7 @@ def _find_requests(
             continue
         held = {}
         for request in schedule.requests:
-            rows = _scheduled_rows(schedule, names, (request,), (schedule.length(request),))
+            rows = _scheduled_rows(schedule, (request,), (schedule.length(request),))
             held[request] = assembly.read_tokens(site, rows, kind=kind, what=str(key))
         chosen: list[str] = []
         prompts = other.prompts(values)

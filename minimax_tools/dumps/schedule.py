@@ -1,24 +1,32 @@
-"""Schedule: the tokens of each request in each forward pass of a serving engine.
+"""Schedule: the tokens of each request in each forward pass of a serving engine; TokenRows: those of each prompt.
 
 A long prompt is computed in several passes (chunks), and then a token of each prompt in every pass (decoding). A pass
 holds tokens of several requests one after another; a dump records the position of each row's token in its prompt. Rows
 with the positions 5 6 7 0 1 are three tokens of one request, and two of the next. A run without a cache computes the
 whole prompt in every pass: of such passes the longest is read.
+
+A dump without records has its prompts' tokens one after another, or in rows that are padded to one length: the shapes
+of its tensors tell. B prompts in a pass, S' their padded length, T' rows of its tensors, F channels.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
+
+import torch
 
 from minimax_tools.errors import CaptureError, IncomparableError
 
 _NAME_THE_PASSES = (
     "Name the passes to read (steps in a map): an inner list for passes that follow each other."
 )
+_NAME_THE_ROWS = "Name the rows in a map: lengths, padding (left or right), rows (padded or packed)."
 _NUM_NAMED = 6
 
 
@@ -53,7 +61,7 @@ class PassRecord:
                 )
             start = self.positions[row]
             length = self._length(number, first_row=row)
-            yield request, Stretch(step=self.step, row=row, start=start, length=length)
+            yield request, Stretch(step=self.step, number=number, row=row, start=start, length=length)
             row += length
 
     def _length(self, number: int, *, first_row: int) -> int:
@@ -80,9 +88,11 @@ class Stretch:
     """Consecutive tokens of one request, computed in one pass."""
 
     step: str  # label of the pass
-    row: int  # row of the first token in the pass's tensors
+    number: int  # number of the request among those of the pass, in the order of their rows
+    row: int  # row of the first token in the pass's tensors; 0 where their shapes must tell
     start: int  # position of the first token in the prompt
     length: int  # number of tokens
+    is_cut: bool = False  # whether the pass holds more tokens of the request
 
     @property
     def stop(self) -> int:
@@ -91,7 +101,21 @@ class Stretch:
 
     def up_to(self, stop: int) -> Stretch:
         """Return the tokens before a position."""
-        return replace(self, length=min(self.length, stop - self.start))
+        length = min(self.length, stop - self.start)
+        return replace(self, length=length, is_cut=length < self.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRows:
+    """The rows of one pass's tensors."""
+
+    num_requests: int  # requests, or prompts, of which the pass holds tokens
+    num_rows: int
+    is_exact: bool  # whether tensors have just so many rows; else as many or more, because padding may follow
+
+    def are_held(self, num_rows: int) -> bool:
+        """Decide whether a tensor with so many rows has one for each token."""
+        return num_rows == self.num_rows if self.is_exact else num_rows >= self.num_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +123,7 @@ class Schedule:
     """The passes of a dump, joined along the prompts."""
 
     stretches: Mapping[str, tuple[Stretch, ...]]  # of each request, from its first token on, without gaps
-    # Tokens of each pass, padding included; a pass whose record has `ends` is left out.
-    num_tokens: Mapping[str, int]
+    passes: Mapping[str, PassRows]  # by label
     # Errors to raise if one of these requests is meant: a token of it, or of one beside it in a pass, was computed in
     # no pass or in two.
     broken: Mapping[str, CaptureError] = field(default_factory=dict)
@@ -117,10 +140,18 @@ class Schedule:
         """
         passes = tuple(passes)
         found: dict[str, list[Stretch]] = defaultdict(list)
+        rows: dict[str, PassRows] = {}
         cached = {request for record in passes if not record.is_whole_prompt for request in record.requests}
         for record in passes:
+            num_rows = 0
             for request, stretch in record.stretches():
                 found[request].append(stretch)
+                num_rows = stretch.row + stretch.length
+            rows[record.step] = PassRows(
+                num_requests=len(record.requests),
+                num_rows=num_rows if record.ends else len(record.positions),
+                is_exact=not record.ends,
+            )
         joined = {
             request: _join(found[request], is_cached=request in cached)
             for request in sorted(found, key=_natural)
@@ -144,7 +175,7 @@ class Schedule:
             ),
             stretches={request: joined[request] for request in joined if request not in broken},
             broken=broken,
-            num_tokens={record.step: len(record.positions) for record in passes if not record.ends},
+            passes=rows,
         )
 
     @property
@@ -204,9 +235,169 @@ class Schedule:
         return tuple(by_length[length][0] for length in lengths)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Padding:
+    """The place of prompts' tokens among the rows of a pass, as its tensors' shapes tell it."""
+
+    side: str  # side on which rows are padded: `right` or `left`
+    # Whether the prompts' tokens lie one after another; None if a tensor's shape must tell.
+    is_packed: bool | None
+    # bool [B,S'] of a pass, by its label, True on real tokens; in place of `side` where rows are padded.
+    masks: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def find_rows(
+        self, lengths: tuple[int, ...], shape: tuple[int, ...], *, step: str, what: str
+    ) -> torch.Tensor:
+        """Find the rows of prompts of these lengths in a tensor of rows [B,S'] or [T']: int64, prompt after prompt."""
+        mask, num_rows = self.masks.get(step), math.prod(shape)
+        are_packed = self._are_packed(shape, lengths, mask, what=what)
+        held = torch.tensor([sum(lengths)] if are_packed else lengths)[:, None]
+        width = num_rows // len(held)
+        if not are_packed and mask is not None:
+            if tuple(mask.shape) != (len(held), width):
+                raise CaptureError(
+                    f"{what} is of another batch than the attention mask",
+                    expected=f"[B,S] of {tuple(mask.shape)}",
+                    found=str((len(held), width)),
+                    next_step=_NAME_THE_ROWS,
+                )
+            return mask.flatten().nonzero()[:, 0]
+        if width < int(held.max()):
+            raise CaptureError(
+                f"{what} holds fewer rows than the prompts have tokens",
+                expected=f"prompts of {word_lengths(lengths)} tokens",
+                found=_word_rows(shape),
+                next_step="Choose other passes (steps in a map), or run both sides on the same prompts.",
+            )
+        columns = torch.arange(width)
+        is_real = columns >= width - held if self.side == "left" else columns < held
+        return is_real.flatten().nonzero()[:, 0]
+
+    def _are_packed(
+        self, shape: tuple[int, ...], lengths: tuple[int, ...], mask: torch.Tensor | None, *, what: str
+    ) -> bool:
+        """Decide whether the prompts' tokens lie one after another, not padded to one length."""
+        num_prompts, num_rows = len(lengths), math.prod(shape)
+        if len(shape) == 2 and shape[0] == num_prompts:
+            return False
+        is_flat = len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)
+        if is_flat and self.is_packed is None:
+            is_of_mask = mask is not None and num_rows == mask.numel()
+            if is_of_mask or num_prompts == 1 or num_rows == sum(lengths):
+                return not is_of_mask
+        elif is_flat and (self.is_packed or num_rows % num_prompts == 0):
+            return bool(self.is_packed)
+        raise CaptureError(
+            f"{what}: nothing tells which rows are real",
+            expected=f"prompts of {word_lengths(lengths)} tokens as [{num_prompts},S,F], or one after another",
+            found=_word_rows(shape),
+            next_step=_NAME_THE_ROWS,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenRows:
+    """The rows of a dump's tensors that are real tokens of its prompts."""
+
+    stretches: tuple[tuple[Stretch, ...], ...]  # of each prompt, in the order of its tokens
+    passes: Mapping[str, PassRows]  # by label
+    padding: Padding | None = None  # tells the stretches' rows; None if they are known
+
+    @classmethod
+    def divide(
+        cls, lengths: tuple[int, ...], counts: tuple[Mapping[str, int], ...], padding: Padding
+    ) -> TokenRows:
+        """Divide the tokens of prompts with these lengths among the passes of a dump without records.
+
+        `counts` are the rows of each pass, by label, for passes that follow each other: of all prompts, or of each.
+        """
+        if len(counts) == 1:
+            stretches = _divide_group(lengths, counts[0])
+        else:
+            pairs = zip(lengths, counts, strict=True)
+            stretches = tuple(_divide_group((length,), group)[0] for length, group in pairs)
+        passes = {}
+        for step in dict.fromkeys(stretch.step for of_prompt in stretches for stretch in of_prompt):
+            in_pass = [stretch for of_prompt in stretches for stretch in of_prompt if stretch.step == step]
+            num_rows = sum(stretch.length for stretch in in_pass)
+            passes[step] = PassRows(num_requests=len(in_pass), num_rows=num_rows, is_exact=False)
+        return cls(stretches=stretches, passes=passes, padding=padding)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of real tokens of each prompt, in all passes together."""
+        return tuple(sum(stretch.length for stretch in of_prompt) for of_prompt in self.stretches)
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Labels of the passes that hold the tokens."""
+        return tuple(dict.fromkeys(stretch.step for of_prompt in self.stretches for stretch in of_prompt))
+
+    def in_pass(self, step: str) -> list[tuple[int, Stretch]]:
+        """Return the stretches in a pass, each with the number of its prompt."""
+        return [
+            (prompt, stretch)
+            for prompt, of_prompt in enumerate(self.stretches)
+            for stretch in of_prompt
+            if stretch.step == step
+        ]
+
+    def find(self, step: str, shape: tuple[int, ...], *, what: str) -> torch.Tensor:
+        """Find the rows of a pass's stretches in a tensor with rows of this shape: int64, stretch after stretch.
+
+        Raises:
+            CaptureError: A tensor of this shape, which `what` names, does not hold the rows, or does not tell them.
+        """
+        stretches = [stretch for _, stretch in self.in_pass(step)]
+        if self.padding is not None:
+            lengths = tuple(stretch.length for stretch in stretches)
+            return self.padding.find_rows(lengths, shape, step=step, what=what)
+        rows, num_rows = self.passes[step], math.prod(shape)
+        # All dims but one have size 1: [T',N] would be rows of several values each.
+        if num_rows != max(shape, default=0) or not rows.are_held(num_rows):
+            raise CaptureError(
+                f"{what} does not hold the rows that the pass is said to have",
+                expected=f"{rows.num_rows}{'' if rows.is_exact else ' or more'} rows",
+                found=_word_rows(shape),
+                next_step=_NAME_THE_ROWS,
+            )
+        return torch.cat([torch.arange(one.row, one.row + one.length) for one in stretches])
+
+
 def word_lengths(lengths: tuple[int, ...]) -> str:
     """Return lengths in words, such as `48, 33`."""
     return ", ".join(str(length) for length in lengths)
+
+
+def _word_rows(shape: tuple[int, ...]) -> str:
+    return f"rows [{','.join(map(str, shape))}]"
+
+
+def _divide_group(lengths: tuple[int, ...], counts: Mapping[str, int]) -> tuple[tuple[Stretch, ...], ...]:
+    """Divide the prompts' tokens among passes that follow each other, given the rows of each pass.
+
+    Passes whose rows add up to a single prompt are its chunks. Else the first pass is a prefill, which may be padded,
+    and each of the others decodes one row of each prompt.
+    """
+    num_decoded = len(counts) - 1
+    is_chunked = lengths == (sum(counts.values()),)
+    if not is_chunked and min(lengths) < num_decoded:
+        raise CaptureError(
+            f"passes {', '.join(counts)} decode more tokens than a prompt has",
+            expected=f"prompts of {num_decoded} tokens or more",
+            found=word_lengths(lengths),
+            next_step=_NAME_THE_PASSES,
+        )
+    stretches = []
+    for number, length in enumerate(lengths):
+        parts = list(counts.values()) if is_chunked else [length - num_decoded, *[1] * num_decoded]
+        stretches.append(
+            tuple(
+                Stretch(step=step, number=number, row=0, start=start, length=part)
+                for step, start, part in zip(counts, accumulate(parts, initial=0), parts, strict=False)
+            )
+        )
+    return tuple(stretches)
 
 
 def _join(stretches: Iterable[Stretch], *, is_cached: bool) -> tuple[Stretch, ...]:
