@@ -23,8 +23,8 @@ one token of a tensor, and a map is a user's YAML about a dump.
 - `row_finder`: the rows that are real tokens; the other capture, as far as it tells how a dump is to be read
 - `assembly`: real tokens taken out of tensors, put together from ranks and passes, and laid out as a batch
 - `placed_capture`: a capture whose sites have places in its files
-- `capture`: a dump as a capture; rows computed only for the tokens to sample from
-- `cache_capture`: keys and values out of vLLM Neuron's cache as a capture; a dump of modules and caches of the same
-  run as one capture
+- `capture`: a dump as a capture, alone or with the caches of the same run; rows computed only for the tokens to sample
+  from
+- `cache_capture`: keys and values out of vLLM Neuron's cache as a capture
 - `legacy`: the `.pt` files of scripts before mm2 as a capture; the tensors in such files
 """

@@ -3,39 +3,38 @@
     prompt_analysis/prompt_0/kv_analysis/vllm_kv.pt    {"layers.0.self_attn": (keys, values), …}
 
 Keys (rotated) and values are [1,K,S,D]. The file tells neither tokens nor model. It has the prompt and the tokens that
-were fed behind it; what follows the golden's row is not read. JoinedCapture is such caches beside the modules' dump of
-the same run, in `tensor_compare/neuron`: it shows what each layer was fed, so the keys and values can be judged.
+were fed behind it; what follows the golden's row is not read. The modules' dump of the same run, in
+`tensor_compare/neuron` beside them, shows what each layer was fed, so the keys and values can be judged.
 B prompts, S tokens, K kv heads, D head_dim.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minimax_tools.capture.proof import name_place
-from minimax_tools.capture.source import CaptureSource, DumpListing
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.assembly import batch_mask
 from minimax_tools.dumps.piece import find_layer
 from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.model.span import word_layers
 from minimax_tools.stored_dtype import dtype_name
 from minimax_tools.torch_file import is_plain, without_gradient
 
-FILE = "vllm_kv.pt"
-LAYOUT = f"prompt_0/kv_analysis/{FILE}"
+CACHE_FILE = "vllm_kv.pt"
+LAYOUT = f"prompt_0/kv_analysis/{CACHE_FILE}"
 # Folders above the file, from a report's, down to the file's own.
 _PLACES = (
-    f"prompt_analysis/prompt_*/kv_analysis/{FILE}",
-    f"prompt_*/kv_analysis/{FILE}",
-    f"kv_analysis/{FILE}",
-    FILE,
+    f"prompt_analysis/prompt_*/kv_analysis/{CACHE_FILE}",
+    f"prompt_*/kv_analysis/{CACHE_FILE}",
+    f"kv_analysis/{CACHE_FILE}",
+    CACHE_FILE,
 )
 _PROMPT = re.compile(r"prompt_(\d+)")
 _LAYER = re.compile(r"(.*\.)?layers\.\d+\.self_attn(\..+)?")
@@ -91,7 +90,7 @@ class CacheCapture(CaptureSource):
                 )
         return cls(directory, caches)
 
-    def laid_out_as(self, other: CaptureSource) -> CaptureSource:
+    def laid_out_as(self, other: CaptureSource) -> CacheCapture:
         mask = other.read_attention_mask()
         if mask is None:
             return self
@@ -216,59 +215,3 @@ def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_plain(value)
-
-
-class JoinedCapture(CaptureSource):
-    """A dump, with k_rope and v_proj as the caches hold them; `CaptureSource` describes its methods."""
-
-    may_omit_inputs = True
-
-    def __init__(self, directory: Path, dump: CaptureSource, caches: CaptureSource) -> None:
-        self.directory = directory
-        self.notes = (*dump.notes, *_notes(dump, caches))
-        self.has_checked_tokens = dump.has_checked_tokens
-        self._dump = dump
-        self._caches = caches
-
-    def laid_out_as(self, other: CaptureSource) -> CaptureSource:
-        return JoinedCapture(self.directory, self._dump.laid_out_as(other), self._caches.laid_out_as(other))
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return self._dump.layers
-
-    def sites(self, layer: int) -> tuple[Site, ...]:
-        held = {*self._dump.sites(layer), *self._caches.sites(layer)}
-        return tuple(site for site in Site if site in held)
-
-    def not_exposed(self, layer: int) -> tuple[Site, ...]:
-        held = self.sites(layer)
-        return tuple(site for site in Site if site not in held)
-
-    def model_sites(self) -> tuple[ModelSite, ...]:
-        return self._dump.model_sites()
-
-    def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
-        # A module's values may be right, and written wrongly into the cache: the cache shows either mistake.
-        is_cached = layer is not None and site in self._caches.sites(layer)
-        source = self._caches if is_cached else self._dump
-        return source.read(layer, site)
-
-    def read_attention_mask(self) -> torch.Tensor | None:
-        return self._dump.read_attention_mask()
-
-    def read_input_ids(self) -> torch.Tensor | None:
-        return self._dump.read_input_ids()
-
-    def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
-        return self._dump.held_tokens(site)
-
-    def listing(self) -> DumpListing | None:
-        return self._dump.listing()
-
-
-def _notes(dump: CaptureSource, caches: CaptureSource) -> Iterator[str]:
-    yield f"k_rope and v_proj are read from {FILE}, whether modules return them or not"
-    others = sorted(set(caches.layers) - set(dump.layers))
-    if others:
-        yield f"{FILE} holds {word_layers(others)} too, of which no module was captured: they are left out"

@@ -22,6 +22,7 @@ from minimax_tools.capture.proof import name_place
 from minimax_tools.capture.recorder import with_signed
 from minimax_tools.capture.source import CaptureSource, DumpListing, ListedTensor
 from minimax_tools.dumps.assembly import DumpAssembly, TokenKind, batch_mask, lay_out
+from minimax_tools.dumps.cache_capture import CACHE_FILE, CacheCapture
 from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
 from minimax_tools.dumps.found_sites import FoundSite, FoundSites
 from minimax_tools.dumps.name_map import BEHIND_LAYERS, INPUT_IDS, NameMap
@@ -32,6 +33,7 @@ from minimax_tools.dumps.schedule import Stretch, TokenRows
 from minimax_tools.dumps.site_finder import find_sites
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import word_layers
 
 # Sites whose width tells how many ranks divided the heads. Keys and values may be copied on several ranks.
 _QUERY_SITES = (Site.Q_PROJ, Site.Q_NORM, Site.ATTN_CONTEXT)
@@ -88,13 +90,23 @@ class DumpCapture(PlacedCapture[FoundSite]):
         names: The user's map of the dump, which tells what its files do not.
         other: The capture whose batch tensors are laid out as; None for the batch that the dump's own lengths give,
             or, without lengths, for tensors as they are.
+        caches: Keys and values in the cache of the same run, which are read in place of the dump's, and whose folder
+            is the capture's.
     """
 
     may_omit_inputs = True
-    takes_other_layouts = True
 
-    def __init__(self, found: FoundSites, names: NameMap, *, other: OtherSide | None = None) -> None:
-        super().__init__(found.dump.directory, found.sites)
+    def __init__(
+        self,
+        found: FoundSites,
+        names: NameMap,
+        *,
+        other: OtherSide | None = None,
+        caches: CacheCapture | None = None,
+    ) -> None:
+        super().__init__(found.dump.directory if caches is None else caches.directory, found.sites)
+        self.takes_other_layouts = caches is None
+        self._caches = caches
         self.found = found  # the sites, and the groups of passes to read
         self._names = names
         self._assembly = DumpAssembly(found=found)
@@ -104,11 +116,18 @@ class DumpCapture(PlacedCapture[FoundSite]):
             self._mask = batch_mask(self._rows.lengths)
         self._hidden_size = None if other is None else other.hidden_size
         self._last_tokens = self._find_last_tokens()
-        self.notes = (*found.notes, *self._partial_notes(), *self._padding_notes())
+        self.notes = (*found.notes, *self._partial_notes(), *self._padding_notes(), *self._cache_notes())
 
     @classmethod
-    def open(cls, directory: Path, names: NameMap, *, format_: Format | None = None) -> DumpCapture:
-        """Open a dump; the files tell its format if none is given."""
+    def open(
+        cls,
+        directory: Path,
+        names: NameMap,
+        *,
+        format_: Format | None = None,
+        caches: CacheCapture | None = None,
+    ) -> DumpCapture:
+        """Open a dump, with the caches of the same run if there are any; the files tell the format if none is given."""
         chosen = format_ or find_format(directory)
         if chosen is None:
             raise CaptureError(
@@ -116,20 +135,21 @@ class DumpCapture(PlacedCapture[FoundSite]):
                 expected=f"a layout of one of {', '.join(FORMATS)}",
                 next_step="Name the folder that holds the files themselves.",
             )
-        return cls(find_sites(read_dump(directory, chosen), names), names)
+        return cls(find_sites(read_dump(directory, chosen), names), names, caches=caches)
 
     def laid_out_as(self, other: CaptureSource) -> CaptureSource:
         self._refuse_part_of_heads(other)
         side = OtherSide.of(other)
-        return self if side is None else self.aligned(side)
+        caches = None if self._caches is None else self._caches.laid_out_as(other)
+        return self if side is None else self.aligned(side, caches=caches)
 
-    def aligned(self, other: OtherSide) -> DumpCapture:
-        """Return this capture laid out as the other side's batch.
+    def aligned(self, other: OtherSide, *, caches: CacheCapture | None = None) -> DumpCapture:
+        """Return this capture laid out as the other side's batch, as the `caches` are.
 
         Raises:
             IncomparableError: The prompts are of other lengths or tokens.
         """
-        aligned = DumpCapture(self.found, self._names, other=other)
+        aligned = DumpCapture(self.found, self._names, other=other, caches=caches)
         aligned._check_tokens(other.input_ids)
         return aligned
 
@@ -157,6 +177,10 @@ class DumpCapture(PlacedCapture[FoundSite]):
             unmapped=tuple(word_modules(self.found.unmapped)),
         )
 
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        held = {*super().sites(layer), *self._cached_sites(layer)}
+        return tuple(site for site in Site if site in held)
+
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Return the sites found outside the layers, without those whose tokens are not known."""
         unknown = {site for site, rows in self._last_tokens.items() if not rows.steps}
@@ -175,6 +199,9 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
         If nothing tells the padding, it is read as the file holds it.
         """
+        # A module's values may be right, and written wrongly into the cache: the cache shows either mistake.
+        if self._caches is not None and layer is not None and site in self._cached_sites(layer):
+            return self._caches.read(layer, site)
         found_site, place = self._find(layer, site), name_place(site, layer)
         if found_site is None:
             raise CaptureError(
@@ -203,6 +230,18 @@ class DumpCapture(PlacedCapture[FoundSite]):
             return None
         tokens = self._assembly.read_tokens(found_site, self._rows, kind=TokenKind.NUMBER, what=INPUT_IDS)
         return lay_out(tokens[:, None], self._mask)[..., 0].to(torch.int64)
+
+    def _cached_sites(self, layer: int) -> tuple[Site, ...]:
+        return () if self._caches is None else self._caches.sites(layer)
+
+    def _cache_notes(self) -> Iterator[str]:
+        if self._caches is None:
+            return
+        yield f"k_rope and v_proj are read from {CACHE_FILE}, whether modules return them or not"
+        others = sorted(set(self._caches.layers) - set(self.layers))
+        if others:
+            layers = word_layers(others)
+            yield f"{CACHE_FILE} holds {layers} too, of which no module was captured: they are left out"
 
     def _find_last_tokens(self) -> dict[ModelSite, TokenRows]:
         """Find the tokens that a site behind the layers is held for, if not for all; none if nothing tells which."""

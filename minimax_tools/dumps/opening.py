@@ -10,7 +10,7 @@ from pathlib import Path
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import MANIFEST_NAME
-from minimax_tools.dumps.cache_capture import MODULES_FOLDER, CacheCapture, JoinedCapture, holds_caches
+from minimax_tools.dumps.cache_capture import MODULES_FOLDER, CacheCapture, holds_caches
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.formats import FORMATS, find_format
 from minimax_tools.dumps.legacy import LEGACY_LAYOUT, LegacyCapture, is_legacy
@@ -62,13 +62,13 @@ def open_source(directory: Path | str, reading: DumpReading | None = None) -> Ca
         reading.refuse_for(directory, "is mm2's own capture")
         return Capture.open(directory)
     refuse_unreadable(directory)
-    if _holds_both(directory):
-        return JoinedCapture(
-            directory, open_source(directory / MODULES_FOLDER, reading), CacheCapture.open(directory)
-        )
     name = reading.format or reading.names.format
-    if name is not None or find_format(directory) is not None:
-        return DumpCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
+    format_ = FORMATS[name] if name else None
+    if _holds_both(directory):
+        caches = CacheCapture.open(directory)
+        return DumpCapture.open(directory / MODULES_FOLDER, reading.names, format_=format_, caches=caches)
+    if format_ is not None or find_format(directory) is not None:
+        return DumpCapture.open(directory, reading.names, format_=format_)
     if is_legacy(directory):
         reading.refuse_for(directory, "is a capture in mm2's old layout")
         return LegacyCapture.open(directory)
