@@ -23,7 +23,7 @@ from minimax_tools.capture.recorder import with_signed
 from minimax_tools.capture.source import CaptureSource, DumpListing, ListedTensor
 from minimax_tools.dumps.assembly import DumpAssembly, TokenKind, batch_mask, lay_out
 from minimax_tools.dumps.cache_capture import CACHE_FILE, CacheCapture
-from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
+from minimax_tools.dumps.formats import FORMATS, find_format, read_dump
 from minimax_tools.dumps.found_sites import FoundSite, FoundSites
 from minimax_tools.dumps.name_map import BEHIND_LAYERS, INPUT_IDS, NameMap
 from minimax_tools.dumps.piece import DumpPiece, find_layer, word_module, word_modules
@@ -124,7 +124,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         directory: Path,
         names: NameMap,
         *,
-        format_: Format | None = None,
+        format_: str | None = None,
         caches: CacheCapture | None = None,
     ) -> DumpCapture:
         """Open a dump, with the caches of the same run if there are any; the files tell the format if none is given."""

@@ -2,66 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from minimax_tools.dumps import model_debugger, msprobe, nxdi, sglang, vllm_neuron
-from minimax_tools.dumps.format_names import (
-    FORMAT_NAMES,
-    MODEL_DEBUGGER,
-    MSPROBE,
-    NXDI,
-    SGLANG,
-    VLLM_NEURON,
-)
+from minimax_tools.dumps.format_names import MODEL_DEBUGGER, MSPROBE, NXDI, SGLANG, VLLM_NEURON
 from minimax_tools.dumps.piece import Dump
 from minimax_tools.errors import CaptureError
 
 _RANK = "rank"
-_TOOLS = {
+# These tools keep the tensors of one rank. Users let each rank write into a folder of its own: rank0, rank1 and so on.
+_ONE_RANK = (NXDI, MODEL_DEBUGGER)
+
+
+class Format(Protocol):
+    """A module that reads the layout of one tool's dumps."""
+
+    LAYOUT: str  # its files in words, for messages
+
+    def recognises(self, directory: Path) -> bool:
+        """Decide by file names whether a folder has this layout."""
+
+    def read_dump(self, directory: Path) -> Dump:
+        """List the tensors of a folder by file names and headers."""
+
+
+# By name, a value of `--format`, in the order in which a folder is held against them.
+FORMATS: Mapping[str, Format] = {
     NXDI: nxdi,
     VLLM_NEURON: vllm_neuron,
     MSPROBE: msprobe,
     SGLANG: sglang,
     MODEL_DEBUGGER: model_debugger,
 }
-# These tools keep the tensors of one rank. Users let each rank write into a folder of its own: rank0, rank1 and so on.
-_ONE_RANK = (NXDI, MODEL_DEBUGGER)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """The layout of one tool's dumps."""
-
-    name: str  # its name, a value of `--format`
-    layout: str  # its files in words, for messages
-    recognises: Callable[[Path], bool]  # decides by file names whether a folder has this layout
-    read_dump: Callable[[Path], Dump]  # lists the tensors of a folder by file names and headers
+def find_format(directory: Path) -> str | None:
+    """Return the name of a folder's format; None if no format fits."""
+    return next((name for name in FORMATS if _fits(directory, name)), None)
 
 
-FORMATS: Mapping[str, Format] = {
-    name: Format(
-        name=name,
-        layout=_TOOLS[name].LAYOUT,
-        recognises=_TOOLS[name].recognises,
-        read_dump=_TOOLS[name].read_dump,
-    )
-    for name in FORMAT_NAMES
-}
-
-
-def find_format(directory: Path) -> Format | None:
-    """Return the format of a folder; None if no format fits."""
-    return next((format_ for format_ in FORMATS.values() if _fits(directory, format_)), None)
-
-
-def read_dump(directory: Path, format_: Format) -> Dump:
+def read_dump(directory: Path, name: str) -> Dump:
     """List the tensors of a folder that has a format, or holds a folder of it for each rank."""
-    if not directory.is_dir() or not _fits(directory, format_):
+    format_ = FORMATS[name]
+    if not directory.is_dir() or not _fits(directory, name):
         raise CaptureError(
-            f"{directory} holds no {format_.name} capture",
-            expected=format_.layout,
+            f"{directory} holds no {name} capture",
+            expected=format_.LAYOUT,
             next_step="Name the folder that holds these files, or another --format.",
         )
     if format_.recognises(directory):
@@ -71,12 +60,12 @@ def read_dump(directory: Path, format_: Format) -> Dump:
     )
 
 
-def _fits(directory: Path, format_: Format) -> bool:
+def _fits(directory: Path, name: str) -> bool:
     """Decide whether a folder has a format itself, or holds a folder of it for each rank."""
-    if format_.recognises(directory):
+    if FORMATS[name].recognises(directory):
         return True
-    folders = _rank_folders(directory) if format_.name in _ONE_RANK else {}
-    return bool(folders) and all(format_.recognises(path) for path in folders.values())
+    folders = _rank_folders(directory) if name in _ONE_RANK else {}
+    return bool(folders) and all(FORMATS[name].recognises(path) for path in folders.values())
 
 
 def _rank_folders(directory: Path) -> dict[int, Path]:

@@ -62,8 +62,7 @@ def open_source(directory: Path | str, reading: DumpReading | None = None) -> Ca
         reading.refuse_for(directory, "is mm2's own capture")
         return Capture.open(directory)
     refuse_unreadable(directory)
-    name = reading.format or reading.names.format
-    format_ = FORMATS[name] if name else None
+    format_ = reading.format or reading.names.format
     if _holds_both(directory):
         caches = CacheCapture.open(directory)
         return DumpCapture.open(directory / MODULES_FOLDER, reading.names, format_=format_, caches=caches)
