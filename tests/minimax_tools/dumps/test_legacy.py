@@ -1,3 +1,5 @@
+"""Captures of the scripts before mm2; on either side of a comparison in tests/compare/test_legacy.py."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -78,67 +80,60 @@ def without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in keys}
 
 
-def test_golden_layers_are_in_natural_order(tmp_path: Path) -> None:
-    capture = LegacyCapture.open(write_golden(tmp_path / "full_model"))
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    return write_golden(tmp_path / "full_model")
+
+
+def test_golden_is_read_bit_for_bit_and_an_input_is_the_output_before_it(golden: Path) -> None:
+    capture = LegacyCapture.open(golden)
     assert capture.layers == (0, 1, 2, 10)
-
-
-def test_golden_output_is_read_bit_for_bit(tmp_path: Path) -> None:
-    capture = LegacyCapture.open(write_golden(tmp_path / "full_model"))
-    assert torch.equal(capture.read(2, Site.OUTPUT), hidden_states(2))
-    assert capture.read(2, Site.OUTPUT).dtype == torch.bfloat16
-
-
-def test_input_is_the_output_before_it_and_the_embedding_at_first(tmp_path: Path) -> None:
-    capture = LegacyCapture.open(write_golden(tmp_path / "full_model"))
-    assert torch.equal(capture.read(0, Site.INPUT), hidden_states(100))
-    assert torch.equal(capture.read(2, Site.INPUT), hidden_states(1))
     assert capture.sites(2) == (Site.INPUT, Site.OUTPUT)
-
-
-def test_input_after_a_gap_is_missing(tmp_path: Path) -> None:
-    capture = LegacyCapture.open(write_golden(tmp_path / "full_model"))
+    for layer, site, seed in ((2, Site.OUTPUT, 2), (2, Site.INPUT, 1), (0, Site.INPUT, 100)):
+        assert torch.equal(capture.read(layer, site), hidden_states(seed))
+        assert capture.read(layer, site).dtype == torch.bfloat16
     assert capture.sites(10) == (Site.OUTPUT,)
     with pytest.raises(CaptureError, match=r"holds no input of layer 10: found layer 0: input/output"):
         capture.read(10, Site.INPUT)
-
-
-@pytest.mark.parametrize("key", ["hidden_states", "output_hidden_states", "output", "anything"])
-def test_golden_output_in_a_dict_is_found(key: str, tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "full_model")
-    torch.save({"layer": 0, key: hidden_states(0)}, directory / "layer_0_output.pt")
-    assert torch.equal(LegacyCapture.open(directory).read(0, Site.OUTPUT), hidden_states(0))
-
-
-def test_golden_output_in_a_tuple_is_its_first(tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "full_model")
-    torch.save((hidden_states(0), hidden_states(5)), directory / "layer_0_output.pt")
-    assert torch.equal(LegacyCapture.open(directory).read(0, Site.OUTPUT), hidden_states(0))
+    assert capture.read_attention_mask() is None
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        {"input_hidden_states": hidden_states(0)},
-        {"one": hidden_states(0), "two": hidden_states(1)},
-        MiniMaxM2InferenceConfig(),
-        (),
-        None,
-        [[[[[hidden_states(0)]]]]],
+        *({"layer": 0, key: hidden_states(0)} for key in ("hidden_states", "output_hidden_states", "any")),
+        (hidden_states(0), hidden_states(5)),
     ],
-    ids=["input only", "two tensors", "foreign class", "empty", "None", "too deep"],
+    ids=["hidden_states", "output_hidden_states", "any key", "tuple"],
 )
-def test_golden_output_that_cannot_be_told_is_refused(content: Any, tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "full_model")
-    torch.save(content, directory / "layer_0_output.pt")
-    with pytest.raises(CaptureError, match=r"layer_0_output\.pt holds no tensor where one is looked for"):
-        LegacyCapture.open(directory).read(0, Site.OUTPUT)
+def test_golden_output_in_a_container_is_found(content: Any, golden: Path) -> None:
+    torch.save(content, golden / "layer_0_output.pt")
+    assert torch.equal(LegacyCapture.open(golden).read(0, Site.OUTPUT), hidden_states(0))
 
 
-def test_model_sites_are_read_where_they_are_stored(tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "full_model")
-    torch.save({"logits": hidden_states(7)}, directory / "logits.pt")
-    capture = LegacyCapture.open(directory)
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ({"input_hidden_states": hidden_states(0)}, "a dict with input_hidden_states"),
+        ({"one": hidden_states(0), "two": hidden_states(1)}, "a dict with one, two"),
+        (MiniMaxM2InferenceConfig(), r"a pickled .*\.MiniMaxM2InferenceConfig"),
+        (torch.nn.Linear(2, 2), r"a pickled torch\.nn\.modules\.linear\.Linear"),
+        ((), "tuple"),
+        (None, "NoneType"),
+        ([[[[[hidden_states(0)]]]]], "list"),
+    ],
+    ids=["input only", "two tensors", "foreign class", "module", "empty", "None", "too deep"],
+)
+def test_golden_output_that_cannot_be_told_is_refused(content: Any, found: str, golden: Path) -> None:
+    torch.save(content, golden / "layer_0_output.pt")
+    said = rf"layer_0_output\.pt holds no tensor where one is looked for.*found {found}"
+    with pytest.raises(CaptureError, match=said):
+        LegacyCapture.open(golden).read(0, Site.OUTPUT)
+
+
+def test_model_sites_are_read_where_they_are_stored(golden: Path) -> None:
+    torch.save({"logits": hidden_states(7)}, golden / "logits.pt")
+    capture = LegacyCapture.open(golden)
     assert capture.model_sites() == (ModelSite.EMBEDDING, ModelSite.LOGITS)
     assert torch.equal(capture.read(None, ModelSite.LOGITS), hidden_states(7))
     with pytest.raises(CaptureError, match="holds no final_norm"):
@@ -151,10 +146,6 @@ def test_golden_mask_comes_from_its_metadata(metadata: dict[str, Any], tmp_path:
     assert mask is not None
     assert mask.dtype == torch.int64
     assert torch.equal(mask, MASK.long())
-
-
-def test_mask_that_no_file_holds_is_none(tmp_path: Path) -> None:
-    assert LegacyCapture.open(write_golden(tmp_path / "full_model")).read_attention_mask() is None
 
 
 @pytest.mark.parametrize(
@@ -174,8 +165,7 @@ def test_flat_tokens_get_the_shape_of_the_mask(tmp_path: Path) -> None:
 
 def test_single_layer_gives_input_output_and_mask(tmp_path: Path) -> None:
     capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", single_layer(7)))
-    assert capture.layers == (7,)
-    assert capture.sites(7) == (Site.INPUT, Site.OUTPUT)
+    assert (capture.layers, capture.sites(7)) == ((7,), (Site.INPUT, Site.OUTPUT))
     assert torch.equal(capture.read(7, Site.INPUT), hidden_states(6))
     assert torch.equal(capture.read(7, Site.OUTPUT), hidden_states(7))
     mask = capture.read_attention_mask()
@@ -183,10 +173,11 @@ def test_single_layer_gives_input_output_and_mask(tmp_path: Path) -> None:
     assert torch.equal(mask, MASK.long())
 
 
-def test_single_layer_output_may_lie_in_output_full_alone(tmp_path: Path) -> None:
-    record = without(single_layer(7), "output_hidden_states")
-    capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", record))
-    assert torch.equal(capture.read(7, Site.OUTPUT), hidden_states(7))
+@pytest.mark.parametrize("lacking", ["output_hidden_states", "layer_idx"])
+def test_output_and_layer_may_be_told_elsewhere(lacking: str, tmp_path: Path) -> None:
+    """In `output_full`, and by the folder's name."""
+    directory = write_run(tmp_path / "single_layer_7", without(single_layer(7), lacking))
+    assert torch.equal(LegacyCapture.open(directory).read(7, Site.OUTPUT), hidden_states(7))
 
 
 def test_single_layer_without_output_holds_its_input_only(tmp_path: Path) -> None:
@@ -199,64 +190,58 @@ def test_single_layer_without_output_holds_its_input_only(tmp_path: Path) -> Non
 
 def test_range_gives_the_first_input_and_the_last_output(tmp_path: Path) -> None:
     capture = LegacyCapture.open(write_run(tmp_path / "layers_2_to_5", layer_range(2, 5)))
-    assert capture.layers == (2, 5)
-    assert capture.sites(2) == (Site.INPUT,)
-    assert capture.sites(5) == (Site.OUTPUT,)
+    assert [(layer, capture.sites(layer)) for layer in capture.layers] == [
+        (2, (Site.INPUT,)),
+        (5, (Site.OUTPUT,)),
+    ]
     assert torch.equal(capture.read(2, Site.INPUT), hidden_states(1))
     assert torch.equal(capture.read(5, Site.OUTPUT), hidden_states(5))
     assert capture.read_attention_mask() is None
 
 
-def test_range_that_counts_its_layers_otherwise_is_refused(tmp_path: Path) -> None:
-    directory = write_run(tmp_path / "layers_2_to_5", layer_range(2, 5, num_layers=3))
-    with pytest.raises(
-        CaptureError, match=r"contradicts itself: expected 4 layers, 2 to 5, found num_layers 3"
-    ):
-        LegacyCapture.open(directory)
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (
+            layer_range(2, 5, num_layers=3),
+            r"contradicts itself: expected 4 layers, 2 to 5, found num_layers 3",
+        ),
+        *(
+            (single_layer(7, layer_idx=wrong), r"does not say which layer it holds.*single_layer_N")
+            for wrong in (None, "7", MiniMaxM2InferenceConfig())
+        ),
+        (hidden_states(7), r"another layout: expected a dict with layer_idx"),
+    ],
+)
+def test_run_that_does_not_say_what_it_holds_is_refused(record: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=said):
+        LegacyCapture.open(write_run(tmp_path / "run", record))
 
 
-def test_layer_number_that_the_file_lacks_comes_from_the_folder(tmp_path: Path) -> None:
-    record = without(single_layer(7), "layer_idx")
-    assert LegacyCapture.open(write_run(tmp_path / "single_layer_7", record)).layers == (7,)
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            ("layer_1_output.pt", "layer_output.pt"),
+            r"output of layer 1 twice: found layer_1_output\.pt and layer_output\.pt",
+        ),
+        (("logits.pt", "lm_head_output.pt"), r"the logits twice: found lm_head_output\.pt and logits\.pt"),
+    ],
+)
+def test_folder_that_holds_a_site_twice_is_refused(files: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    for name in files:
+        torch.save(single_layer(1) if name == "layer_output.pt" else hidden_states(1), tmp_path / name)
+    with pytest.raises(CaptureError, match=said):
+        LegacyCapture.open(tmp_path)
 
 
-@pytest.mark.parametrize("layer_idx", [None, "7", MiniMaxM2InferenceConfig()])
-def test_layer_number_that_nothing_tells_is_refused(layer_idx: Any, tmp_path: Path) -> None:
-    directory = write_run(tmp_path / "run", single_layer(7, layer_idx=layer_idx))
-    with pytest.raises(CaptureError, match=r"does not say which layer it holds.*single_layer_N"):
-        LegacyCapture.open(directory)
-
-
-def test_run_file_of_another_layout_is_refused(tmp_path: Path) -> None:
-    directory = write_run(tmp_path / "single_layer_7", hidden_states(7))
-    with pytest.raises(CaptureError, match=r"another layout: expected a dict with layer_idx"):
-        LegacyCapture.open(directory)
-
-
-def test_folder_of_two_runs_of_one_layer_is_refused(tmp_path: Path) -> None:
-    directory = write_run(tmp_path / "run", single_layer(1))
-    torch.save(hidden_states(9), directory / "layer_1_output.pt")
-    with pytest.raises(
-        CaptureError, match=r"output of layer 1 twice: found layer_1_output\.pt and layer_output\.pt"
-    ):
-        LegacyCapture.open(directory)
-
-
-def test_damaged_file_is_named_when_it_is_read(tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "full_model")
-    path = directory / "layer_1_output.pt"
+def test_damaged_file_is_named_when_it_is_read(golden: Path) -> None:
+    path = golden / "layer_1_output.pt"
     path.write_bytes(path.read_bytes()[:-100])
-    capture = LegacyCapture.open(directory)
+    capture = LegacyCapture.open(golden)
     assert torch.equal(capture.read(0, Site.OUTPUT), hidden_states(0))
     with pytest.raises(CaptureError, match=r"layer_1_output\.pt is damaged"):
         capture.read(1, Site.OUTPUT)
-
-
-def test_a_pickled_module_names_itself(tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "full_model")
-    torch.save(torch.nn.Linear(2, 2), directory / "layer_0_output.pt")
-    with pytest.raises(CaptureError, match=r"found a pickled torch\.nn\.modules\.linear\.Linear"):
-        LegacyCapture.open(directory).read(0, Site.OUTPUT)
 
 
 def test_output_of_a_foreign_class_is_refused(tmp_path: Path) -> None:
@@ -264,11 +249,3 @@ def test_output_of_a_foreign_class_is_refused(tmp_path: Path) -> None:
     capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", record))
     with pytest.raises(CaptureError, match="holds no tensor where one is looked for"):
         capture.read(7, Site.OUTPUT)
-
-
-def test_folder_of_two_files_of_one_site_outside_the_layers_is_refused(tmp_path: Path) -> None:
-    directory = write_golden(tmp_path / "golden")
-    for seed, name in enumerate(("logits.pt", "lm_head_output.pt")):
-        torch.save(hidden_states(seed), directory / name)
-    with pytest.raises(CaptureError, match=r"the logits twice: found lm_head_output\.pt and logits\.pt"):
-        LegacyCapture.open(directory)
