@@ -28,7 +28,7 @@ from minimax_tools.dumps.found_sites import FoundSite, FoundSites
 from minimax_tools.dumps.name_map import BEHIND_LAYERS, INPUT_IDS, NameMap
 from minimax_tools.dumps.piece import DumpPiece, find_layer, word_module, word_modules
 from minimax_tools.dumps.placed_capture import PlacedCapture
-from minimax_tools.dumps.row_finder import OtherSide, find_rows
+from minimax_tools.dumps.row_finder import find_rows
 from minimax_tools.dumps.schedule import Stretch, TokenRows
 from minimax_tools.dumps.site_finder import find_sites
 from minimax_tools.errors import CaptureError, IncomparableError
@@ -101,7 +101,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         found: FoundSites,
         names: NameMap,
         *,
-        other: OtherSide | None = None,
+        other: CaptureSource | None = None,
         caches: CacheCapture | None = None,
     ) -> None:
         super().__init__(found.dump.directory if caches is None else caches.directory, found.sites)
@@ -110,11 +110,12 @@ class DumpCapture(PlacedCapture[FoundSite]):
         self.found = found  # the sites, and the groups of passes to read
         self._names = names
         self._assembly = DumpAssembly(found=found)
-        self._rows = find_rows(self._assembly, names, other=other)
-        self._mask = None if other is None else other.mask
+        mask = None if other is None else other.read_attention_mask()
+        self._mask = None if mask is None else mask.bool()
+        self._rows = find_rows(self._assembly, names, other=other, mask=self._mask)
         if self._mask is None and self._rows is not None:
             self._mask = batch_mask(self._rows.lengths)
-        self._hidden_size = None if other is None else other.hidden_size
+        self._hidden_size = None if other is None or mask is None else _find_hidden_size(other)
         self._last_tokens = self._find_last_tokens()
         self.notes = (*found.notes, *self._partial_notes(), *self._padding_notes(), *self._cache_notes())
 
@@ -138,19 +139,17 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return cls(find_sites(read_dump(directory, chosen), names), names, caches=caches)
 
     def laid_out_as(self, other: CaptureSource) -> CaptureSource:
-        self._refuse_part_of_heads(other)
-        side = OtherSide.of(other)
-        caches = None if self._caches is None else self._caches.laid_out_as(other)
-        return self if side is None else self.aligned(side, caches=caches)
-
-    def aligned(self, other: OtherSide, *, caches: CacheCapture | None = None) -> DumpCapture:
-        """Return this capture laid out as the other side's batch, as the `caches` are.
+        """Return this capture laid out as the other side's batch.
 
         Raises:
             IncomparableError: The prompts are of other lengths or tokens.
         """
+        self._refuse_part_of_heads(other)
+        if other.read_attention_mask() is None:
+            return self
+        caches = None if self._caches is None else self._caches.laid_out_as(other)
         aligned = DumpCapture(self.found, self._names, other=other, caches=caches)
-        aligned._check_tokens(other.input_ids)
+        aligned._check_tokens(other.read_input_ids())
         return aligned
 
     def listing(self) -> DumpListing:
@@ -359,6 +358,13 @@ class DumpCapture(PlacedCapture[FoundSite]):
                 next_step="Run both sides on the same prompts; if they are, check lengths, padding and steps in a map.",
             )
         self.has_checked_tokens = True
+
+
+def _find_hidden_size(source: CaptureSource) -> int | None:
+    keys: list[tuple[int | None, Site | ModelSite]] = [(None, ModelSite.EMBEDDING)]
+    keys += [(layer, site) for layer in source.layers for site in (Site.INPUT, Site.OUTPUT)]
+    entries = (source.entry(layer, site) for layer, site in keys)
+    return next((entry.shape[-1] for entry in entries if entry is not None), None)
 
 
 def _width(entry: Entry | None) -> int:

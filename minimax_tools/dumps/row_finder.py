@@ -5,8 +5,6 @@ B prompts, S their padded length, S' their padded length in the dump, H hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from minimax_tools.capture.source import CaptureSource
@@ -15,66 +13,29 @@ from minimax_tools.dumps.name_map import ATTENTION_MASK, INPUT_IDS, NameMap
 from minimax_tools.dumps.schedule import Padding, Schedule, TokenRows, word_lengths
 from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
 from minimax_tools.errors import CaptureError, IncomparableError
-from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.sites import ModelSite
 
 # Share of a token's channels that are equal if the embedding is the same token's.
 _LEAST_EQUAL = 0.99
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OtherSide:
-    """The batch that a dump is laid out as, and values that tell which of the dump's requests are its prompts."""
-
-    mask: torch.Tensor  # bool [B,S], True on real tokens
-    input_ids: torch.Tensor | None = None  # int64 [B,S]; None if they are not known
-    embedding: torch.Tensor | None = None  # [B,S,H]; None if it is not held
-    hidden_size: int | None = None  # H; None if no tensor of that width is held
-
-    @classmethod
-    def of(cls, source: CaptureSource) -> OtherSide | None:
-        """Read what a capture tells; None if it does not tell its real tokens."""
-        mask = source.read_attention_mask()
-        if mask is None:
-            return None
-        has_embedding = ModelSite.EMBEDDING in source.model_sites()
-        return cls(
-            mask=mask.bool(),
-            input_ids=source.read_input_ids(),
-            embedding=source.read(None, ModelSite.EMBEDDING) if has_embedding else None,
-            hidden_size=_hidden_size(source),
-        )
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Number of real tokens of each prompt."""
-        return tuple(int(row.sum()) for row in self.mask)
-
-    def prompts(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the real tokens of each prompt: of [B,S] or [B,S,F], one [n] or [n,F] for each."""
-        return [row[is_real] for row, is_real in zip(values, self.mask, strict=True)]
-
-
-def _hidden_size(source: CaptureSource) -> int | None:
-    keys: list[tuple[int | None, Site | ModelSite]] = [(None, ModelSite.EMBEDDING)]
-    keys += [(layer, site) for layer in source.layers for site in (Site.INPUT, Site.OUTPUT)]
-    entries = (source.entry(layer, site) for layer, site in keys)
-    return next((entry.shape[-1] for entry in entries if entry is not None), None)
-
-
-def find_rows(assembly: DumpAssembly, names: NameMap, *, other: OtherSide | None) -> TokenRows | None:
+def find_rows(
+    assembly: DumpAssembly, names: NameMap, *, other: CaptureSource | None, mask: torch.Tensor | None
+) -> TokenRows | None:
     """Find the rows of a dump that are real tokens, as map, dump or the other side tells; None if nothing does.
 
-    A schedule tells, for a dump that records its requests, the rows of each request in each pass.
+    `mask` is the other side's, bool [B,S]. A schedule tells, for a dump that records its requests, the rows of each
+    request in each pass.
 
     Raises:
         IncomparableError: The prompts are of other lengths than the other side's.
     """
-    other_lengths = () if other is None else other.lengths
+    other_lengths = () if mask is None else _lengths(mask)
     schedule = assembly.found.schedule
     if schedule is not None:
         requests = names.requests
-        if not requests and other is not None and not _tell_requests(schedule, other.lengths):
-            requests = _find_requests(assembly, schedule, other)
+        if not requests and other is not None and mask is not None:
+            requests = _find_requests(assembly, schedule, other, mask)
         lengths = names.lengths or other_lengths
         lengths = lengths or tuple(schedule.length(name) for name in requests or schedule.requests)
         _refuse_other_lengths(assembly, lengths, other_lengths)
@@ -133,14 +94,25 @@ def _tell_requests(schedule: Schedule, lengths: tuple[int, ...]) -> bool:
     return len(set(held)) == len(held) and not schedule.broken and sorted(held) == sorted(lengths)
 
 
-def _find_requests(assembly: DumpAssembly, schedule: Schedule, other: OtherSide) -> tuple[str, ...]:
+def _find_requests(
+    assembly: DumpAssembly, schedule: Schedule, other: CaptureSource, mask: torch.Tensor
+) -> tuple[str, ...]:
     """Find each prompt's request by its token ids, else by their embeddings; none if neither tells all of them.
 
-    A prompt that was run more often than it is wanted is not told.
+    None are looked for if lengths alone tell the requests. A prompt that was run more often than it is wanted is not
+    told.
     """
+    if _tell_requests(schedule, _lengths(mask)):
+        return ()
+    has_embedding = ModelSite.EMBEDDING in other.model_sites()
     for key, kind, values, are_same in (
-        (INPUT_IDS, TokenKind.NUMBER, other.input_ids, torch.equal),
-        (ModelSite.EMBEDDING, TokenKind.CHANNELS, other.embedding, _are_same_embeddings),
+        (INPUT_IDS, TokenKind.NUMBER, other.read_input_ids(), torch.equal),
+        (
+            ModelSite.EMBEDDING,
+            TokenKind.CHANNELS,
+            other.read(None, ModelSite.EMBEDDING) if has_embedding else None,
+            _are_same_embeddings,
+        ),
     ):
         site = assembly.found.sites.get((None, key))
         steps = {stretch.step for request in schedule.requests for stretch in schedule.stretches[request]}
@@ -151,7 +123,7 @@ def _find_requests(assembly: DumpAssembly, schedule: Schedule, other: OtherSide)
             rows = _scheduled_rows(schedule, (request,), (schedule.length(request),))
             held[request] = assembly.read_tokens(site, rows, kind=kind, what=str(key))
         chosen: list[str] = []
-        prompts = other.prompts(values)
+        prompts = [row[is_real] for row, is_real in zip(values, mask, strict=True)]
         for prompt in prompts:
             fitting = [
                 request

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.row_finder import OtherSide
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
-OTHER = OtherSide(mask=MASK)
+
+
+@pytest.fixture
+def other(other_side: Callable[..., Any]) -> Any:
+    """A side of two prompts, of 3 and 2 tokens."""
+    return other_side(mask=MASK)
 
 
 def save(folder: Path, name: str, tensor: torch.Tensor) -> None:
@@ -30,29 +36,29 @@ def read_map(folder: Path, text: str) -> NameMap:
     return NameMap.read(folder / "map.yaml")
 
 
-def test_flat_rows_are_padded_as_the_other_tensors_are(tmp_path: Path) -> None:
+def test_flat_rows_are_padded_as_the_other_tensors_are(tmp_path: Path, other: Any) -> None:
     save(tmp_path, "layers.0:output.0", torch.zeros(2, 4, 5))
     save(tmp_path, "layers.0.mlp.gate:output.0", torch.arange(8.0)[:, None])
-    capture = DumpCapture.open(tmp_path, NameMap()).aligned(OTHER)
+    capture = DumpCapture.open(tmp_path, NameMap()).laid_out_as(other)
     assert capture.read(0, Site.ROUTER_LOGITS)[..., 0].tolist() == [[0, 1, 2], [4, 5, 0]]
 
 
-def test_flat_rows_alone_tell_nothing(tmp_path: Path) -> None:
+def test_flat_rows_alone_tell_nothing(tmp_path: Path, other: Any) -> None:
     save(tmp_path, "layers.0.mlp.gate:output.0", torch.arange(8.0)[:, None])
-    capture = DumpCapture.open(tmp_path, NameMap()).aligned(OTHER)
+    capture = DumpCapture.open(tmp_path, NameMap()).laid_out_as(other)
     with pytest.raises(CaptureError, match="router_logits of layer 0.*nothing tells which rows are real"):
         capture.read(0, Site.ROUTER_LOGITS)
-    packed = DumpCapture.open(tmp_path, read_map(tmp_path, "rows: packed")).aligned(OTHER)
+    packed = DumpCapture.open(tmp_path, read_map(tmp_path, "rows: packed")).laid_out_as(other)
     assert packed.read(0, Site.ROUTER_LOGITS)[..., 0].tolist() == [[0, 1, 2], [3, 4, 0]]
 
 
-def test_residuals_beside_norms_are_recognised(tmp_path: Path) -> None:
+def test_residuals_beside_norms_are_recognised(tmp_path: Path, other: Any) -> None:
     delta, residual = torch.full((5, 2), 1.0), torch.full((5, 2), 3.0)
     for name in ("layers.0", "layers.0.post_attention_layernorm"):
         save(tmp_path, f"{name}:output.0", delta)
         save(tmp_path, f"{name}:output.1", residual)
     save(tmp_path, "layers.0.post_attention_layernorm:input.0", torch.full((5, 2), 9.0))
-    capture = DumpCapture.open(tmp_path, NameMap()).aligned(OTHER)
+    capture = DumpCapture.open(tmp_path, NameMap()).laid_out_as(other)
     assert capture.read(0, Site.OUTPUT)[0, 0, 0] == 4.0
     assert capture.read(0, Site.ATTN_RESIDUAL)[0, 0, 0] == 3.0
     assert capture.read(0, Site.POST_NORM)[0, 0, 0] == 1.0
@@ -67,17 +73,17 @@ def test_a_layers_input_is_the_output_before_it(tmp_path: Path) -> None:
     assert capture.model_sites() == (ModelSite.EMBEDDING,)
 
 
-def test_heads_are_laid_out_before_tokens(tmp_path: Path) -> None:
+def test_heads_are_laid_out_before_tokens(tmp_path: Path, other: Any) -> None:
     save(tmp_path, "layers.0.rotary:output.0", torch.arange(24).reshape(2, 3, 2, 2))
     text = 'sites: {q_rope: {from: "layers.{layer}.rotary", transpose: [0, 2, 1, 3]}}'
-    capture = DumpCapture.open(tmp_path, read_map(tmp_path, text)).aligned(OTHER)
+    capture = DumpCapture.open(tmp_path, read_map(tmp_path, text)).laid_out_as(other)
     heads = capture.read(0, Site.Q_ROPE)
     assert heads.shape == (2, 2, 3, 2)
     assert heads[0, 1].tolist() == [[2, 3], [6, 7], [10, 11]]
     assert not heads[1, :, 2].any()
 
 
-def test_lengths_of_its_own_lay_out_a_dump_alone(tmp_path: Path) -> None:
+def test_lengths_of_its_own_lay_out_a_dump_alone(tmp_path: Path, other_side: Callable[..., Any]) -> None:
     save(tmp_path, "layers.0:output.0", torch.arange(8.0).reshape(2, 4, 1))
     capture = DumpCapture.open(tmp_path, read_map(tmp_path, "lengths: [3, 2]\npadding: left"))
     assert capture.read(0, Site.OUTPUT)[..., 0].tolist() == [[1, 2, 3], [6, 7, 0]]
@@ -85,14 +91,14 @@ def test_lengths_of_its_own_lay_out_a_dump_alone(tmp_path: Path) -> None:
     assert mask is not None
     assert mask.tolist() == MASK.tolist()
     with pytest.raises(IncomparableError, match="is of other prompts than the capture on the other side"):
-        capture.aligned(OtherSide(mask=MASK.flip(0)))
+        capture.laid_out_as(other_side(mask=MASK.flip(0)))
 
 
-def test_single_prompt_per_pass_is_put_together(tmp_path: Path) -> None:
+def test_single_prompt_per_pass_is_put_together(tmp_path: Path, other: Any) -> None:
     for number, tensor in enumerate((torch.arange(4.0), torch.arange(10.0, 14.0))):
         folder = tmp_path / "dp0" / f"prefill_s4_{number}" / "layers.0.mlp"
         folder.mkdir(parents=True)
         torch.save(tensor[:, None], folder / "rank0.pt")
     names = read_map(tmp_path, "steps: [prefill_s4_0, prefill_s4_1]")
-    capture = DumpCapture.open(tmp_path, names).aligned(OTHER)
+    capture = DumpCapture.open(tmp_path, names).laid_out_as(other)
     assert capture.read(0, Site.MOE_DELTA)[..., 0].tolist() == [[0, 1, 2], [10, 11, 0]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ import torch
 from minimax_tools.dumps.assembly import batch_mask, lay_out
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.row_finder import OtherSide
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import Site
 
@@ -32,38 +33,46 @@ def write(directory: Path, lengths: tuple[int, ...]) -> torch.Tensor:
     return embedding
 
 
-def side(embedding: torch.Tensor, lengths: tuple[int, ...]) -> OtherSide:
-    mask = batch_mask(lengths)
-    return OtherSide(mask=mask, embedding=lay_out(embedding, mask), hidden_size=H)
+@pytest.fixture
+def side(other_side: Callable[..., Any]) -> Callable[[torch.Tensor, tuple[int, ...]], Any]:
+    """Makes a side of prompts of these lengths, given the embeddings [T,H] of their tokens."""
+
+    def make(embedding: torch.Tensor, lengths: tuple[int, ...]) -> Any:
+        mask = batch_mask(lengths)
+        return other_side(mask=mask, embedding=lay_out(embedding, mask))
+
+    return make
 
 
-def test_embeddings_tell_the_requests_among_others(tmp_path: Path) -> None:
+def test_embeddings_tell_the_requests_among_others(tmp_path: Path, side: Callable[..., Any]) -> None:
     embedding = write(tmp_path, (12, 9, 9))
     wanted = torch.cat((embedding[21:], embedding[:12]))
-    capture = DumpCapture.open(tmp_path, NameMap()).aligned(side(wanted, (9, 12)))
+    capture = DumpCapture.open(tmp_path, NameMap()).laid_out_as(side(wanted, (9, 12)))
     read = capture.read(0, Site.MOE_DELTA)
     assert torch.equal(read[0, :9], embedding[21:] * 2)
     assert torch.equal(read[1], embedding[:12] * 2)
 
 
-def test_equal_prompts_have_a_request_each(tmp_path: Path) -> None:
+def test_equal_prompts_have_a_request_each(tmp_path: Path, side: Callable[..., Any]) -> None:
     write(tmp_path, (12, 9, 9))
     folder = tmp_path / "dp0" / "prefill_s64_0"
     held = torch.load(folder / "model.embed_tokens/rank0.pt")
     held[21:30] = held[12:21]
     torch.save(held, folder / "model.embed_tokens/rank0.pt")
     wanted = held[12:21].repeat(2, 1)
-    capture = DumpCapture.open(tmp_path, NameMap()).aligned(side(wanted, (9, 9)))
+    capture = DumpCapture.open(tmp_path, NameMap()).laid_out_as(side(wanted, (9, 9)))
     experts = torch.load(folder / "model.layers.0.mlp/rank0.pt")
     assert torch.equal(capture.read(0, Site.MOE_DELTA), experts[12:30].unflatten(0, (2, 9)))
 
 
-def test_embeddings_are_read_only_if_lengths_do_not_tell(tmp_path: Path) -> None:
+def test_embeddings_are_read_only_if_lengths_do_not_tell(tmp_path: Path, side: Callable[..., Any]) -> None:
     embedding = write(tmp_path, (12, 9))
     capture = DumpCapture.open(tmp_path, NameMap())
     (tmp_path / "dp0/prefill_s64_0/model.embed_tokens/rank0.pt").unlink()
     wanted = torch.cat((embedding[12:], embedding[:12]))
-    assert torch.equal(capture.aligned(side(wanted, (9, 12))).read(0, Site.MOE_DELTA)[1], embedding[:12] * 2)
+    assert torch.equal(
+        capture.laid_out_as(side(wanted, (9, 12))).read(0, Site.MOE_DELTA)[1], embedding[:12] * 2
+    )
     # A prompt of 9 tokens may be the first 9 of the longer request.
     with pytest.raises(CaptureError, match=r"embed_tokens/rank0\.pt"):
-        capture.aligned(side(wanted[:9], (9,)))
+        capture.laid_out_as(side(wanted[:9], (9,)))
