@@ -25,11 +25,13 @@ from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.passes import PASSES_NAME, CachePair, ModelPasses
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.dumps.opening import open_source
+from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.opening import DumpReading, open_sides, open_source
 from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode, Run, model_run, sweep_run
@@ -264,6 +266,42 @@ def compare(golden: Path, command: Command, tmp_path: Path) -> Callable[..., tup
         return result.exit_code, json.loads(result.stdout)
 
     return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A dump laid out as the golden, of which every value is that of a run, bit for bit."""
+
+    source: CaptureSource
+    num_sites: int  # number of sites, counted in each layer, without the inputs of layers
+
+    def told(self, words: str) -> bool:
+        return any(words in note for note in self.source.notes)
+
+
+@pytest.fixture
+def reads_as(golden: Path, runs: dict[str, Capture], tmp_path: Path) -> Callable[..., Reading]:
+    """Reads a dump, which must hold the values of a run on all real tokens; `text` is the map's."""
+
+    def read(folder: Path, run: str = "right", text: str | None = None) -> Reading:
+        (tmp_path / "map.yaml").write_text(text or "")
+        names = NameMap.read(tmp_path / "map.yaml") if text else NameMap()
+        reading = DumpReading(names=names)
+        _, dump = open_sides(golden, folder, reference_reading=DumpReading(), target_reading=reading)
+        own, batch = runs[run], Batch.of(runs[run], dump)
+        keys = [(layer, site) for layer in dump.layers for site in dump.sites(layer)]
+        for layer, site in keys:
+            sides = (side.read(layer, site) for side in (dump, own))
+            assert torch.equal(*(batch.rows(side, site) for side in sides)), (layer, site)
+        for model_site in dump.model_sites():
+            held = dump.held_tokens(model_site)
+            rows = batch if held is None else Batch(held)
+            sides = (side.read(None, model_site) for side in (dump, own))
+            assert torch.equal(*(rows.rows(side, model_site) for side in sides)), model_site
+        inputs = [layer for layer, site in keys if site is Site.INPUT]
+        return Reading(source=dump, num_sites=len(keys) - len(inputs) + len(dump.model_sites()))
+
+    return read
 
 
 OpenLayer = Callable[..., Evaluation]

@@ -12,6 +12,7 @@ import click.testing
 import pytest
 import torch
 
+from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import Site
 from neuron.cli import main as mm2_test
 
@@ -124,15 +125,14 @@ class TestStream:
 
 
 class TestRows:
-    def test_rows_divided_among_ranks_are_joined(self, write: Any, compare: Any) -> None:
+    def test_rows_divided_among_ranks_are_joined(self, write: Any, reads_as: Any) -> None:
         """Sequence parallelism: in a prefill, each rank has the tokens of its part of the bucket."""
-        folder = write("swapped", num_ranks=2)
+        folder = write(num_ranks=2)
         for path in files(folder):
             if not path.parent.name.endswith(NO_HIDDEN):
                 part = torch.load(path).chunk(2)[int(path.stem.removeprefix("rank"))]
                 torch.save(part.clone(), path)
-        exit_code, record = compare(folder)
-        assert (exit_code, record["compared"], blamed(record)) == (1, COMPARED, [(1, "moe_delta")])
+        assert reads_as(folder).num_sites == COMPARED
 
     def test_ranks_rows_in_another_order_are_no_right_port(self, write: Any, compare: Any) -> None:
         folder = write(num_ranks=2)
@@ -142,28 +142,23 @@ class TestRows:
         exit_code, _ = compare(folder)
         assert exit_code != 0
 
-    @pytest.mark.parametrize(
-        ("run", "exit_code_wanted"), [pytest.param("right", 0, marks=pytest.mark.slow), ("swapped", 1)]
-    )
     def test_rows_of_all_replicas_are_cut_to_the_passes_own(
-        self, run: str, exit_code_wanted: int, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
     ) -> None:
         """Data parallelism: experts see the tokens of both replicas, each of which has one prompt."""
-        folder = tmp_path / run
+        folder = tmp_path / "dump"
         for row in (0, 1):
             chunk = [[(row, 0, (48, 33)[row])]]
-            dumps.write_vllm_neuron(tmp_path / f"{run}{row}", runs[run], passes=chunk)
-            (tmp_path / f"{run}{row}" / "dp0").rename(_made(folder) / f"dp{row}")
+            dumps.write_vllm_neuron(tmp_path / str(row), runs["right"], passes=chunk)
+            (tmp_path / str(row) / "dp0").rename(_made(folder) / f"dp{row}")
         for name in [path.parent.relative_to(folder / "dp0") for path in files(folder / "dp0", "*moe")]:
             both = torch.cat([torch.load(folder / f"dp{row}" / name / "rank0.pt") for row in (0, 1)])
             for row in (0, 1):
                 torch.save(both, folder / f"dp{row}" / name / "rank0.pt")
-        exit_code, record = compare(folder)
-        assert (exit_code, record["compared"]) == (exit_code_wanted, COMPARED)
-        assert [layer for layer, _ in blamed(record)] == [1] * exit_code_wanted
+        assert reads_as(folder).num_sites == COMPARED
 
     def test_whole_prompts_computed_anew_are_read_from_their_longest_pass(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
     ) -> None:
         """The side that transformers computes: without a cache, and decode passes as long as the text so far."""
         passes = [[(0, 0, 46)], [(0, 0, 47)], [(0, 0, 48)], [(1, 0, 32)], [(1, 0, 33)]]
@@ -177,12 +172,12 @@ class TestRows:
             name = f"{kind}{length}_0"
             (path / f"{name}_meta.json").write_text(json.dumps(meta | {"positions": list(range(length))}))
             path.rename(path.parent / name)
-        exit_code, record = compare(tmp_path / "dump")
-        assert (exit_code, record["compared"], blamed(record)) == (1, COMPARED, [(1, "moe_delta")])
-        assert told(record, "prefill_s32_0, prefill_s46_0, decode_b47_0: not read, because a longer pass")
+        reading = reads_as(tmp_path / "dump", "swapped")
+        assert reading.num_sites == COMPARED
+        assert reading.told("prefill_s32_0, prefill_s46_0, decode_b47_0: not read, because a longer pass")
 
     def test_sum_over_ranks_behind_the_projection_is_read_from_attention(
-        self, write: Any, compare: Any
+        self, write: Any, reads_as: Any
     ) -> None:
         folder = write("swapped", num_ranks=2)
         for path in files(folder, "*.o_proj"):
@@ -190,39 +185,28 @@ class TestRows:
             attention.mkdir(exist_ok=True)
             torch.save(torch.load(path), attention / path.name)
             torch.save(torch.load(path) * (0.25 if path.stem == "rank0" else 0.75), path)
-        exit_code, record = compare(folder)
-        assert (exit_code, record["compared"], blamed(record)) == (1, COMPARED, [(1, "moe_delta")])
+        assert reads_as(folder, "swapped").num_sites == COMPARED
 
     def test_replicas_may_count_their_requests_alike(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
     ) -> None:
         for row in (0, 1):
             chunk = [[(row, 0, (48, 33)[row])]]
             dumps.write_vllm_neuron(tmp_path / str(row), runs["swapped"], passes=chunk, names=("0", "0"))
             (tmp_path / str(row) / "dp0").rename(_made(tmp_path / "dump") / f"dp{row}")
-        exit_code, record = compare(tmp_path / "dump")
-        assert (exit_code, record["compared"], blamed(record)) == (1, COMPARED, [(1, "moe_delta")])
+        assert reads_as(tmp_path / "dump", "swapped").num_sites == COMPARED
 
-    def test_other_widths_in_other_passes_are_refused(self, write: Any, compare: Any) -> None:
+    def test_other_widths_in_other_passes_are_refused(self, write: Any, reads_as: Any) -> None:
         folder = write(passes=PASSES)
         decoding = folder / "dp0" / "decode_b64_0"
         change(decoding, "model.layers.1.block_sparse_moe", lambda held: held[:, :-1])
-        exit_code, record = compare(folder)
-        assert exit_code == 3
-        assert (
-            "moe_delta of layer 1 has other widths in other passes: expected one width, found 255, 256"
-            in (record["error"])
-        )
+        words = "moe_delta of layer 1 has other widths in other passes: expected one width, found 255, 256"
+        with pytest.raises(CaptureError, match=words):
+            reads_as(folder)
 
-    @pytest.mark.parametrize(
-        "embedding",
-        [
-            "padded",
-            *(pytest.param(name, marks=pytest.mark.slow) for name in ("of the model's width", "not held")),
-        ],
-    )
+    @pytest.mark.parametrize("embedding", LOST)
     def test_channels_of_zeros_behind_the_hidden_size_are_cut(
-        self, embedding: str, write: Any, compare: Any
+        self, embedding: str, write: Any, reads_as: Any, compare: Any
     ) -> None:
         def pad(held: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.pad(held, (0, 32)) if held.shape[-1] == 256 else held
@@ -234,31 +218,31 @@ class TestRows:
             is_whole = path.parent.name == "model.embed_tokens" and embedding != "padded"
             if not is_whole and not path.parent.name.endswith(NO_HIDDEN):
                 torch.save(pad(torch.load(path)), path)
-        exit_code, record = compare(folder)
         # Without it, neither itself nor the stream behind the first attention is known.
-        assert (exit_code, record["compared"]) == (0, COMPARED - LOST[embedding])
-        assert told(record, "proved: the hidden size is padded to 288; the last 32 channels are zero")
-        # Values there are the port's mistake.
-        change(folder, "model.layers.2.block_sparse_moe", lambda held: held + held.abs().amax())
-        exit_code, record = compare(folder)
-        assert (exit_code, blamed(record)) == (1, [(2, "moe_delta")])
+        reading = reads_as(folder)
+        assert reading.num_sites == COMPARED - LOST[embedding]
+        assert reading.told("proved: the hidden size is padded to 288; the last 32 channels are zero")
+        if embedding == "padded":
+            # Values there are the port's mistake.
+            change(folder, "model.layers.2.block_sparse_moe", lambda held: held + held.abs().amax())
+            exit_code, record = compare(folder)
+            assert (exit_code, blamed(record)) == (1, [(2, "moe_delta")])
 
-    def test_parts_of_the_vocabulary_are_joined(self, write: Any, compare: Any) -> None:
+    def test_parts_of_the_vocabulary_are_joined(self, write: Any, reads_as: Any) -> None:
         folder = write(num_ranks=2)
         for path in files(folder, "lm_head"):
             torch.save(torch.load(path).chunk(2, dim=-1)[int(path.stem.removeprefix("rank"))].clone(), path)
-        exit_code, record = compare(folder)
-        assert (exit_code, record["compared"]) == (0, COMPARED)
+        assert reads_as(folder).num_sites == COMPARED
         swapped = [torch.load(path) for path in files(folder, "lm_head")]
         for path, part in zip(files(folder, "lm_head"), reversed(swapped), strict=True):
             torch.save(part, path)
-        exit_code, record = compare(folder)
-        assert (exit_code, blamed(record)) == (1, [(None, "logits")])
+        with pytest.raises(AssertionError, match="logits"):
+            reads_as(folder)
 
 
 class TestPasses:
     def test_passes_without_tensors_and_other_requests_are_left_out(
-        self, dumps: Any, runs: Any, write: Any, compare: Any
+        self, dumps: Any, runs: Any, write: Any, reads_as: Any
     ) -> None:
         """A warm-up request of a prompt's length, one whose passes are not all held, and metadata alone."""
         folder = write()
@@ -274,9 +258,9 @@ class TestPasses:
         empty = folder / "dp0" / "decode_b2_0"
         empty.mkdir()
         (empty / "decode_b2_0_meta.json").write_text(json.dumps({"req_ids": [], "positions": [0, 0]}))
-        exit_code, record = compare(folder)
-        assert (exit_code, record["compared"]) == (0, COMPARED)
-        assert told(record, "1 pass holds no tensor, and is left out")
+        reading = reads_as(folder)
+        assert reading.num_sites == COMPARED
+        assert reading.told("1 pass holds no tensor, and is left out")
 
     def test_other_requests_are_left_out_also_where_a_dump_is_the_golden(
         self, dumps: Any, runs: Any, write: Any, compare: Any
@@ -292,28 +276,27 @@ class TestPasses:
         assert (exit_code, record["compared"]) == (1, COMPARED)
         assert [blame["layer"] for blame in record["blame"]] == [1]
 
-    def test_logits_of_a_prefills_last_tokens_and_of_all_rows_of_decoding_are_judged(
-        self, write: Any, compare: Any
+    def test_logits_of_a_prefills_last_tokens_and_of_all_rows_of_decoding_are_read(
+        self, write: Any, reads_as: Any
     ) -> None:
         """Decoding is padded to a bucket that is longer than the prompts together."""
         folder = write(passes=PASSES)
         for name in ("model.norm", "lm_head"):
             change(folder / "dp0" / "prefill_s128_0", name, lambda held: held[[45, 45 + 31]])
-        exit_code, record = compare(folder)
-        assert (exit_code, record["compared"]) == (0, COMPARED)
-        assert told(record, "logits: held of 6 tokens to sample from alone, which are judged")
+        reading = reads_as(folder)
+        assert reading.num_sites == COMPARED
+        assert reading.told("logits: held of 6 tokens to sample from alone, which are judged")
         change(folder / "dp0" / "decode_b64_1", "lm_head", lambda held: held.roll(1, -1))
-        exit_code, record = compare(folder)
-        assert (exit_code, blamed(record)) == (1, [(None, "logits")])
+        with pytest.raises(AssertionError, match="logits"):
+            reads_as(folder)
 
-    def test_target_model_of_speculative_decoding_is_read(self, write: Any, compare: Any) -> None:
+    def test_target_model_of_speculative_decoding_is_read(self, write: Any, reads_as: Any) -> None:
         folder = write(name="both/target").parent
         write("swapped", name="both/draft")
-        exit_code, record = compare(folder)
-        assert (exit_code, record["compared"]) == (0, COMPARED)
-        assert told(record, "target/ is read; draft/ is another model's")
-        exit_code, record = compare(folder / "draft")
-        assert (exit_code, blamed(record)) == (1, [(1, "moe_delta")])
+        reading = reads_as(folder)
+        assert reading.num_sites == COMPARED
+        assert reading.told("target/ is read; draft/ is another model's")
+        assert reads_as(folder / "draft", "swapped").num_sites == COMPARED
 
 
 class TestCapturedByHand:
@@ -329,25 +312,24 @@ class TestCapturedByHand:
             torch.save(torch.cat((tokens, padding)), module / "rank0.pt")
 
     def test_tensor_named_as_a_site_in_each_layer_is_that_site(
-        self, runs: Any, write: Any, compare: Any
+        self, runs: Any, write: Any, reads_as: Any, compare: Any
     ) -> None:
         folder = write()
         self.capture(folder, runs["right"], site=Site.Q_ROPE)
-        exit_code, record = compare(folder)
-        assert (exit_code, record["compared"]) == (0, COMPARED + 4)
+        assert reads_as(folder).num_sites == COMPARED + 4
         change(folder, "manual.q_rope_2", lambda held: held.roll(1, -1))
         exit_code, record = compare(folder)
         assert exit_code == 1
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(2, ["q_rope"])]
 
     def test_other_numbers_of_calls_are_not_taken_for_layers(
-        self, runs: Any, write: Any, compare: Any
+        self, runs: Any, write: Any, reads_as: Any
     ) -> None:
         folder = write()
         self.capture(folder, runs["right"], site=Site.Q_ROPE, layers=3)
-        exit_code, record = compare(folder)
-        assert (exit_code, record["compared"]) == (0, COMPARED)
-        assert told(record, "modules map to no site: manual.q_rope")
+        reading = reads_as(folder)
+        assert reading.num_sites == COMPARED
+        assert reading.told("modules map to no site: manual.q_rope")
 
 
 def test_show_prints_what_was_proved(write: Any, command: Command) -> None:
