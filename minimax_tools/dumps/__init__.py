@@ -19,8 +19,8 @@ one token of a tensor, and a map is a user's YAML about a dump.
 - `site_finder`: the sites found among a dump's pieces
 - `stream_proof`: the residual stream, found by what its tensors must satisfy
 - `found_sites`: the result of that search; the tokens that the rows of a rank's tensor are of
-- `schedule`: the tokens of each request in each pass
-- `row_finder`: the rows that are real tokens; the other capture, as far as it tells how a dump is to be read
+- `schedule`: the tokens of each request in each pass, and the rows of each prompt's tokens
+- `row_finder`: the rows that are real tokens, as the map, the dump or the other capture tells
 - `assembly`: real tokens taken out of tensors, put together from ranks and passes, and laid out as a batch
 - `placed_capture`: a capture whose sites have places in its files
 - `capture`: a dump as a capture, alone or with the caches of the same run; rows computed only for the tokens to sample

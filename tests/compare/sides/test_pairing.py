@@ -2,20 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.writer import open_capture
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Component, component_run, multi_layer_run, single_layer_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from minimax_tools.provenance import ModelFingerprint, Provenance
 from minimax_tools.results.results import Comparison, Verdict
 
 Judge = Callable[..., Comparison]
@@ -158,49 +155,3 @@ class TestFeed:
         target = copyist.device_run({(2, Site.INPUT): None}, run=sweep_run(Span(2, 4), sites_level="all"))
         with pytest.raises(IncomparableError, match="device does not hold the input of layer 2"):
             judge(target)
-
-
-class TestTwelveLayers:
-    """Captures of a few numbers: only names, order and counts are looked at."""
-
-    @staticmethod
-    def write(directory: Path, *, side: str, mask: torch.Tensor | None = None) -> Path:
-        ids = torch.arange(4)[None]
-        mask = torch.ones_like(ids) if mask is None else mask
-        inputs = Inputs(input_ids=ids, attention_mask=mask, position_ids=ids.clone(), source="a test")
-        run = sweep_run(Span(0, 12), sites_level="layer")
-        description = Description(
-            side=side,
-            run=run,
-            provenance=Provenance(
-                model=ModelFingerprint(spec_digest="0" * 64, tensors_digest="0" * 64, layers={}),
-                model_source="/models/MiniMax-M2",
-                backend="cpu",
-                device="cpu",
-                dtypes={"weights": "bfloat16"},
-                target="test",
-            ),
-            inputs_digest=inputs.digest(),
-            input_source=inputs.source,
-        )
-        with open_capture(directory, description, inputs=inputs) as writer:
-            for layer in run.span:
-                tensor = torch.full((1, 4, 8), float(layer + 1), dtype=torch.bfloat16)
-                writer.write(layer, {Site.INPUT: tensor, Site.OUTPUT: 2 * tensor})
-            writer.finish()
-        return directory
-
-    def test_layers_are_in_natural_order(self, tmp_path: Path, judge: Judge) -> None:
-        reference = self.write(tmp_path / "golden", side="gpu_reference")
-        target = self.write(tmp_path / "device", side="neuron")
-        comparison = judge(target, reference=reference)
-        assert [site.layer for site in comparison.sites] == list(range(12))
-        for pattern, layers in (("layer_1*", (1, 10, 11)), ("layer_?", tuple(range(10))), ("layer_1", (1,))):
-            assert judge(target, reference=reference, pattern=pattern).layers == layers
-
-    def test_batch_of_padding_alone_is_incomparable(self, tmp_path: Path, judge: Judge) -> None:
-        mask = torch.zeros((1, 4), dtype=torch.int64)
-        reference = self.write(tmp_path / "golden", side="gpu_reference", mask=mask)
-        target = self.write(tmp_path / "device", side="neuron", mask=mask)
-        with pytest.raises(IncomparableError, match="no token is real"):
-            judge(target, reference=reference)

@@ -160,6 +160,9 @@ class TestLayers:
     def test_layers_that_match_and_both_sides_have(self) -> None:
         assert self.select(Side(layers=(1, 2, 3)), Side(layers=(2, 3))) == (2, 3)
         assert self.select(Side(layers=(1, 2)), Side(layers=(2, 3)), "layer_2") == (2,)
+        twelve = Side(layers=tuple(range(12)))
+        for pattern, layers in (("layer_1*", (1, 10, 11)), ("layer_?", tuple(range(10))), ("layer_1", (1,))):
+            assert self.select(twelve, twelve, pattern) == layers
 
     @pytest.mark.parametrize(
         ("layers", "words"),
