@@ -40,7 +40,7 @@ def find_rows(
         lengths = lengths or tuple(schedule.length(name) for name in requests or schedule.requests)
         _refuse_other_lengths(assembly, lengths, other_lengths)
         requests = schedule.choose(lengths, named=requests, directory=assembly.found.dump.directory)
-        return _scheduled_rows(schedule, requests, lengths)
+        return schedule.rows(requests, lengths)
     dump_mask = _read_mask(assembly, names)
     lengths = names.lengths or other_lengths
     if dump_mask is not None:
@@ -79,15 +79,6 @@ def _refuse_other_lengths(
         )
 
 
-def _scheduled_rows(schedule: Schedule, requests: tuple[str, ...], lengths: tuple[int, ...]) -> TokenRows:
-    """Return the rows of the first `lengths` tokens of these requests, one request for each prompt."""
-    stretches = tuple(
-        tuple(stretch.up_to(length) for stretch in schedule.stretches[request] if stretch.start < length)
-        for request, length in zip(requests, lengths, strict=True)
-    )
-    return TokenRows(stretches=stretches, passes=schedule.passes)
-
-
 def _tell_requests(schedule: Schedule, lengths: tuple[int, ...]) -> bool:
     """Decide whether lengths alone tell the requests: there are no others, and each has a length of its own."""
     held = [schedule.length(request) for request in schedule.requests]
@@ -115,12 +106,12 @@ def _find_requests(
         ),
     ):
         site = assembly.found.sites.get((None, key))
-        steps = {stretch.step for request in schedule.requests for stretch in schedule.stretches[request]}
+        steps = set(schedule.rows(schedule.requests).steps)
         if values is None or site is None or not steps <= site.terms[0].steps:
             continue
         held = {}
         for request in schedule.requests:
-            rows = _scheduled_rows(schedule, (request,), (schedule.length(request),))
+            rows = schedule.rows((request,))
             held[request] = assembly.read_tokens(site, rows, kind=kind, what=str(key))
         chosen: list[str] = []
         prompts = [row[is_real] for row, is_real in zip(values, mask, strict=True)]

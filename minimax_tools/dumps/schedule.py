@@ -224,6 +224,16 @@ class Schedule:
                 )
         return chosen
 
+    def rows(self, requests: tuple[str, ...], lengths: tuple[int, ...] = ()) -> TokenRows:
+        """Return the rows of these requests, one for each prompt; with `lengths`, of so many tokens of each."""
+        return TokenRows(
+            stretches=tuple(
+                tuple(stretch.up_to(length) for stretch in self.stretches[request] if stretch.start < length)
+                for request, length in zip(requests, lengths or map(self.length, requests), strict=True)
+            ),
+            passes=self.passes,
+        )
+
     def _by_length(self, lengths: tuple[int, ...]) -> tuple[str, ...]:
         """Return the only request of each prompt's length; none if lengths do not tell them apart."""
         by_length: dict[int, list[str]] = defaultdict(list)

@@ -226,24 +226,16 @@ def _count_tokens(found: FoundSites) -> dict[str, int]:
     """Count the real tokens of each pass; if the dump does not tell them, take the first pass to have enough."""
     if found.schedule is None:
         return dict.fromkeys([step for group in found.passes for step in group][:1], _LEAST_TOKENS)
-    num_tokens: dict[str, int] = defaultdict(int)
-    for stretches in found.schedule.stretches.values():
-        for stretch in stretches:
-            num_tokens[stretch.step] += stretch.length
-    return num_tokens
+    rows = found.schedule.rows(found.schedule.requests)
+    return {step: sum(stretch.length for _, stretch in rows.in_pass(step)) for step in rows.steps}
 
 
 def _real_rows(found: FoundSites, step: str) -> torch.Tensor | None:
     """Return the rows of a pass that are real tokens, int64 [T]; None if the dump does not tell."""
     if found.schedule is None:
         return None
-    rows = [
-        range(stretch.row, stretch.row + stretch.length)
-        for stretches in found.schedule.stretches.values()
-        for stretch in stretches
-        if stretch.step == step
-    ]
-    return torch.tensor([row for stretch_rows in rows for row in stretch_rows])
+    in_pass = found.schedule.rows(found.schedule.requests).in_pass(step)
+    return torch.cat([torch.arange(stretch.row, stretch.row + stretch.length) for _, stretch in in_pass])
 
 
 def _name(stream: _Stream) -> str:

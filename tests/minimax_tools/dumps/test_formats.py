@@ -132,6 +132,13 @@ class TestMsprobe:
         assert read_dump(tmp_path, "msprobe").pieces == ()
 
 
+def save_sglang(folder: Path, name: str, index: int = 1, **meta: Any) -> None:
+    """Write a file of SGLang's dumper."""
+    full = {"step": 0, "rank": 0, "dump_index": index, "name": name}
+    file = "___".join(f"{key}={value}" for key, value in full.items()) + ".pt"
+    save({"value": TENSOR, "meta": full | meta}, folder / file)
+
+
 class TestSglang:
     @pytest.mark.parametrize(
         ("name", "tags", "module", "point", "element"),
@@ -159,17 +166,13 @@ class TestSglang:
     def test_names(
         self, name: str, tags: dict[str, int], module: str, point: str, element: str, tmp_path: Path
     ) -> None:
-        meta = {"step": 0, "rank": 0, "dump_index": 1, "name": name, **tags}
-        file = "___".join(f"{key}={value}" for key, value in meta.items()) + ".pt"
-        save({"value": TENSOR, "meta": meta}, tmp_path / file)
+        save_sglang(tmp_path, name, **tags)
         piece = only_piece(tmp_path, "sglang")
         assert (piece.module, piece.point, piece.element) == (module, point, element)
 
     def test_name_dumped_again_is_the_next_pass(self, tmp_path: Path) -> None:
         for index in (9, 10):
-            meta = {"step": 0, "rank": 0, "dump_index": index, "name": "norm"}
-            file = "___".join(f"{key}={value}" for key, value in meta.items()) + ".pt"
-            save({"value": TENSOR, "meta": meta}, tmp_path / file)
+            save_sglang(tmp_path, "norm", index)
         dump = read_dump(tmp_path, "sglang")
         assert [(piece.step, "dump_index=9_" in piece.file) for piece in dump.pieces] == [
             ("0", True),
@@ -178,9 +181,7 @@ class TestSglang:
 
     def test_batch_behind_the_last_module_is_of_the_last_pass(self, tmp_path: Path) -> None:
         for index, name in enumerate(("positions", "norm", "norm", "positions")):
-            meta = {"step": 0, "rank": 0, "dump_index": index, "name": name}
-            file = "___".join(f"{key}={value}" for key, value in meta.items()) + ".pt"
-            save({"value": TENSOR, "meta": meta}, tmp_path / file)
+            save_sglang(tmp_path, name, index)
         dump = read_dump(tmp_path, "sglang")
         assert [(piece.module, piece.step) for piece in dump.pieces] == [
             ("positions", "0"),
@@ -191,8 +192,7 @@ class TestSglang:
 
     def test_other_parallelism_is_refused(self, tmp_path: Path) -> None:
         info = {"tp_rank": 0, "tp_size": 1, "cp_rank": 0, "cp_size": 2}
-        meta = {"name": "x", "dims": "t[cp] h", "sglang_parallel_info": info}
-        save({"value": TENSOR, "meta": meta}, tmp_path / "step=0___rank=0___dump_index=1___name=x.pt")
+        save_sglang(tmp_path, "x", dims="t[cp] h", sglang_parallel_info=info)
         with pytest.raises(CaptureError, match=r"is divided along an axis.*of a run with cp"):
             read_dump(tmp_path, "sglang")
 
@@ -212,11 +212,9 @@ class TestSglang:
     def test_fact_of_another_kind_is_refused_by_name(
         self, changed: dict[str, Any], expected: str, tmp_path: Path
     ) -> None:
-        meta = {"step": 0, "rank": 0, "dump_index": 1, "name": "x", "sglang_parallel_info": None}
-        file = "step=0___rank=0___dump_index=1___name=x.pt"
-        save({"value": TENSOR, "meta": meta}, tmp_path / file)
+        save_sglang(tmp_path, "x", sglang_parallel_info=None)
         assert read_dump(tmp_path, "sglang").steps == ("0",)
-        save({"value": TENSOR, "meta": meta | changed}, tmp_path / file)
+        save_sglang(tmp_path, "x", **changed)
         with pytest.raises(
             CaptureError, match=rf"name=x\.pt is of another layout: expected {expected}, found"
         ):
