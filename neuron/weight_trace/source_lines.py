@@ -331,6 +331,9 @@ class NotedTensors(LayerTensors):
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # Lines of a family by which the way is chosen.
 _NUM_TRIED = 256
+# The way of single numbers, and the least share of them that must be found: a few numbers of any vector are those of
+# some expert's bias by chance, above all once both are in BF16.
+_SINGLE_NUMBERS, _LEAST_SINGLE = "1", 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -422,6 +425,10 @@ class PortLines:
         of_ways = {way: self._join(names, way) for way in self._sums[names[0]]}
         ways = [(way, direction) for way in of_ways for direction in Direction]
         shares = [_share_found(of_ways[way], direction, source) for way, direction in ways]
+        shares = [
+            0.0 if way == _SINGLE_NUMBERS and share < _LEAST_SINGLE else share
+            for share, (way, _) in zip(shares, ways, strict=True)
+        ]
         if not any(shares):
             return None
         way, direction = ways[shares.index(max(shares))]
