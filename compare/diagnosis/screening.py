@@ -234,20 +234,30 @@ def open_first(trial: Trial, null: Score) -> tuple[Trial, bool]:
     """Return the trial of the first tokens, and whether they may prove a mistake."""
     if len(trial.base.tokens) <= 1.5 * _FIRST_TOKENS:
         return trial, False
+    # A few rows may hold all wrong tokens: others say nothing of a mistake.
+    is_wrong = null.misfits.nan_to_num(0.0) >= PROOF_RHO**2
     # Only a large error is proved.
-    proving = _in_long_rows(trial, trial.settled, _PROVING_TOKENS) if null.leaves >= PROOF_RHO else None
+    proving = (
+        _in_few_rows(trial, trial.settled, is_wrong, _PROVING_TOKENS) if null.leaves >= PROOF_RHO else None
+    )
     if proving is not None:
         return proving, True
-    return _in_long_rows(trial, torch.ones_like(trial.settled), _FIRST_TOKENS) or trial, False
+    return _in_few_rows(trial, torch.ones_like(trial.settled), is_wrong, _FIRST_TOKENS) or trial, False
 
 
-def _in_long_rows(trial: Trial, is_chosen: torch.Tensor, most: int) -> Trial | None:
-    """Return the trial of some of the tokens, bool [T], in as few rows as hold so many; None if there are too few."""
+def _in_few_rows(trial: Trial, is_chosen: torch.Tensor, is_wrong: torch.Tensor, most: int) -> Trial | None:
+    """Return the trial of some of the chosen tokens, bool [T], in as few rows as hold so many; None if none do.
+
+    Rows with the most wrong tokens, bool [T], come first, the longest of them at the front.
+    """
     rows = trial.base.tokens // trial.base.attention_mask.shape[1]
-    counts = torch.bincount(rows[is_chosen], minlength=int(rows.max()) + 1)
+    num_rows = int(rows.max()) + 1
+    counts = torch.bincount(rows[is_chosen], minlength=num_rows)
+    num_wrong = torch.bincount(rows[is_chosen & is_wrong], minlength=num_rows)
     by_length = counts.argsort(descending=True, stable=True)
-    num_rows = int((counts[by_length].cumsum(0) < most).sum()) + 1
-    indices = (is_chosen & torch.isin(rows, by_length[:num_rows])).nonzero().flatten()
+    ranked = by_length[num_wrong[by_length].argsort(descending=True, stable=True)]
+    num_taken = int((counts[ranked].cumsum(0) < most).sum()) + 1
+    indices = (is_chosen & torch.isin(rows, ranked[:num_taken])).nonzero().flatten()
     return None if len(indices) < most else trial.select_tokens(indices[spread_evenly(len(indices), most)])
 
 
