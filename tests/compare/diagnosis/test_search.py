@@ -84,7 +84,8 @@ class Port:
         return replace(self, num_tokens=len(indices))
 
     def null(self) -> Score:
-        return self.score(SimpleNamespace(name="", is_named=True, mistakes=()), self.null_figures)
+        nothing = SimpleNamespace(name="", is_named=True, mistakes=())
+        return self.score(nothing, {"misfits": torch.zeros(self.num_tokens), **self.null_figures})
 
     @property
     def clues(self) -> Any:
