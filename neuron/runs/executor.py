@@ -37,8 +37,7 @@ from neuron.devices.runtime import Runtime, calls_to_host
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure, router_dtypes
 from neuron.ports.returned import PAST, find_key_values, find_output, require_past
-from neuron.ports.target import port_errors
-from neuron.ports.targets import find_target
+from neuron.ports.target import Target, port_errors
 from neuron.process.status import doing
 from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun, LayerTimes
 from neuron.runs.port_setup import PortSetup, RankExecutor, TensorEdit
@@ -218,15 +217,18 @@ def follow_layers(
     runtime: Runtime,
     *,
     folder: Path,
-    target: str,
+    kind: type[Target],
+    name: str,
     dtype: torch.dtype,
     inputs: Inputs,
     budget_bytes: int | None,
     edits: Mapping[str, TensorEdit],
 ) -> None:
     """Run this rank's part of every layer that the lead runs, in a setup like the lead's, until its block ends."""
+    target = kind.find(name)
+    assert target is not None, "the lead has found it by this name"
     setup = PortSetup(
-        target=find_target(target),
+        target=target,
         spec=ModelSpec.from_folder(folder),
         model_source=str(folder),
         dtype=dtype,
@@ -260,7 +262,8 @@ class LayerExecutor(RankExecutor):
         return partial(
             follow_layers,
             folder=self.reader.folder,
-            target=self.setup.target.name,
+            kind=type(self.setup.target),
+            name=self.setup.target.name,
             dtype=self.setup.dtype,
             inputs=self.setup.inputs,
             budget_bytes=self.setup.budget.limit_bytes,
