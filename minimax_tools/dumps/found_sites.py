@@ -128,9 +128,11 @@ class FoundSites:
     # What the layers' modules return first, by layer, where a format does not tell whether that is the whole output.
     layer_returns: Mapping[int, FoundSite] = field(default_factory=dict)
 
-    def count_rows(self, step: str) -> int:
-        """Count the rows of a pass by its layers' tensors: the smallest count, as [B,N,S,D] counts N times as many."""
-        counts = (
-            site.terms[0].count_rows(step) for (layer, _), site in self.sites.items() if layer is not None
-        )
-        return min((count for count in counts if count), default=0)
+    def count_rows(self, steps: tuple[str, ...], num_tokens: int) -> dict[str, int]:
+        """Count the rows of passes that follow each other, by a site whose rows add up to `num_tokens`.
+
+        No rows are counted if those of no site do: padding, or tokens that no site has, may be among them.
+        """
+        counts = ({step: site.terms[0].count_rows(step) for step in steps} for site in self.sites.values())
+        fitting = (of_site for of_site in counts if sum(of_site.values()) == num_tokens)
+        return next(fitting, dict.fromkeys(steps, 0))

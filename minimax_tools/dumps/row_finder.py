@@ -58,12 +58,18 @@ def find_rows(
             found=f"{len(groups)}",
             next_step="Name them as steps in a map: an inner list for passes that follow each other.",
         )
+    of_groups = (sum(lengths),) if len(groups) == 1 else lengths
+    # A mask file tells the rows of all prompts, also where each has passes of its own.
+    masks = () if dump_mask is None else (dump_mask,) if len(groups) == 1 else dump_mask.split(1)
     padding = Padding(
         side=names.padding,
         is_packed=_find_packing(assembly, names, num_prompts=len(lengths)),
-        masks={} if dump_mask is None else {groups[0][0]: dump_mask},
+        masks={group[0]: mask for group, mask in zip(groups, masks, strict=False)},
     )
-    counts = tuple({step: assembly.found.count_rows(step) for step in group} for group in groups)
+    counts = tuple(
+        assembly.found.count_rows(group, num_tokens)
+        for group, num_tokens in zip(groups, of_groups, strict=True)
+    )
     return TokenRows.divide(lengths, counts, padding)
 
 

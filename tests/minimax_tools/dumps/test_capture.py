@@ -102,3 +102,29 @@ def test_single_prompt_per_pass_is_put_together(tmp_path: Path, other: Any) -> N
     names = read_map(tmp_path, "steps: [prefill_s4_0, prefill_s4_1]")
     capture = DumpCapture.open(tmp_path, names).laid_out_as(other)
     assert capture.read(0, Site.MOE_DELTA)[..., 0].tolist() == [[0, 1, 2], [10, 11, 0]]
+
+
+def save_passes(folder: Path, module: str, *passes: torch.Tensor) -> None:
+    for number, tensor in enumerate(passes, start=1):
+        torch.save(tensor, folder / f"captured_tensors_cte_step_{number}_module_{module}_output.pt")
+
+
+def test_mask_file_tells_the_rows_of_prompts_in_passes_of_their_own(tmp_path: Path, other: Any) -> None:
+    save_passes(tmp_path, "layers.0.mlp", *torch.arange(8.0).reshape(2, 1, 4, 1))
+    torch.save(torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]]), tmp_path / "mask.pt")
+    names = read_map(tmp_path, "steps: [['1'], ['2']]\nattention_mask: mask.pt")
+    capture = DumpCapture.open(tmp_path, names, format_="nxdi").laid_out_as(other)
+    assert capture.read(0, Site.MOE_DELTA)[..., 0].tolist() == [[1, 2, 3], [6, 7, 0]]
+
+
+@pytest.mark.parametrize("others", [(), ((1, 4, 1), (1, 1, 1))], ids=["no layer", "a layer of fewer rows"])
+def test_chunks_are_told_by_any_site_that_has_all_tokens(
+    tmp_path: Path, others: tuple[tuple[int, ...], ...], other_side: Callable[..., Any]
+) -> None:
+    save_passes(
+        tmp_path, "embed_tokens", torch.arange(4.0)[None, :, None], torch.arange(4.0, 7.0)[None, :, None]
+    )
+    save_passes(tmp_path, "layers.0.mlp", *map(torch.ones, others))
+    capture = DumpCapture.open(tmp_path, read_map(tmp_path, "steps: [['1', '2']]"), format_="nxdi")
+    aligned = capture.laid_out_as(other_side(mask=torch.ones(1, 7, dtype=torch.bool)))
+    assert aligned.read(None, ModelSite.EMBEDDING)[0, :, 0].tolist() == list(range(7))
