@@ -99,9 +99,16 @@ def _parse_record(line: str, *, where: str, number: int) -> _Record:
         values = parse_json(line)
     except ValueError as error:
         raise UsageError(f"{where} is no JSON", found=str(error), next_step=_STEP) from error
+    if not isinstance(values, dict):
+        raise UsageError(
+            f"{where} is no sample of lm_eval",
+            expected="an object with arguments and resps",
+            found=shorten(repr(values)),
+            next_step=_STEP,
+        )
     try:
-        # A line without a number takes that of the line.
-        record = decode(_Record, {"doc_id": number, **values} if isinstance(values, dict) else values)
+        # A sample without a number takes that of its line.
+        record = decode(_Record, {"doc_id": number, **values})
     except DecodeError as error:
         raise _unreadable(where, error) from error
     return replace(record, is_right=_is_right(values, record.metrics))

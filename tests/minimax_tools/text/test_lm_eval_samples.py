@@ -124,7 +124,7 @@ def test_value_of_another_kind_is_refused_by_its_document(tmp_path: Path, change
     [
         ("{", "line 1 is no JSON"),
         ('{"doc_id": 0}', "line 1: its requests cannot be read"),
-        ("[1]", "line 1: its requests cannot be read"),
+        ("[1]", r"line 1 is no sample of lm_eval: expected an object .*, found \[1\]"),
         ('{"doc_id": 7, "arguments": [["a", {}]], "resps": []}', "doc 7: its requests cannot be read"),
     ],
 )
