@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.capture.manifest import Description, Manifest
+from minimax_tools.capture.manifest import Description, Entry, Manifest
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.resumption import (
+    add_part,
     find_free_directory,
     holds_same,
     is_numbered,
@@ -302,6 +303,15 @@ def test_parts_that_are_told_make_the_capture_of_one_process(
     writer.add_part(decode(Manifest, encode(other)))
     writer.finish()
     assert (tmp_path / "two/manifest.json").read_bytes() == (tmp_path / "one/manifest.json").read_bytes()
+
+
+def test_part_adds_the_digests_of_its_layers_alone(describe: Any) -> None:
+    files = {f"{group}.floor.safetensors": {} for group in ("layer_1", "layer_11", "model")}
+    begun = Manifest(description=describe())
+    part = replace(begun.with_digests(files), complete_layers=(1,))
+    assert list(add_part(begun, part).digests) == ["layer_1.floor.safetensors"]
+    part = part.with_layer(None, (Entry.of(None, "logits", file="model.safetensors", tensor=torch.ones(1)),))
+    assert list(add_part(begun, part).digests) == ["layer_1.floor.safetensors", "model.floor.safetensors"]
 
 
 def test_run_that_resumes_takes_parts_up_and_removes_them(
