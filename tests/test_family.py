@@ -371,6 +371,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.slow
 def test_no_shard_of_a_refused_hub_model_is_fetched(
     hub: Any, checkpoint: Path, golden: Path, tmp_path: Path, forked_python: Any
 ) -> None:

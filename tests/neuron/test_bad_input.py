@@ -281,6 +281,7 @@ class TestOutput:
         refused(result, "thesis is not empty and holds no capture", "another --output-dir", exit_code=3)
         assert (directory / "chapter.tex").read_text() == "years of work"
 
+    @pytest.mark.slow
     def test_no_space_left(self, forked_python: Any, toy: Path, tmp_path: Path) -> None:
         disk = tmp_path / "disk"
         disk.mkdir()

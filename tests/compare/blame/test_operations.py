@@ -234,6 +234,7 @@ def run_port(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 class TestPorts:
+    @pytest.mark.slow
     def test_wrong_rotation_is_one_cause_in_every_report(
         self, run_port: Callable[[str], Path], toy: Path, golden: Path, command: Any, tmp_path: Path
     ) -> None:

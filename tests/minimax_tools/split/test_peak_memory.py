@@ -68,6 +68,7 @@ def measure(folder: Path, tiny: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_components_loaded_by_themselves_take_their_own_memory_and_nothing_twice(
     large: Path, make: Callable[..., Any]
 ) -> None:

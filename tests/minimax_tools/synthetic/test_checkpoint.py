@@ -248,6 +248,7 @@ def test_a_tensor_of_odd_shape_is_readable(tmp_path: Path) -> None:
     assert tensors[layer_prefix(1) + CORRECTION_BIAS].shape == (3,)
 
 
+@pytest.mark.slow
 def test_memory_stays_far_below_a_shard(tmp_path: Path) -> None:
     program = (
         "import resource, sys, torch\n"

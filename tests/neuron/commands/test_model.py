@@ -249,6 +249,7 @@ def test_an_input_is_stored_only_where_another_layer_did_not_make_it(judged: Cal
     assert torch.equal(capture.read(2, Site.INPUT), capture.read(1, Site.OUTPUT))
 
 
+@pytest.mark.slow
 def test_the_suspect_layer_runs_alone_and_its_mistake_is_named(judged: Callable[[str], Judged]) -> None:
     run = judged(SWAPPED)
     record = run.record
@@ -304,6 +305,7 @@ def test_a_token_chosen_at_padding_is_named(judged: Callable[[str], Judged]) -> 
     assert (finding["number"], finding["mistake"]) == (0, "padding_sampled")
 
 
+@pytest.mark.slow
 def test_live_padding_of_the_vocabulary_is_named(run_model: Any) -> None:
     result, record = run_model(LIVE_PADDING.replace("PADDING", "0.0"))
     assert result.exit_code == 1

@@ -77,6 +77,7 @@ def test_gives_bit_for_bit_what_the_port_gives_at_every_site(run_traced: Any, tr
     assert {site: torch.equal(own[site], compiled[site]) for site in own} == dict.fromkeys(own, True)
 
 
+@pytest.mark.slow
 def test_is_judged_by_a_golden_with_a_file_for_each_layer(
     trace: Trace, run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_file_says_what_it_holds(trace: Trace, small: Path, tmp_path: Path) -> N
         assert json.loads(archive.read(_description(archive)))["layer"] == 2
 
 
+@pytest.mark.slow
 def test_effect_of_the_sites_is_told(trace: Trace, small: Path, write_port: Any, tmp_path: Path) -> None:
     arguments = (*ROWS, "--check-capture")
     assert json.loads(trace(small, "--target", "reference", *arguments).stdout)["effect_of_sites"] == 0

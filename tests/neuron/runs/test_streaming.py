@@ -219,6 +219,7 @@ class TestReadingAhead:
                 counts.append(reader.num_bytes_read)
         assert counts[0] == counts[1]
 
+    @pytest.mark.slow
     def test_is_off_by_itself_where_memory_does_not_hold_it_and_says_so(
         self, toy: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -295,6 +295,7 @@ def test_a_mistake_of_a_part_is_proved(inspect: Inspect, name: str) -> None:
     assert wrong[0].startswith(text)
 
 
+@pytest.mark.slow
 def test_experts_have_the_numbers_of_the_checkpoint_though_a_smaller_layer_was_traced(
     command: Any, toy: Path, write_port: Any
 ) -> None:

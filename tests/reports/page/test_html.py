@@ -43,8 +43,11 @@ class TestReading:
     @pytest.mark.parametrize(
         "name",
         [
-            *("nonfinite", "chained"),
-            *(pytest.param(name, marks=pytest.mark.slow) for name in ("passing", "warning", "failing")),
+            "nonfinite",
+            *(
+                pytest.param(name, marks=pytest.mark.slow)
+                for name in ("chained", "passing", "warning", "failing")
+            ),
         ],
     )
     def test_every_chart_is_drawn_and_the_console_stays_empty(
@@ -66,6 +69,7 @@ class TestReading:
         assert opened.text("#origins tr.differs").startswith("≠\tbackend\tcuda\tneuron")
         assert opened.text("#uncompared p") == "Every site that the run declares was compared."
 
+    @pytest.mark.slow
     def test_sites_that_were_not_compared_are_told(
         self, show: Show, plan: Plan, unexposed: Comparison
     ) -> None:
@@ -159,6 +163,7 @@ class TestChoosing:
 
 
 class TestDiagnosis:
+    @pytest.mark.slow
     def test_without_a_name_the_place_comes_before_the_hints(
         self,
         show: Show,
@@ -187,6 +192,7 @@ class TestDiagnosis:
         assert opened.page.locator("#diagnosis tr.named").count() == 0
         assert "hints" not in failing_page.text("#diagnosis")
 
+    @pytest.mark.slow
     def test_figures_do_not_overlap_on_a_phone(
         self, show: Show, plan: Plan, makers: Mapping[str, Any], failing: Comparison
     ) -> None:
@@ -209,6 +215,7 @@ class TestAppearance:
         assert box is not None
         assert box["x"] + box["width"] <= width
 
+    @pytest.mark.slow
     def test_dark_mode_is_dark_and_charts_follow(
         self, show: Show, plan: Plan, failing: Comparison, failing_page: Opened
     ) -> None:
@@ -262,6 +269,7 @@ class TestEscaping:
             origins=(OriginRow(name=HOSTILE, golden=HOSTILE, port="b"),),
         )
 
+    @pytest.mark.slow
     def test_text_of_captures_is_text(
         self, show: Show, plan: Plan, failing: Comparison, makers: Mapping[str, Any]
     ) -> None:
@@ -292,6 +300,7 @@ class TestEscaping:
         assert opened.page.locator("img").count() == 0
         assert opened.console == []
 
+    @pytest.mark.slow
     def test_policy_lets_no_other_script_run(self, show: Show, plan: Plan, failing: Comparison) -> None:
         opened = show(plan(failing))
         opened.page.evaluate(
