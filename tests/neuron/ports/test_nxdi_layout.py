@@ -56,6 +56,23 @@ def weights(
 
 
 class TestOneRank:
+    def test_projections_and_norms_are_renamed(self, spec: ModelSpec, layer: LayerTensors) -> None:
+        stored = {
+            "qkv_proj.q_proj": "q_proj",
+            "o_proj.o_proj": "o_proj",
+            "k_norm": "k_norm",
+            "q_layernorm": "q_norm",
+        }
+        places = {
+            f"{ATTENTION}{place}.weight": tuple(layer[f"{ATTENTION}{name}.weight"].shape)
+            for place, name in stored.items()
+        }
+        found = weights(spec, layer, **places, input_layernorm__weight=(H,))
+        assert torch.equal(found.pop("input_layernorm.weight"), layer["input_layernorm.weight"])
+        assert found.keys() == places.keys()
+        for place, name in stored.items():
+            assert torch.equal(found[f"{ATTENTION}{place}.weight"], layer[f"{ATTENTION}{name}.weight"])
+
     def test_fused_projection_has_rows_of_q_then_k_then_v(self, spec: ModelSpec, layer: LayerTensors) -> None:
         [found] = weights(spec, layer, self_attn__Wqkv__weight=((N + 2 * K) * D, H)).values()
         assert torch.equal(found, torch.cat([layer[f"{ATTENTION}{name}_proj.weight"] for name in "qkv"]))

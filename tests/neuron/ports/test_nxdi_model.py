@@ -18,7 +18,7 @@ from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.spec import ModelSpec
 from neuron.ports.cpu_mode import ModelClasses
-from neuron.ports.nxdi_model import NxdiModelTarget
+from neuron.ports.nxdi_model import NxdiModelTarget, captured_modules
 from neuron.ports.target import ModelBatch
 
 TESTS = Path(__file__).parents[2]
@@ -273,6 +273,14 @@ def test_compiled_application_gives_what_the_cpu_gives(
     assert "Leave out --tp-degree, and set tp_degree in mm2_neuron_config" in ranks
     # 14 sites of each of 4 layers, embedding and final norm; [B,S,H] without the bucket's padding.
     assert sites == f"{4 * 14 + 2} 2 22 64"
+
+
+def test_captured_modules_are_those_with_sites_in_all_layers() -> None:
+    in_layer = ["", ".self_attn", ".self_attn.o_proj"]
+    without_sites = ["layers", "layers.0.self_attn.rotary_emb", "layers.1", "lm_head", "sampler"]
+    present = ["embed_tokens", *(f"layers.0{name}" for name in in_layer), "norm", *without_sites]
+    of_layers = [f"layers.{layer}{name}" for name in in_layer for layer in range(2)]
+    assert captured_modules(present, num_layers=2) == ["embed_tokens", *of_layers, "norm"]
 
 
 def test_classes_are_those_of_the_first_layer_and_around_the_layers() -> None:
