@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.pickled import read_pickled_header
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import PICKLED_SUFFIXES, SAFETENSORS_SUFFIX
 from minimax_tools.errors import CheckpointError, Mm2Error, UsageError
@@ -59,7 +60,9 @@ def read_seed_file(path: Path, *, device: torch.device) -> ModelPart:
     require_golden_extra("a split model")
     description = _read_description(path)
     config = make_causal_config(description.config, where=path)
-    with CheckpointReader(path.parent, index=TensorIndex.from_file(path)) as reader:
+    # Whatever its suffix: torch wrote it.
+    index = TensorIndex.of(path.parent, read_pickled_header(path))
+    with CheckpointReader(path.parent, index=index) as reader:
         part = _make_part(path, description, num_hidden_layers=config.num_hidden_layers)
         division = Division.of(config, Implementation(dtype=first_dtype(reader)))
         tensors = stored_weights(reader, reader.index.names, dtype=division.implementation.dtype)

@@ -112,6 +112,13 @@ def test_file_comes_before_the_folder_of_its_name(whole: Any, tmp_path: Path) ->
     assert SplitModel.load(tmp_path / "bottom.pt").part.role == "trunk"
 
 
+def test_file_of_any_suffix_is_read(whole: Any, input_ids: torch.Tensor, tmp_path: Path) -> None:
+    content = {**facts(whole, "bottom"), "state_dict": state_dict(whole, "bottom", renumbered=True)}
+    torch.save(content, tmp_path / "bottom.ckpt")
+    with torch.no_grad():
+        assert SplitModel.load(tmp_path / "bottom.ckpt")(input_ids).shape == (2, 9, 32)
+
+
 class Trap:
     """Runs a command where it is unpickled."""
 
