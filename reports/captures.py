@@ -159,8 +159,8 @@ def render_capture(
 ) -> str:
     """Draw a capture as text: its run, then a table for each layer, or a line for each if there are many.
 
-    Without `shows_statistics`, the tables are left out, and no tensor is read. For
-    `inspection` see `capture_record`.
+    Without `shows_statistics`, the tables are left out, and no tensor is read. For `inspection` see
+    `capture_record`.
     """
     canvas = Canvas()
     listing = source.listing()

@@ -31,9 +31,8 @@ class LayerValues(Protocol):
     attention_mask: torch.Tensor  # 1 on real tokens: int64 [B,S]
     position_ids: torch.Tensor  # int64 [B,S]
     tokens: torch.Tensor  # chosen tokens, as indices into the flattened batch of B·S tokens: int64 [T]
-    decode_start: (
-        int  # first column of S that is decoded, with cached keys and values of `base`; S if none is
-    )
+    # First column of S that is decoded, with cached keys and values of `base`; S if none is
+    decode_start: int
 
     @property
     def base(self) -> LayerValues:
