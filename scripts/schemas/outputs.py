@@ -127,6 +127,8 @@ class _File:
                 own = properties.get(name, {}).get("description", "")
                 properties[name] = described(self._read(value), own)
         for name in _names(declared.get("without")):
+            if name not in properties:
+                raise ValueError(f"{description or declared}: there is no key {name} to be without")
             del properties[name]
         return described(record(properties, optional=sorted(optional)), description)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from compare.catalogue.cache import CACHE_MISTAKES
@@ -10,6 +12,8 @@ from compare.catalogue.decoding import DECODING_MISTAKES
 from compare.catalogue.outside import MODEL_CATALOGUE
 from compare.catalogue.words import Place, read_words, require_known
 from minimax_tools.errors import UsageError
+
+PAGE = Path(__file__).parents[3] / "docs" / "diagnosis.md"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,12 @@ def test_each_mistake_has_words_and_each_words_a_mistake(place: Place, names: li
     for words in read_words(place).values():
         assert words.what.endswith(".")
         assert words.look_at
+
+
+def test_page_counts_the_mistakes() -> None:
+    layer, outside = (len(read_words(place)) for place in (Place.LAYER, Place.OUTSIDE))
+    told = f"{layer + outside} mistakes that real ports had: {layer} in a layer, {outside} outside the layers"
+    assert told in PAGE.read_text(encoding="utf-8")
 
 
 def test_unknown_name_is_refused_with_a_near_one() -> None:
