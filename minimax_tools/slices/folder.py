@@ -8,13 +8,21 @@ Sources are safetensors or torch files (`.bin`), slices are safetensors or one t
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from typing import BinaryIO
 
-from minimax_tools.checkpoint.header import TensorEntry, divide_into_shards, encode_header
+from minimax_tools.checkpoint.header import (
+    ByteRange,
+    TensorEntry,
+    divide_into_shards,
+    encode_header,
+    join_ranges,
+)
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import CheckpointError, UsageError, list_faults
@@ -34,6 +42,10 @@ from minimax_tools.slices.description import (
 )
 from minimax_tools.slices.stored_weights import StoredWeights
 from minimax_tools.stored_dtype import SAFETENSORS_NAMES
+
+# Bytes copied by one call: small enough to react to an interrupt, large enough to cost no time.
+_PIECE_BYTES = 64 << 20
+_BUFFER_BYTES = 1 << 20
 
 # The source's index files are not copied: a slice has its own index.
 _INDEX_SUFFIX = ".index.json"
@@ -259,8 +271,52 @@ def _require_files(folder: Path, sizes: Mapping[str, int], *, named: Path, step:
 def _write_safetensors(path: Path, entries: Sequence[TensorEntry]) -> None:
     with path.open("wb") as file:
         file.write(encode_header(entries))
-        for entry in entries:
-            file.writelines(read_pieces(entry))
+        # All files of a source have one format.
+        if entries[0].is_pickled:
+            for entry in entries:
+                file.writelines(read_pieces(entry))
+            return
+        file.flush()
+        for path_of_source, ranges in groupby(join_ranges(entries), key=lambda byte_range: byte_range.file):
+            with _open_source(path_of_source) as source:
+                for byte_range in ranges:
+                    _copy_range(byte_range, source.fileno(), file.fileno())
+
+
+def _open_source(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be opened", found=str(error), next_step="Fetch the file again."
+        ) from error
+
+
+def _copy_range(byte_range: ByteRange, source: int, target: int) -> None:
+    """Append a range of an open file to another.
+
+    Raises:
+        CheckpointError: The source has become shorter.
+    """
+    start = byte_range.start
+    while start < byte_range.stop:
+        size_bytes = min(byte_range.stop - start, _PIECE_BYTES)
+        try:
+            # The kernel copies, without loading the bytes into this process.
+            count = os.copy_file_range(source, target, size_bytes, start)
+        except (AttributeError, OSError):
+            count = 0
+        if count == 0:
+            # Another system, two file systems, or the source's end.
+            count = os.write(target, os.pread(source, min(size_bytes, _BUFFER_BYTES), start))
+        if count == 0:
+            raise CheckpointError(
+                f"{byte_range.file} became shorter",
+                expected=f"bytes {byte_range.start} to {byte_range.stop}",
+                found=f"an end at {start}",
+                next_step="Fetch the file again.",
+            )
+        start += count
 
 
 def _write_index(folder: Path, cut: SliceCut) -> None:
