@@ -437,7 +437,7 @@ def test_a_source_that_is_cut_short_meanwhile_leaves_nothing(
     with pytest.raises(CheckpointError, match=f"{shard.name} became shorter: expected bytes .* found an end"):
         write_slice(made, tmp_path / "a")
     shard.unlink()
-    with pytest.raises(CheckpointError, match=f"cannot be read from .*{shard.name}: found .*No such file"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} cannot be opened"):
         write_slice(made, tmp_path / "a")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
