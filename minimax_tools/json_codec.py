@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import reprlib
 import sys
 import types
@@ -44,6 +45,11 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 
 class DecodeError(ValueError):
     """A record of another form than expected; the message names each place and the expected form."""
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a figure, or None if it is infinite or NaN, which JSON does not have."""
+    return value if math.isfinite(value) else None
 
 
 def encode(value: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from minimax_tools.json_codec import finite_or_none
 from minimax_tools.results.results import Verdict
 from minimax_tools.text_enum import TextEnum
 from reports.wording import word_figure
@@ -86,11 +86,6 @@ class MistakeProof:
         """The site that was the furthest off, of those that were not replaced; None if none has a figure."""
         measured = [site for site in self.sites if not site.is_replaced and site.before is not None]
         return max(measured, key=lambda site: site.before or 0.0, default=None)
-
-
-def finite_or_none(value: float) -> float | None:
-    """Return a figure, or None if it is not finite: JSON has no other."""
-    return value if math.isfinite(value) else None
 
 
 def not_provable(reason: str, next_step: str = "", *, before: Verdict | None = None) -> MistakeProof:

@@ -27,7 +27,6 @@ from compare.diagnosis.proof import (
     ProofWay,
     SiteProof,
     StageProof,
-    finite_or_none,
     not_provable,
 )
 from compare.diagnosis.score import FAINT_RHO, Score, is_explanation, most_left
@@ -37,7 +36,7 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights, GoldenWeights, WeightSource
 from minimax_tools.capture.run_commands import RunCommands
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.json_codec import decode
+from minimax_tools.json_codec import decode, finite_or_none
 from minimax_tools.machine.json_file import parse_json
 from minimax_tools.machine.progress import NoProgress
 from minimax_tools.machine.stops import run_child

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, divergence
+from minimax_tools.json_codec import finite_or_none
 from minimax_tools.reference.rounded_model import FLIP_SHARES
 from minimax_tools.results.prompt_results import DifferingChoice, PhaseResult, PhaseShare, PromptResult
 from minimax_tools.text.answered_prompts import AnsweredPrompt
@@ -236,9 +237,9 @@ class PromptJudge:
         found = {*tokens[is_beyond].tolist(), *(choice.token for choice in choices)}
         return PhaseResult(
             tokens=tuple(tokens.tolist()),
-            divergences=tuple(map(_finite, divergences.tolist())),
+            divergences=tuple(map(finite_or_none, divergences.tolist())),
             noises=tuple(noises.tolist()),
-            excesses=tuple(map(_finite, excesses.tolist())),
+            excesses=tuple(map(finite_or_none, excesses.tolist())),
             beyond=tuple(tokens[is_beyond].tolist()),
             flipped=tuple(sorted({*beyond_exact, *(choice.token for choice in of_exact)} - found)),
             share_outside=float((~(from_exact <= noises)).double().mean()),
@@ -288,8 +289,4 @@ def _sum_likelihood(logits: TokenLogits) -> float | None:
     """Return the summed log-probability of the tokens that follow; None if there are none, or it is not finite."""
     if not logits.num_tokens:
         return None
-    return _finite(float(logits.following_log_probability().sum()))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return finite_or_none(float(logits.following_log_probability().sum()))

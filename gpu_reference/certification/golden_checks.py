@@ -15,6 +15,7 @@ import torch
 
 from minimax_tools.capture.manifest import Check, Outcome
 from minimax_tools.errors import list_faults
+from minimax_tools.json_codec import finite_or_none
 from minimax_tools.model.sites import Site
 
 
@@ -64,9 +65,7 @@ class Worst:
             return Check(name=self.name, outcome=Outcome.NOT_CHECKED, found=self.missing)
         found = f"{statement} by at most {self.figure:.2g}, at {self.where}; allowed {self.limit:.2g}"
         check = claim(self.name, is_right=self.figure <= self.limit, found=found)
-        # The manifest is JSON, which has no infinity and no NaN.
-        figure = self.figure if math.isfinite(self.figure) else None
-        return replace(check, figure=figure, limit=self.limit)
+        return replace(check, figure=finite_or_none(self.figure), limit=self.limit)
 
 
 def claim(name: str, *, is_right: bool, found: str) -> Check:

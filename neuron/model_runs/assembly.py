@@ -5,7 +5,6 @@ B prompts, S columns of the golden's batch, s columns of a pass, N heads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,6 +13,7 @@ import torch
 
 from minimax_tools.capture.passes import CachePair, Choice, LogitsForm, MisplacedLogits
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.json_codec import finite_or_none
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import head_name
@@ -180,8 +180,7 @@ def list_choices(model_pass: Pass, result: PassResult) -> list[Choice]:
                 row=row,
                 chosen=chosen,
                 likeliest=best,
-                # JSON has no infinity and no NaN.
-                behind=behind if math.isfinite(behind) else None,
+                behind=finite_or_none(behind),
                 rank=int((logits[row] > logits[row, chosen]).sum()) if is_token else logits.shape[-1],
                 columns=_columns_of_choice(result.logits[row], chosen),
                 last_column=int(model_pass.last_columns[row]) if result.logits.shape[1] > 1 else 0,
