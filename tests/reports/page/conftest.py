@@ -185,7 +185,7 @@ def failing_page(show: Callable[..., Opened], failing: Comparison) -> Opened:
 
 @pytest.fixture
 def opened(failing_page: Opened) -> Iterator[Opened]:
-    """The same page; what a test did to it is undone behind it."""
+    """Page of the failing comparison, for one test; what this did to it is undone behind it."""
     yield failing_page
     page = failing_page.page
     page.emulate_media(media="screen", color_scheme="light")
