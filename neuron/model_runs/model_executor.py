@@ -43,8 +43,7 @@ from neuron.ports.returned import (
     past_argument,
     require_decoding,
 )
-from neuron.ports.target import ModelBatch, PortEndError, eager_module, port_errors
-from neuron.ports.targets import find_model_target
+from neuron.ports.target import ModelBatch, ModelTarget, PortEndError, eager_module, port_errors
 from neuron.process.status import doing
 from neuron.runs.port_setup import ModelSetup, RankExecutor
 
@@ -75,7 +74,8 @@ def follow_passes(
     runtime: Runtime,
     *,
     folder: Path,
-    target: str,
+    kind: type[ModelTarget],
+    name: str,
     dtype: torch.dtype,
     sites: tuple[Site, ...],
     batch: ModelBatch | None,
@@ -83,7 +83,7 @@ def follow_passes(
 ) -> None:
     """Run this rank's part of every pass that the lead runs, in a setup like the lead's, until its block ends."""
     setup = ModelSetup(
-        target=find_model_target(target),
+        target=kind.find_again(name),
         spec=ModelSpec.from_folder(folder),
         model_source=str(folder),
         folder=folder,
@@ -122,7 +122,8 @@ class ModelExecutor(RankExecutor):
         return partial(
             follow_passes,
             folder=self.setup.folder,
-            target=self.setup.target.name,
+            kind=type(self.setup.target),
+            name=self.setup.target.name,
             dtype=self.setup.dtype,
             sites=self.setup.sites,
             batch=self._batch,

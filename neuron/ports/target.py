@@ -131,6 +131,13 @@ class Port(ABC):
             TargetError: The file, the module or the name in it does not exist or cannot be imported.
         """
 
+    @classmethod
+    def find_again(cls, name: str) -> Self:
+        """Find, on another rank, the port that the lead has found by this name; raise as `find` does."""
+        found = cls.find(name)
+        assert found is not None, "the lead has found it by this name"
+        return found
+
     @property
     def build_dtype(self) -> torch.dtype | None:
         """Default dtype while the port is built; None for the run's dtype."""

@@ -225,10 +225,8 @@ def follow_layers(
     edits: Mapping[str, TensorEdit],
 ) -> None:
     """Run this rank's part of every layer that the lead runs, in a setup like the lead's, until its block ends."""
-    target = kind.find(name)
-    assert target is not None, "the lead has found it by this name"
     setup = PortSetup(
-        target=target,
+        target=kind.find_again(name),
         spec=ModelSpec.from_folder(folder),
         model_source=str(folder),
         dtype=dtype,
