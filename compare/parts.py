@@ -1,18 +1,22 @@
-"""ComparedPart: one layer, the embedding or the head, judged, with the sites that are to blame in it."""
+"""ComparedPart: one layer, the embedding or the head, judged, with the sites that are to blame in it.
+
+- A layer that passes is proved right by its end: the experts' sum, or the output, shows its mistakes.
+- A failure in another tool's dump is undecided if the dump lacks the layer's input: the input may be what differs.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TypeVar
 
 from compare.blame.blame import blame_layer, excused_sites
 from compare.blame.location import locate_blamed
 from compare.blame.recompute import Recomputed, RecomputingJudge
 from compare.blame.second_look import SecondLook, look_again
 from compare.chains.curve import measure_point
-from compare.judging.coverage import is_proved, leave_undecided
 from compare.judging.layer_judge import LayerJudge, measure_golden_site
 from compare.judging.model_judge import ModelJudge
 from compare.model_runs.cache import CacheJudgement, judge_cache
@@ -27,6 +31,12 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame, CurvePoint, SiteResult, SiteStatus
 
 logger = logging.getLogger(__name__)
+
+SiteKind = TypeVar("SiteKind", Site, ModelSite)
+
+# Sites behind the experts; either shows the layer's mistakes. One in the last residual add does not show in
+# `moe_delta`; it shows in the next layer's input in a dump.
+_ENDS = (Site.MOE_DELTA, Site.OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,3 +327,46 @@ def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) ->
         status, reason = SiteStatus.NOT_JUDGED, "not run: the run stopped before it"
     results = tuple(SiteResult(layer=layer, site=site, status=status, reason=reason) for site in sites)
     return ComparedPart(layer=layer, results=results, is_stopped=bool(sites) and not target.is_complete)
+
+
+def is_proved(results: Sequence[SiteResult]) -> bool:
+    """Decide whether the end of a layer was judged; `results` are those of its sites, in execution order."""
+    if not results:
+        # A range of layers in an older layout (`LegacyCapture`): its first layer holds an input alone, so nothing of it
+        # can be judged. The output of its last layer is.
+        return True
+    by_site = {Site(result.site): result for result in results}
+    # A run of a component, such as attention, has neither of `_ENDS`: its last site is its end.
+    ends = [by_site[site] for site in _ENDS if site in by_site] or [results[-1]]
+    return any(end.status.is_compared for end in ends)
+
+
+def leave_undecided(
+    results: Mapping[SiteKind, SiteResult], target: CaptureSource
+) -> dict[SiteKind, SiteResult]:
+    """Leave failures undecided, if the capture's format may omit inputs.
+
+    `results` are those of a part (a layer, or what is outside the layers) whose input was not captured: the caller
+    checks that. NaN, infinity, wrong shapes and missing sites still fail. A result that does not change is returned as
+    the same object.
+    """
+    if not target.may_omit_inputs:
+        return dict(results)
+    return {
+        site: _undecided(result) if _may_be_inherited(result) else result for site, result in results.items()
+    }
+
+
+def _may_be_inherited(result: SiteResult) -> bool:
+    """Decide whether a wrong input can cause a failure: values or experts were compared, and no NaN was found."""
+    if result.status is not SiteStatus.FAIL:
+        return False
+    if result.routing is not None:
+        return True
+    metrics = result.judged_metrics
+    return metrics is not None and not metrics.num_nonfinite_target
+
+
+def _undecided(result: SiteResult) -> SiteResult:
+    reason = f"{result.reason}; its inputs are not held"
+    return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)

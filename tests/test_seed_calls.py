@@ -14,7 +14,7 @@ from minimax_tools.model.architecture import ParamMapper
 from minimax_tools.slices.slice_plans import ModelSplitter, SplitConfig, SplitPlan
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory
-from minimax_tools.split.shard_loader import ShardLoader
+from minimax_tools.split.part_loading import ShardLoader
 
 LEARNED = str(Path(__file__).parent / "models" / "learned")
 

@@ -13,14 +13,14 @@ from functools import cached_property
 
 import torch
 
-from compare.judging.derived_choice import (
+from compare.judging.judge import judge_values, measure_golden
+from compare.judging.port_choice import (
     DerivedChoice,
+    Replay,
     derive_choice,
     find_contradictions,
     find_nearest_choice,
 )
-from compare.judging.judge import judge_values, measure_golden
-from compare.judging.replay import Replay
 from compare.judging.routing import (
     RouterNoise,
     align_by_expert,

@@ -3,7 +3,6 @@
 - `node`: machines that can hold a slice; a node and the parts of the model that it holds; ways to divide layers, by
   memory, by throughput or by hand
 - `cost`: bytes, parameters and FLOPs of the model's parts; the costs of a model, computed from its tensors' shapes
-- `model_memory`: the bytes of a model's parts in BF16 and in float32
 - `planners`: the division of layers among nodes
 - `planned_slice`: the part of a model that one node holds, with the places of its tensors
 - `plan`: all slices of a model, as a value and as a file; the check that a plan is whole and matches its checkpoint

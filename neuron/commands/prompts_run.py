@@ -37,8 +37,7 @@ from neuron.devices.runtime import Runtime, open_runtime
 from neuron.model_runs.model_executor import ModelExecutor
 from neuron.options import PromptOptions, name_port
 from neuron.ports.targets import find_model_target
-from neuron.prompt_runs.following import Follower
-from neuron.prompt_runs.prompt_run import PortRecord, PromptRun, trust_golden
+from neuron.prompt_runs.prompt_run import Follower, PortRecord, PromptRun, trust_golden
 from neuron.runs.port_setup import ModelSetup
 from reports.prompts import prompts_record, render_followed, render_prompts
 

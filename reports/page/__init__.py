@@ -4,8 +4,6 @@
   logits; a diagnosis in words
 - `heat_map`: every site's figures, layer by layer
 - `origins`: the provenance of both sides, row by row
-- `charts`: its charts by section: their data and titles
-- `glossary`: the words that the page explains, as in docs/sites.md
-- `html`: the page as a file
+- `html`: the page as a file, with its charts and the words that it explains, as in docs/sites.md
 - `assets/`: template, specifications of the charts, style sheet, script, and a link to docs/sites.md
 """

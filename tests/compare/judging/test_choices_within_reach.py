@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.judging.derived_choice import find_nearest_choice
+from compare.judging.port_choice import find_nearest_choice
 from compare.judging.routing import RouterNoise
 from compare.noise.rows import Rows, Squares
 from minimax_tools.metrics.noise_floor import choice_margin

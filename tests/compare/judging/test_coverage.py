@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.judging.coverage import is_proved, leave_undecided
+from compare.parts import is_proved, leave_undecided
 from minimax_tools.metrics.pair_metrics import compare_tensors
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import RoutingResult, SiteResult, SiteStatus

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.judging.derived_choice import DerivedChoice, derive_choice, find_contradictions
+from compare.judging.port_choice import DerivedChoice, derive_choice, find_contradictions
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE
 

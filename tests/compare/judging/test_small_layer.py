@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compare.judging.layer_judge import LayerJudge
-from compare.judging.replay import Replay
+from compare.judging.port_choice import Replay
 from compare.judging.routing import align_by_expert, align_by_size
 from compare.limits.criteria import OUTPUTS_ALONE, Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.model.architecture import PART_EMBEDDING, PART_HEAD, PART_NORM, ParamMapper, part_of
-from minimax_tools.split.shard_loader import ShardLoader
+from minimax_tools.split.part_loading import ShardLoader
 
 NUM_LAYERS = 4
 KINDS = pytest.mark.parametrize("kind", ["safetensors", "bin"])

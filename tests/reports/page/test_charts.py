@@ -7,8 +7,8 @@ import pytest
 
 from minimax_tools.results.results import BlameGroup, Comparison
 from reports.data import to_json
-from reports.page.charts import Chart, draw_charts
 from reports.page.evidence import Evidence, Report
+from reports.page.html import Chart, draw_charts
 from reports.views import blame_rows
 
 Plan = Callable[..., Report]

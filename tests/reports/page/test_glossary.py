@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from minimax_tools.model.sites import ModelSite, Site
-from reports.page.glossary import GLOSSARY, SITE_MEANINGS, explain_place, explain_sentence
+from reports.page.html import GLOSSARY, SITE_MEANINGS, explain_place, explain_sentence
 
 REPOSITORY = Path(__file__).parents[3]
 

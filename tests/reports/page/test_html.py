@@ -11,9 +11,8 @@ import pytest
 
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteStatus
-from reports.page.charts import draw_charts
 from reports.page.evidence import Report
-from reports.page.glossary import SITE_MEANINGS
+from reports.page.html import SITE_MEANINGS, draw_charts
 from reports.page.origins import OriginRow
 
 HOSTILE = (
