@@ -62,6 +62,9 @@ def judge_in_stages(
         raise UsageError(
             "--quick chooses the rows of a golden to make", found="--golden", next_step="Leave one out."
         )
+    if golden is not None:
+        # A folder that is none ends the command now, not behind the weights.
+        Capture.open(golden)
     output_dir.mkdir(parents=True, exist_ok=True)
     named = name_port(target=target, backend=backend, dtype=dtype, ranks=Ranks(degree=tp_degree))
     source_digest = find_target(target).source_digest

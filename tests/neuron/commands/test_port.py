@@ -277,3 +277,11 @@ def test_stage_that_cannot_be_carried_out_ends_the_call(judge: Judge, tmp_path: 
     record = json.loads(result.stdout)
     assert record["verdict"] == "incomparable"
     assert [(stage["stage"], stage["exit_code"]) for stage in record["stages"]] == [("weights", 3)]
+
+
+def test_folder_that_is_no_golden_ends_it_before_the_first_stage(toy: Path, tmp_path: Path) -> None:
+    words = ["port", "--model", str(toy), "--golden", str(tmp_path), "--output-dir", str(tmp_path / "out")]
+    result = click.testing.CliRunner().invoke(mm2_test, words)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert f"no capture at {tmp_path}" in result.stderr
+    assert not (tmp_path / "out").exists()
