@@ -17,9 +17,7 @@ from minimax_tools.capture.further import (
 )
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.recorder import copy_to_host
-from minimax_tools.capture.writer import open_capture
 from minimax_tools.errors import CaptureError, TargetError, UsageError
-from minimax_tools.model.inputs import Inputs
 
 STATES = torch.arange(4.0).reshape(1, 2, 2)
 
@@ -73,17 +71,18 @@ def test_values_are_those_of_the_place() -> None:
     assert torch.equal(kept["context"], STATES * 2)
 
 
-@pytest.mark.parametrize("text", ["name", "=:output", "a b=moe", "a.b=moe", "a=moe:out", "a=moe[0:2]"])
-def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(UsageError):
-        FurtherPlace.parse(text)
-
-
-def test_names_are_told_apart() -> None:
-    with pytest.raises(UsageError, match="has the name of a site"):
-        FurtherPlace.parse("moe_delta=moe")
-    with pytest.raises(UsageError, match="two further outputs have one name: a=moe, a=attn"):
-        parse_further(["a=moe", "a=attn"])
+@pytest.mark.parametrize(
+    ("texts", "fault"),
+    [
+        *((text, "cannot be read") for text in ("name", "=:output", "a b=moe", "a.b=moe", "a=moe:out")),
+        ("a=moe[0:2]", "cannot be cut"),
+        ("moe_delta=moe", "has the name of a site"),
+        ("a=moe a=attn", "two further outputs have one name: a=moe, a=attn"),
+    ],
+)
+def test_other_texts_are_refused(texts: str, fault: str) -> None:
+    with pytest.raises(UsageError, match=fault):
+        parse_further(texts.split())
 
 
 @pytest.mark.parametrize("text", ["a=spare", "a=:output[2]", "a=:output[9]", "a=attention:output[other]"])
@@ -102,13 +101,11 @@ def test_pieces_of_ranks_are_joined_by_their_layout_or_kept_apart() -> None:
     assert set(plain.join([first, {}], what="the layer")) == {"a.rank0"}
 
 
-def test_they_are_stored_beside_the_sites_with_digests(
-    describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Any
-) -> None:
+def test_they_are_stored_beside_the_sites_with_digests(recipe: Any, tmp_path: Any) -> None:
     kept = {"cache.0": torch.ones(2, 3), "cache.1": torch.zeros(2, 3)}
-    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
-        writer.write(0, layer_of(0), further=kept)
-        writer.write(1, layer_of(1))
+    with recipe.open(tmp_path) as writer:
+        writer.write(0, recipe.layer(0), further=kept)
+        writer.write(1, recipe.layer(1))
     capture = Capture.open(tmp_path)
     assert (capture.further(0), capture.further(1)) == (("cache.0", "cache.1"), ())
     assert torch.equal(capture.read_further(0, "cache.0"), kept["cache.0"])

@@ -17,10 +17,9 @@ from minimax_tools.capture.recorder import (
 )
 from minimax_tools.capture.taps import Tap
 from minimax_tools.errors import TargetError
-from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.sites import Site
 
-INPUTS = pad_rows([[1, 2, 3], [4, 5, 6]], padding_side="right", buckets=(), pad_token_id=0, source="a test")
+BATCH = (2, 3)
 
 
 class Inner(nn.Module):
@@ -125,14 +124,16 @@ def test_fed_columns_leave_the_padding_of_a_bucket_as_it_is() -> None:
         (Site.ROUTER_EXPERTS, (6, 2), (2, 3, 2)),
         (Site.OUTPUT, (2, 3, 4), (2, 3, 4)),
         (Site.OUTPUT, (5, 4), (5, 4)),
-        (Site.Q_ROPE, (6, 4, 3, 2), (6, 4, 3, 2)),
+        # Without a head's width, shapes do not tell heads from tokens.
+        *((Site.Q_ROPE, shape, shape) for shape in ((2, 4, 3, 5), (2, 3, 3, 5), (6, 4, 3, 2), (6, 20))),
+        *((Site.Q_ROPE, shape, shape) for shape in ((2, 5, 4, 3), (3, 2, 4, 5))),
     ],
 )
 def test_flat_rows_become_a_batch_and_nothing_else_changes(
     site: Site, shape: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    shaped = shape_to_batch(site, tensor, INPUTS.batch_shape)
+    shaped = shape_to_batch(site, tensor, BATCH)
     assert tuple(shaped.shape) == expected
     assert torch.equal(shaped.flatten(), tensor.flatten())
 
@@ -140,15 +141,9 @@ def test_flat_rows_become_a_batch_and_nothing_else_changes(
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (6, 4, 5), (2, 3, 20), (6, 20)])
 def test_heads_come_before_tokens(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(120.0).reshape(shape)
-    shaped = shape_to_batch(Site.Q_ROPE, tensor, INPUTS.batch_shape, head_dim=5)
+    shaped = shape_to_batch(Site.Q_ROPE, tensor, BATCH, head_dim=5)
     assert torch.equal(shaped, tensor.view(2, 3, 4, 5).transpose(1, 2))
     assert shaped.is_contiguous()
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 3, 3, 5), (2, 5, 4, 3), (3, 2, 4, 5), (6, 20)])
-def test_heads_that_shapes_do_not_tell_from_tokens_stay(shape: tuple[int, ...]) -> None:
-    tensor = torch.ones(shape)
-    assert shape_to_batch(Site.Q_ROPE, tensor, INPUTS.batch_shape) is tensor
 
 
 def test_wide_unsigned_integers_are_recorded_as_signed_ones() -> None:
@@ -167,7 +162,7 @@ def test_fed_heads_take_the_layout_of_what_was_there(shape: tuple[int, ...]) -> 
         output = module(torch.zeros(shape))
     assert tuple(output.shape) == shape
     recorded = recorder.tensors[Site.Q_ROPE]
-    assert torch.equal(shape_to_batch(Site.Q_ROPE, recorded, INPUTS.batch_shape, head_dim=5), fed)
+    assert torch.equal(shape_to_batch(Site.Q_ROPE, recorded, BATCH, head_dim=5), fed)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 4, 3), (2, 4, 6, 5)])
@@ -214,6 +209,7 @@ def test_a_site_that_is_computed_in_parts_cannot_be_replaced() -> None:
 B, S, F, N = 2, 6, 16, 4
 STATES = torch.arange(float(B * S * F)).view(B, S, F)
 HEADS = torch.arange(float(B * N * S * F)).view(B, N, S, F)
+TOKENS_FIRST = HEADS.transpose(1, 2)
 WHOLE = {Site.POST_NORM: Calls(tensors=(STATES,))}
 
 
@@ -235,12 +231,12 @@ def columns(tensor: torch.Tensor, *sizes: int, dim: int = 1) -> tuple[torch.Tens
         (Site.MOE_DELTA, STATES.flatten(0, 1)[None].split(5, dim=1), STATES.flatten(0, 1)),
         (Site.Q_ROPE, (HEADS[:1], HEADS[1:]), HEADS),
         (Site.Q_ROPE, columns(HEADS, 4, 2, dim=2), HEADS),
-        (Site.Q_ROPE, columns(HEADS.transpose(1, 2), 4, 2), HEADS.transpose(1, 2)),
-        (
-            Site.Q_ROPE,
-            HEADS.transpose(1, 2).flatten(0, 1).split(5),
-            HEADS.transpose(1, 2).flatten(0, 1),
-        ),
+        (Site.Q_ROPE, columns(TOKENS_FIRST, 4, 2), TOKENS_FIRST),
+        (Site.Q_ROPE, TOKENS_FIRST.flatten(0, 1).split(5), TOKENS_FIRST.flatten(0, 1)),
+        # What is computed again counts once.
+        (Site.MOE_DELTA, (STATES, STATES), STATES),
+        (Site.MOE_DELTA, (STATES[:1], STATES[:1], STATES[1:], STATES[1:]), STATES),
+        (Site.MOE_DELTA, (STATES[:1], STATES[1:], STATES[:1], STATES[1:]), STATES),
     ],
 )
 def test_calls_that_add_up_are_joined_in_their_order(
@@ -265,37 +261,15 @@ def test_other_calls_are_left_out(calls: tuple[torch.Tensor, ...]) -> None:
     assert join(Site.MOE_DELTA, *calls) is None
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        (STATES, STATES),
-        (STATES[:1], STATES[:1], STATES[1:], STATES[1:]),
-        (STATES[:1], STATES[1:], STATES[:1], STATES[1:]),
-    ],
-)
-def test_what_is_computed_again_counts_once(calls: tuple[torch.Tensor, ...]) -> None:
-    joined = join(Site.MOE_DELTA, *calls)
-    assert joined is not None
-    assert torch.equal(joined, STATES)
-
-
-class TestFlatCallsOfEvenSizes:
-    """Calls of 4 tokens: the first 4 of row 0, or 2 columns of both rows."""
-
-    LOGITS = -STATES
-
-    def test_inputs_tell_their_order(self) -> None:
-        for parts in (
-            self.LOGITS.flatten(0, 1).split(4),
-            tuple(part.flatten(0, 1) for part in self.LOGITS.split(2, dim=1)),
-        ):
-            inputs = tuple(-part[:, :NUM_TRACED] for part in parts[1:])
-            joined = join(Site.ROUTER_LOGITS, *parts, inputs=inputs)
-            assert joined is not None
-            assert torch.equal(joined.view(B, S, F), self.LOGITS)
-
-    def test_without_inputs_that_tell_they_are_left_out(self) -> None:
-        parts = self.LOGITS.flatten(0, 1).split(4)
-        unknown = tuple(torch.zeros(4, NUM_TRACED) for _ in parts[1:])
-        assert join(Site.ROUTER_LOGITS, *parts) is None
-        assert join(Site.ROUTER_LOGITS, *parts, inputs=unknown) is None
+def test_inputs_tell_the_order_of_flat_calls_of_even_sizes() -> None:
+    logits = -STATES
+    # 4 tokens: the first 4 of row 0, or 2 columns of both rows.
+    of_rows = logits.flatten(0, 1).split(4)
+    of_columns = tuple(part.flatten(0, 1) for part in logits.split(2, dim=1))
+    for parts in (of_rows, of_columns):
+        joined = join(Site.ROUTER_LOGITS, *parts, inputs=tuple(-part[:, :NUM_TRACED] for part in parts[1:]))
+        assert joined is not None
+        assert torch.equal(joined.view(B, S, F), logits)
+    unknown = tuple(torch.zeros(4, NUM_TRACED) for _ in of_rows[1:])
+    assert join(Site.ROUTER_LOGITS, *of_rows) is None
+    assert join(Site.ROUTER_LOGITS, *of_rows, inputs=unknown) is None
