@@ -367,4 +367,8 @@ def _untested(results: Sequence[StageResult]) -> list[dict[str, Any]]:
         for one in (result.record or {}).get("untested", [])
         if one["by"] not in _JUDGES
     ]
-    return [one for place, one in enumerate(found) if one not in found[:place]]
+    # Two stages leave out the same, each with its own command for it: the first is enough.
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in found:
+        first.setdefault((one["what"], one["detail"]), one)
+    return list(first.values())

@@ -184,6 +184,7 @@ def test_right_port_goes_on_to_a_chain(judge: Judge, tmp_path: Path) -> None:
     assert (
         "\n".join((f"PASS: {target}", *(f"  {line}" for line in lines), "", "Not tested: ")) in first.stdout
     )
+    assert first.stdout.splitlines()[-1].count("several ranks") == 1
 
 
 @pytest.mark.slow
