@@ -84,8 +84,8 @@ class CacheCapture(CaptureSource):
             if _head_shapes(cache) != _head_shapes(first):
                 raise CaptureError(
                     f"{path} is of other layers or heads than {first_path}",
-                    expected=f"{len(first)} layers with the heads and head_dim there",
-                    found=f"{len(cache)} layers",
+                    expected=_name_heads(first),
+                    found=_name_heads(cache),
                     next_step=_AGAIN,
                 )
         return cls(directory, caches)
@@ -188,6 +188,12 @@ def _num_tokens(cache: _Cache) -> int:
 def _head_shapes(cache: _Cache) -> dict[int, tuple[int, int]]:
     """Return K and D of each layer."""
     return {layer: (keys.shape[1], keys.shape[3]) for layer, (keys, _) in cache.items()}
+
+
+def _name_heads(cache: _Cache) -> str:
+    """Return how many layers a cache has, and their kinds of heads."""
+    kinds = dict.fromkeys(_head_shapes(cache).values())
+    return f"{len(cache)} layers of {' or '.join(f'{heads} heads of {width}' for heads, width in kinds)}"
 
 
 def _check_pair(pair: Any, *, what: str) -> tuple[torch.Tensor, torch.Tensor]:

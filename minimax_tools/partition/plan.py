@@ -293,7 +293,7 @@ class PartitionPlan:
             values = read_own_json(path, object_hook=None if tensors_of is None else drop_others)
             version = decode(int, values["schema_version"])
             if version != SCHEMA_VERSION:
-                raise ValueError(f"version {version}, not {SCHEMA_VERSION}")
+                raise ValueError(f"another mm2 wrote it: version {version}; this one reads {SCHEMA_VERSION}")
             plan = decode(cls, values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise UsageError(

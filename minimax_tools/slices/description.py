@@ -65,7 +65,7 @@ class SliceDescription:
             record = read_own_json(folder / SLICE_FILE)
             version = decode(int, record["schema_version"])
             if version != SCHEMA_VERSION:
-                raise ValueError(f"version {version}, not {SCHEMA_VERSION}")
+                raise ValueError(f"another mm2 wrote it: version {version}; this one reads {SCHEMA_VERSION}")
             # `decode` ignores the key of the version.
             return decode(cls, record)
         except (OSError, ValueError, KeyError, TypeError) as error:
