@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from faults.baseline import Baseline, BaselineRequest, open_baseline
-from faults.pairs import pair_plants
-from faults.plant import Plant
+from faults.plant import Plant, pair_plants
 from faults.planted import PLANTS, choose_plants
 from faults.proofs import ProofCase, Proofs, can_be_undone
 from faults.runs import may_show

@@ -4,15 +4,13 @@ The port and its mistakes:
 
 - `arithmetic`: the layer's arithmetic in stages, each of them right; the weights that they compute with
 - `port`: the target that computes with this arithmetic
-- `plant`: one mistake as a value
+- `plant`: one mistake as a value: functions that replace stages, a site's value or weights; two mistakes in one port
 - `planted`: all mistakes, and the equivalents
-- `norms`, `rotary`, `attention`, `router`, `experts`, `fp8`: mistakes that the diagnosis has a name for
+- `attention`, `experts`: mistakes that the diagnosis has a name for
 - `uncatalogued`: mistakes that it has no name for
-- `replaced`: mistakes as functions that replace stages, a site's value or weights
 - `reported`: ports of public reports, for `bench_names.py`
 - `lookalikes`: mistakes that look like entries of the catalogue and are none, for `bench_names.py`
 - `equivalents`: changes that give the same layer
-- `pairs`: two mistakes in one port
 - `model_ports`: all planted whole ports; their code lies in `scripts/whole_ports`
 - `model_judging`: a planted whole port run and judged
 

@@ -1,4 +1,4 @@
-"""Arithmetic of a device port of MiniMax-M2's layer, in stages; a planted mistake overrides one of them.
+"""Arithmetic of a device port of MiniMax-M2's layer, in stages; a planted mistake replaces one of them.
 
 It is plain PyTorch with the numerics of a device port: q, k and v are fused, experts are grouped.
 B prompts, S tokens of this pass (its rows), P tokens of the past, H hidden, K kv heads, D head_dim.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,17 +63,11 @@ class Stages:
     Args:
         config: Quantities of the model, with Hugging Face's names.
         weights: The module that holds the weights.
-        parameters: Parameters of the mistake; a stage reads them as attributes of `self.parameters`.
     """
 
-    def __init__(self, config: Any, weights: FusedWeights, **parameters: Any) -> None:
+    def __init__(self, config: Any, weights: FusedWeights) -> None:
         self.config = config
         self.weights = weights
-        self.parameters = SimpleNamespace(**parameters)
-
-    def number(self, name: str) -> float:
-        """Read a numeric parameter of the mistake."""
-        return float(getattr(self.parameters, name))
 
     def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Compute input_norm or post_norm on states [...,H]."""
@@ -107,7 +100,7 @@ class AttentionStages(Stages):
         return self.head_norm(flat, self.weights.k_norm)
 
     def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Compute q_norm or k_norm; a mistake of both overrides this."""
+        """Compute q_norm or k_norm; a mistake of both replaces this."""
         return self.normalise(flat, weight)
 
     def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -302,7 +295,7 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class Arithmetic(AttentionStages, MoeStages):
-    """The right arithmetic. A mistake is a subclass that overrides some of its methods."""
+    """The right arithmetic. A mistake replaces some of its methods."""
 
     def edit(self, tensors: LayerTensors) -> None:
         """Change the layer's tensors, named as on the hub, before they are fused; the right port changes none."""

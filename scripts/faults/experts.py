@@ -1,184 +1,318 @@
-"""Mistakes of the experts: their activation, which of them compute, and how they add up.
+"""Mistakes of the router and the experts, and of reading FP8 weights.
 
-A class is a port's arithmetic with one mistake. `PLANTS` gives each mistake its name in the catalogue, the sites that
-must be blamed, and its parameters, which the class reads as `self.parameters` or, as floats, by `self.number`.
+A line has the name in the catalogue, the sites that must be blamed, the stages of `Arithmetic` that are replaced, and
+the parameters. With `decodes` a mistake is also planted in decoded tokens alone.
+
 T tokens of all prompts, k experts of each. `experts` are their numbers [T,k], and `real` is bool [T], false on padding.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch.nn import functional
 
 from faults.arithmetic import Arithmetic
-from faults.plant import Plant
+from faults.plant import Plant, Stage, State, Tensor, in_fused, in_tensors
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
-from minimax_tools.model.weight_names import expert_weight
-
-# The sites to blame for a mistake of the experts.
-_MOE = (Site.MOE_DELTA,)
-
-
-class GateUpSwapped(Arithmetic):
-    """Gate and up change places."""
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return super().activate(up, gate)
-
-
-class UpPlusOne(Arithmetic):
-    """The SwiGLU of another model, which adds 1 to up."""
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return super().activate(gate, up + 1)
-
-
-class Gelu(Arithmetic):
-    """GELU in place of SiLU."""
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return functional.gelu(gate) * up
-
-
-class Relu(Arithmetic):
-    """ReLU in place of SiLU."""
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return functional.relu(gate) * up
-
-
-class ActivationMissing(Arithmetic):
-    """The gate is not activated."""
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return gate * up
-
-
-class Clamped(Arithmetic):
-    """Gate and up are clamped, as another model's are."""
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return super().activate(
-            gate.clamp(max=self.number("limit")), up.clamp(-self.number("limit"), self.number("limit"))
-        )
-
-
-class GateUpInterleaved(Arithmetic):
-    """Gate and up are taken to alternate in the fused weight's rows, the last axis of its product."""
-
-    def cut_gate_up(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return both[..., 0::2], both[..., 1::2]
-
-
-class LocalOnly(Arithmetic):
-    """The experts of a single rank compute; the sum over ranks is missing."""
-
-    def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        numbers = torch.arange(self.config.num_local_experts, device=experts.device)
-        is_local: torch.Tensor = (
-            numbers // (self.config.num_local_experts // self.parameters.ep_degree) == self.parameters.rank
-        )
-        return super().affinities(experts, weights, real) * is_local.to(weights.dtype)
-
-
-class IdsShifted(Arithmetic):
-    """A shifted expert computes, not the chosen one."""
-
-    def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        shifted = (experts + self.parameters.offset) % self.config.num_local_experts
-        return super().affinities(shifted, weights, real)
-
-
-class TextOrder(Arithmetic):
-    """The experts are stacked in the order of their numbers as text: 0, 1, 10, 11, …, 2."""
-
-    def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
-        state = super().fuse(tensors)
-        order = sorted(range(self.config.num_local_experts), key=str)
-        return {**state, "gate_up": state["gate_up"][order], "down": state["down"][order]}
-
-
-class Exchanged(Arithmetic):
-    """Two experts hold each other's weights."""
-
-    def edit(self, tensors: LayerTensors) -> None:
-        for matrix in ("w1", "w2", "w3"):
-            names = [
-                expert_weight(expert, matrix) for expert in (self.parameters.first, self.parameters.second)
-            ]
-            values = [tensors[name] for name in names]
-            for name, value in zip(names, reversed(values), strict=True):
-                tensors[name] = value
-
-
-class UpClamped(Arithmetic):
-    """The up projection alone is clamped."""
-
-    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        limit = self.number("limit")
-        least = -limit if self.parameters.side == "both" else None
-        return super().activate(gate, up.clamp(min=least, max=limit))
-
-
-class Capacity(Arithmetic):
-    """An expert takes `factor` times its even share of the tokens, the first ones; it drops the others."""
-
-    def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        wanted = super().affinities(experts, weights, real) * real[:, None]
-        share = self.number("factor") * self.config.num_experts_per_tok / self.config.num_local_experts
-        capacity = (real.sum() * share).ceil()
-        return torch.where((wanted > 0).cumsum(0) <= capacity, wanted, 0.0)
-
-
-class MoeScaled(Arithmetic):
-    """The output is multiplied by `factor`: 2 if two ranks' sums are reduced twice, or another wrong scale."""
-
-    def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return moe * self.number("factor")
-
-
-class WidthPartial(Arithmetic):
-    """A single rank's slice of the experts' width computes; the sum over ranks is missing."""
-
-    def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
-        inner = super().activated(tokens, slab)
-        width = inner.shape[-1] // self.parameters.tp_degree
-        is_local: torch.Tensor = (
-            torch.arange(inner.shape[-1], device=inner.device) // width == self.parameters.rank
-        )
-        return inner * is_local.to(inner.dtype)
-
-
-class LowPrecisionSum(Arithmetic):
-    """The sum is rounded to BF16 after each expert."""
-
-    def accumulate(self, total: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        for output in outputs:
-            total = (total + output).bfloat16().float()
-        return total
-
-
-# `decodes`: planted in decoded tokens alone too. A few of the mistakes are, because each takes a run more.
-PLANTS = (
-    Plant("gate_up_swapped", _MOE, GateUpSwapped, decodes=True),
-    Plant("up_plus_one", _MOE, UpPlusOne),
-    Plant("gelu_activation", _MOE, Gelu, decodes=True),
-    Plant("relu_activation", _MOE, Relu),
-    Plant("activation_missing", _MOE, ActivationMissing),
-    Plant("swiglu_clamped", _MOE, Clamped, {"limit": 1.0}),
-    Plant("swiglu_clamped", _MOE, Clamped, {"limit": 7.0}),
-    Plant("up_clamped", _MOE, UpClamped, {"limit": 1.0, "side": "above"}, decodes=True),
-    Plant("up_clamped", _MOE, UpClamped, {"limit": 0.7, "side": "both"}),
-    Plant("experts_exchanged", _MOE, Exchanged, {"first": 5, "second": 6}),
-    Plant("gate_up_interleaved", _MOE, GateUpInterleaved),
-    Plant("experts_local_only", _MOE, LocalOnly, {"ep_degree": 4, "rank": 0}, decodes=True),
-    Plant("expert_ids_shifted", _MOE, IdsShifted, {"offset": 1}),
-    Plant("experts_in_text_order", _MOE, TextOrder),
-    Plant("expert_capacity", _MOE, Capacity, {"factor": 1.0}),
-    Plant("expert_capacity", _MOE, Capacity, {"factor": 1.25}),
-    Plant("moe_delta_scaled", _MOE, MoeScaled, {"factor": 2.0}, decodes=True),
-    Plant("moe_delta_scaled", _MOE, MoeScaled, {"factor": 0.97}),
-    Plant("experts_width_partial", _MOE, WidthPartial, {"tp_degree": 2, "rank": 0}),
-    Plant("expert_accumulation_low_precision", _MOE, LowPrecisionSum),
+from minimax_tools.model.weight_names import (
+    ATTENTION_MATRICES,
+    GATE,
+    expert_weight,
+    layer_prefix,
+    scale_name,
 )
+
+_LOGITS, _EXPERTS, _WEIGHTS = (Site.ROUTER_LOGITS,), (Site.ROUTER_EXPERTS,), (Site.ROUTER_WEIGHTS,)
+_MOE = (Site.MOE_DELTA,)
+_BLOCK = 128  # rows and columns of an FP8 block with one scale
+_GROUP = 128  # numbers of a row, or channels of a token, with one scale
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+def _gate_low_precision(_: Stage, layer: Arithmetic, tokens: Tensor) -> Tensor:
+    """Compute the product of the gate in BF16."""
+    return (tokens.bfloat16() @ layer.weights.gate.bfloat16().T).float()
+
+
+def _gate_rounded(tensors: LayerTensors, _: Any) -> None:
+    """Round the gate's weight to BF16, which is multiplied in float32."""
+    tensors[GATE] = tensors[GATE].bfloat16().float()
+
+
+def _gate_quantised(tensors: LayerTensors, _: Any, *, bits: int) -> None:
+    """Quantise the gate, as if it were missing from the modules that must not be."""
+    tensors[GATE] = _as_fp8(tensors[GATE]) if bits == 8 else _as_int4(tensors[GATE])
+
+
+def _as_fp8(weight: Tensor) -> Tensor:
+    """Round to E4M3 and back, with a scale per block of 128 × 128."""
+    result = torch.empty_like(weight)
+    for top in range(0, weight.shape[0], _BLOCK):
+        for left in range(0, weight.shape[1], _BLOCK):
+            block = (slice(top, top + _BLOCK), slice(left, left + _BLOCK))
+            scale = weight[block].abs().amax() / _LARGEST_FP8
+            result[block] = (weight[block] / scale).to(torch.float8_e4m3fn).float() * scale
+    return result
+
+
+def _as_int4(weight: Tensor) -> Tensor:
+    """Round to whole numbers from -7 to 7 and back, with a scale per 128 numbers of a row."""
+    groups = weight.unflatten(-1, (-1, math.gcd(_GROUP, weight.shape[-1])))
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    rounded: Tensor = (groups / scale).round().clamp(-7, 7) * scale
+    return rounded.flatten(-2)
+
+
+def _biased_weights(_: Stage, layer: Arithmetic, logits: Tensor, experts: Tensor) -> Tensor:
+    """Weigh the experts by biased scores."""
+    return layer.balance((layer.scores(logits) + layer.bias()).gather(-1, experts))
+
+
+def _weights_on_input(right: Stage, _: Arithmetic, tokens: Tensor, slab: slice, shares: Tensor) -> Any:
+    """Multiply the experts' input by the routing weights [slab,T,1], 0 if not chosen, and not their output."""
+    return right(tokens * shares.to(tokens.dtype), slab, (shares != 0).float())
+
+
+_WEIGHTS_SCALED = {"balance": lambda right, _, chosen, *, factor: right(chosen) * factor}
+_OTHER_TOP_K = {"best": lambda _, __, biased, *, k: biased.topk(k, dim=-1).indices}
+# Raw logits plus the bias choose the experts; their weights are right.
+_SIGMOID_MISSING: dict[str, Stage] = {
+    "scores": lambda _, __, logits: logits,
+    "weigh": lambda _, layer, logits, experts: layer.balance(logits.sigmoid().gather(-1, experts)),
+}
+
+_ROUTER = (
+    Plant(
+        "router_softmax",
+        (*_EXPERTS, *_WEIGHTS),
+        {"scores": lambda _, __, logits: logits.softmax(-1)},
+        decodes=True,
+    ),
+    Plant(
+        "router_bias_missing", _EXPERTS, {"bias": lambda right, _: torch.zeros_like(right())}, decodes=True
+    ),
+    Plant("router_bias_low_precision", _EXPERTS, {"bias": lambda right, _: right().bfloat16().float()}),
+    Plant("router_bias_negated", _EXPERTS, {"bias": lambda right, _: -right()}),
+    Plant("router_bias_in_weights", _WEIGHTS, {"weigh": _biased_weights}, decodes=True),
+    Plant("router_weights_not_normalised", _WEIGHTS, {"balance": lambda _, __, chosen: chosen}),
+    Plant("router_weights_scaled", _WEIGHTS, _WEIGHTS_SCALED, {"factor": 2.5}, decodes=True),
+    Plant("router_weights_scaled", _WEIGHTS, _WEIGHTS_SCALED, {"factor": 0.95}),
+    Plant("router_top_k", _EXPERTS, _OTHER_TOP_K, {"k": 3}),
+    Plant("router_top_k", _EXPERTS, _OTHER_TOP_K, {"k": 2}),
+    Plant("router_low_precision", _LOGITS, {"logits": _gate_low_precision}),
+    Plant("router_gate_low_precision", _LOGITS, {"edit": in_tensors(_gate_rounded)}),
+    Plant("router_quantised", _LOGITS, {"edit": in_tensors(_gate_quantised)}, {"bits": 8}),
+    Plant("router_quantised", _LOGITS, {"edit": in_tensors(_gate_quantised)}, {"bits": 4}),
+    Plant("router_weights_on_input", _MOE, {"expert_outputs": _weights_on_input}),
+    Plant(
+        "router_softmax_of_chosen",
+        _WEIGHTS,
+        {"weigh": lambda _, __, logits, experts: logits.gather(-1, experts).softmax(-1)},
+    ),
+    Plant(
+        "router_weights_uniform",
+        _WEIGHTS,
+        {"balance": lambda _, __, chosen: torch.ones_like(chosen) / chosen.shape[-1]},
+    ),
+    Plant("router_sigmoid_missing", _EXPERTS, _SIGMOID_MISSING),
+)
+
+
+def _clamped(right: Stage, _: Arithmetic, gate: Tensor, up: Tensor, *, limit: float) -> Any:
+    """Clamp gate and up, as another model's are."""
+    return right(gate.clamp(max=limit), up.clamp(-limit, limit))
+
+
+def _up_clamped(right: Stage, _: Arithmetic, gate: Tensor, up: Tensor, *, limit: float, side: str) -> Any:
+    """Clamp the up projection alone."""
+    return right(gate, up.clamp(min=-limit if side == "both" else None, max=limit))
+
+
+def _exchanged(tensors: LayerTensors, _: Any, *, first: int, second: int) -> None:
+    """Let two experts hold each other's weights."""
+    for matrix in ("w1", "w2", "w3"):
+        one, other = (expert_weight(expert, matrix) for expert in (first, second))
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def _of_rank(right: Stage, layer: Arithmetic, *chosen: Tensor, ep_degree: int, rank: int) -> Any:
+    """Let the experts of a single rank compute; the sum over ranks is missing."""
+    shares = right(*chosen)
+    numbers = torch.arange(layer.config.num_local_experts, device=shares.device)
+    is_local = numbers // (layer.config.num_local_experts // ep_degree) == rank
+    return shares * is_local.to(shares.dtype)
+
+
+def _shifted(
+    right: Stage, layer: Arithmetic, experts: Tensor, weights: Tensor, real: Tensor, *, offset: int
+) -> Any:
+    """Let a shifted expert compute, and not the chosen one."""
+    return right((experts + offset) % layer.config.num_local_experts, weights, real)
+
+
+def _text_order(state: State) -> None:
+    """Stack the experts in the order of their numbers as text: 0, 1, 10, 11, …, 2."""
+    order = sorted(range(len(state["down"])), key=str)
+    for name in ("gate_up", "down"):
+        state[name] = state[name][order]
+
+
+def _within_capacity(
+    right: Stage, layer: Arithmetic, experts: Tensor, weights: Tensor, real: Tensor, *, factor: float
+) -> Tensor:
+    """Let an expert take `factor` times its even share of the tokens, the first ones, and drop the others."""
+    wanted = right(experts, weights, real) * real[:, None]
+    share = factor * layer.config.num_experts_per_tok / layer.config.num_local_experts
+    capacity = (real.sum() * share).ceil()
+    return torch.where((wanted > 0).cumsum(0) <= capacity, wanted, 0.0)
+
+
+def _width_of_rank(
+    right: Stage, _: Arithmetic, tokens: Tensor, slab: slice, *, tp_degree: int, rank: int
+) -> Any:
+    """Let a single rank's slice of the experts' width compute; the sum over ranks is missing."""
+    inner = right(tokens, slab)
+    width = inner.shape[-1] // tp_degree
+    is_local = torch.arange(inner.shape[-1], device=inner.device) // width == rank
+    return inner * is_local.to(inner.dtype)
+
+
+def _low_precision_sum(_: Stage, __: Arithmetic, total: Tensor, outputs: Tensor) -> Tensor:
+    """Round the sum to BF16 after each expert."""
+    for output in outputs:
+        total = (total + output).bfloat16().float()
+    return total
+
+
+_CLAMPED, _UP_CLAMPED = {"activate": _clamped}, {"activate": _up_clamped}
+_CAPACITY = {"affinities": _within_capacity}
+_MOE_SCALED = {"finish_moe": lambda _, __, moe, mask, *, factor: moe * factor}
+
+_OF_EXPERTS = (
+    Plant("gate_up_swapped", _MOE, {"activate": lambda right, _, gate, up: right(up, gate)}, decodes=True),
+    # The SwiGLU of another model.
+    Plant("up_plus_one", _MOE, {"activate": lambda right, _, gate, up: right(gate, up + 1)}),
+    Plant(
+        "gelu_activation",
+        _MOE,
+        {"activate": lambda _, __, gate, up: functional.gelu(gate) * up},
+        decodes=True,
+    ),
+    Plant("relu_activation", _MOE, {"activate": lambda _, __, gate, up: functional.relu(gate) * up}),
+    Plant("activation_missing", _MOE, {"activate": lambda _, __, gate, up: gate * up}),
+    Plant("swiglu_clamped", _MOE, _CLAMPED, {"limit": 1.0}),
+    Plant("swiglu_clamped", _MOE, _CLAMPED, {"limit": 7.0}),
+    Plant("up_clamped", _MOE, _UP_CLAMPED, {"limit": 1.0, "side": "above"}, decodes=True),
+    Plant("up_clamped", _MOE, _UP_CLAMPED, {"limit": 0.7, "side": "both"}),
+    Plant("experts_exchanged", _MOE, {"edit": in_tensors(_exchanged)}, {"first": 5, "second": 6}),
+    # Gate and up are taken to alternate in the fused weight's rows, the last axis of its product.
+    Plant(
+        "gate_up_interleaved", _MOE, {"cut_gate_up": lambda _, __, both: (both[..., 0::2], both[..., 1::2])}
+    ),
+    Plant("experts_local_only", _MOE, {"affinities": _of_rank}, {"ep_degree": 4, "rank": 0}, decodes=True),
+    Plant("expert_ids_shifted", _MOE, {"affinities": _shifted}, {"offset": 1}),
+    Plant("experts_in_text_order", _MOE, {"fuse": in_fused(_text_order)}),
+    Plant("expert_capacity", _MOE, _CAPACITY, {"factor": 1.0}),
+    Plant("expert_capacity", _MOE, _CAPACITY, {"factor": 1.25}),
+    # 2 if two ranks' sums are reduced twice, or another wrong scale.
+    Plant("moe_delta_scaled", _MOE, _MOE_SCALED, {"factor": 2.0}, decodes=True),
+    Plant("moe_delta_scaled", _MOE, _MOE_SCALED, {"factor": 0.97}),
+    Plant("experts_width_partial", _MOE, {"activated": _width_of_rank}, {"tp_degree": 2, "rank": 0}),
+    Plant("expert_accumulation_low_precision", _MOE, {"accumulate": _low_precision_sum}),
+)
+
+# Site that is wrong if a matrix is read wrongly.
+_SITES = {
+    "q_proj": Site.Q_PROJ,
+    "k_proj": Site.K_PROJ,
+    "v_proj": Site.V_PROJ,
+    "o_proj": Site.ATTN_DELTA,
+    "w1": Site.MOE_DELTA,
+    "w2": Site.MOE_DELTA,
+    "w3": Site.MOE_DELTA,
+}
+_ALL_SITES = tuple(dict.fromkeys(_SITES.values()))
+
+
+def _misread(plant: str, sites: tuple[Site, ...], read: Stage, **parameters: Any) -> Plant:
+    """Build a plant that reads FP8 matrices by `read(codes, scales)`: those of the parameter `tensor`, else all."""
+
+    def edit(tensors: LayerTensors, config: Any, *, tensor: str | None = None, **others: Any) -> None:
+        for name in _matrices(config, tensor):
+            on_hub = layer_prefix(tensors.layer) + name
+            codes, scale = tensors.reader.read(on_hub), tensors.reader.read(scale_name(on_hub))
+            tensors[name] = read(codes.float(), scale, **others).to(tensors.given_dtype(name))
+
+    return Plant(plant, sites, {"edit": in_tensors(edit)}, parameters, needs_fp8=True)
+
+
+def _matrices(config: Any, tensor: str | None) -> list[str]:
+    experts = range(config.num_local_experts)
+    if tensor is None:
+        matrices = [expert_weight(expert, matrix) for expert in experts for matrix in ("w1", "w2", "w3")]
+        return [*ATTENTION_MATRICES, *matrices]
+    if tensor.startswith("w"):
+        return [expert_weight(expert, tensor) for expert in experts]
+    return [f"self_attn.{tensor}.weight"]
+
+
+def _spread(scale: Tensor, codes: Tensor) -> Tensor:
+    """Spread the scales of blocks over the codes [R,C]; blocks at the edges may be smaller."""
+    wide = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+    return wide[: codes.shape[0], : codes.shape[1]]
+
+
+def _clipped(codes: Tensor, scale: Tensor, *, limit: float) -> Tensor:
+    """Clip codes, of up to ±448, to the range of another format."""
+    return codes.clamp(-limit, limit) * _spread(scale, codes)
+
+
+def _power_of_two(codes: Tensor, scale: Tensor) -> Tensor:
+    """Round the scales up to a power of two after quantising."""
+    return codes * _spread(torch.exp2(scale.log2().ceil()), codes)
+
+
+def _transposed(codes: Tensor, scale: Tensor) -> Tensor:
+    """Read the grid of scales column by column."""
+    return codes * _spread(scale.T.reshape(scale.shape), codes)
+
+
+def _fp8_inputs(right: Stage, _: Arithmetic, tokens: Tensor, slab: slice) -> Tensor:
+    """Round the inputs of the experts' products to FP8."""
+    return _round_to_fp8(right(_round_to_fp8(tokens), slab))
+
+
+def _round_to_fp8(states: Tensor) -> Tensor:
+    """Round to E4M3 and back, with a scale per group of 128 channels, or fewer if 128 does not divide the width."""
+    groups = states.float().unflatten(-1, (-1, math.gcd(_GROUP, states.shape[-1])))
+    # The least scale keeps groups of zeros from 0 / 0.
+    scale = (groups.abs().amax(-1, keepdim=True) / _LARGEST_FP8).clamp(min=1e-12)
+    rounded: Tensor = (groups / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(-2).to(states.dtype)
+
+
+_FP8 = (
+    *(
+        _misread("fp8_scale_missing", (site,), lambda codes, _: codes, tensor=tensor)
+        for tensor, site in _SITES.items()
+    ),
+    *(
+        _misread(
+            "fp8_scale_averaged", (_SITES[tensor],), lambda codes, scale: codes * scale.mean(), tensor=tensor
+        )
+        for tensor in ("q_proj", "o_proj", "w1", "w2")
+    ),
+    _misread("fp8_clipped", _ALL_SITES, _clipped, limit=240),
+    _misread("fp8_scale_power_of_two", _ALL_SITES, _power_of_two),
+    *(
+        _misread("fp8_scale_transposed", (_SITES[tensor],), _transposed, tensor=tensor)
+        for tensor in ("q_proj", "o_proj")
+    ),
+    Plant("fp8_activations", _MOE, {"activated": _fp8_inputs}),
+)
+
+PLANTS = (*_ROUTER, *_OF_EXPERTS, *_FP8)

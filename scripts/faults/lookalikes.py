@@ -15,8 +15,7 @@ import torch
 from torch.nn import functional
 
 from faults.arithmetic import Arithmetic, Tap
-from faults.plant import Plant
-from faults.replaced import on_half, replace_fused, replace_site, replace_stages, replace_weights, scaled
+from faults.plant import Plant, on_half, replace_fused, replace_site, replace_stages, replace_weights, scaled
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site

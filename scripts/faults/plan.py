@@ -11,8 +11,7 @@ from port_runs import EXAMPLES
 
 from faults.baseline import BaselineRequest, TrainedModel
 from faults.dump_runs import PlannedDump, plan_dumps
-from faults.pairs import pair_plants
-from faults.plant import Plant
+from faults.plant import Plant, pair_plants
 from faults.planted import choose_plants
 from faults.runs import RANKS_PREFIX, PlannedRun, may_show, plan_decoding, plan_plants
 from minimax_tools.synthetic.toy_model import SyntheticModel

@@ -1,15 +1,34 @@
-"""Plant: a mistake, or a harmless change, that is put into a right port on purpose to test what mm2 says of it."""
+"""Plant: a mistake, or a harmless change, that is put into a right port on purpose to test what mm2 says of it.
+
+A plant replaces stages of the right `Arithmetic` by functions. Each gets the right stage, the layer's arithmetic, the
+stage's arguments, and the plant's parameters by name:
+
+    Plant("attention_scale", sites, {"attention_scores": _scaled_scores}, {"factor": 0.8})
+
+    def _scaled_scores(right: Stage, _: Arithmetic, q: Tensor, k: Tensor, *, factor: float) -> Tensor:
+        return right(q, k) * factor
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from faults.arithmetic import Arithmetic, FusedWeights
+import torch
+
+from faults.arithmetic import Arithmetic, FusedWeights, KeyValues, Tap
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 from minimax_tools.text_enum import TextEnum
+
+Tensor = torch.Tensor
+Stage = Callable[..., Any]
+Change = Callable[[Tensor], Tensor]
+State = dict[str, Tensor]  # the fused weights, which the stage `fuse` returns
 
 
 class Kind(TextEnum):
@@ -27,8 +46,8 @@ class Plant:
 
     name: str  # name of the mistake; the diagnosis's own name if it is catalogued
     sites: tuple[Site, ...]  # sites of the mistake: wrong although their inputs are right
-    arithmetic: type[Arithmetic]  # the right arithmetic with the wrong stages overridden
-    # Keyword arguments of `arithmetic`; those of a pair are its two plants.
+    # The wrong stages, by the names of the methods of `Arithmetic`. Their addresses must not be in a journal's keys.
+    stages: Mapping[str, Stage] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     parameters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     _: KW_ONLY
     kind: Kind = Kind.CATALOGUED
@@ -45,7 +64,12 @@ class Plant:
 
     def build(self, config: Any, weights: FusedWeights) -> Arithmetic:
         """Build the arithmetic of a layer with this mistake."""
-        return self.arithmetic(config, weights, **self.parameters)
+        arithmetic = Arithmetic(config, weights)
+        for plant in self.halves or (self,):
+            for name, stage in plant.stages.items():
+                right = getattr(arithmetic, name)
+                setattr(arithmetic, name, partial(stage, right, arithmetic, **plant.parameters))
+        return arithmetic
 
     @property
     def record(self) -> dict[str, Any]:
@@ -53,12 +77,108 @@ class Plant:
         return {
             "kind": str(self.kind),
             "mistake": self.name,
-            # The parameters of a pair are plants: its name holds both with their own parameters.
-            "parameters": {} if self.halves else dict(self.parameters),
+            "parameters": dict(self.parameters),
             "sites": tuple(map(str, self.sites)),
         }
 
     def __str__(self) -> str:
-        if not self.parameters or self.halves:
+        if not self.parameters:
             return self.name
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.parameters.items())})"
+
+
+def replace_stages(name: str, sites: tuple[Site, ...], *akin: str, **stages: Stage) -> Plant:
+    """Build an uncatalogued plant; `akin` are names of the catalogue that are true of it."""
+    return Plant(name, sites, stages, kind=Kind.UNCATALOGUED, akin=akin)
+
+
+def replace_site(name: str, site: Site, change: Change, *akin: str) -> Plant:
+    """Build a plant that goes on with `change(value)` at a site."""
+
+    def run(
+        right: Stage,
+        _: Any,
+        states: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        past: KeyValues | None,
+        tap: Tap,
+    ) -> Any:
+        def changing(shown: str, value: Tensor) -> Tensor:
+            return tap(shown, change(value).to(value.dtype) if shown == str(site) else value)
+
+        return right(states, mask, positions, past, changing)
+
+    return replace_stages(name, (site,), *akin, run=run)
+
+
+def replace_weights(
+    name: str, sites: tuple[Site, ...], change: Callable[[LayerTensors, Any], None], *akin: str
+) -> Plant:
+    """Build a plant that changes the hub's tensors before they are fused."""
+    return replace_stages(name, sites, *akin, edit=in_tensors(change))
+
+
+def replace_fused(name: str, change: Callable[[State], Any], *akin: str) -> Plant:
+    """Build a plant that changes the experts' fused weights."""
+    return replace_stages(name, (Site.MOE_DELTA,), *akin, fuse=in_fused(change))
+
+
+def in_tensors(change: Callable[..., None]) -> Stage:
+    """Build the stage `edit` that changes the hub's tensors: `change` gets them, the config, and the parameters."""
+
+    def edit(right: Stage, layer: Arithmetic, tensors: LayerTensors, **parameters: Any) -> None:
+        right(tensors)
+        change(tensors, layer.config, **parameters)
+
+    return edit
+
+
+def in_fused(change: Callable[[State], Any]) -> Stage:
+    """Build the stage `fuse` that changes the fused weights in place."""
+
+    def fuse(right: Callable[[LayerTensors], State], _: Arithmetic, tensors: LayerTensors) -> State:
+        state = right(tensors)
+        change(state)
+        return state
+
+    return fuse
+
+
+def scaled(factor: float) -> Change:
+    """Build the change that multiplies a value by a factor."""
+    return lambda value: factor * value
+
+
+def on_half(change: Change, dim: int) -> Change:
+    """Change the second half of a dim alone."""
+
+    def changed(value: Tensor) -> Tensor:
+        first, second = value.chunk(2, dim)
+        return torch.cat((first, change(second).to(value.dtype)), dim)
+
+    return changed
+
+
+_MOE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.MOE_DELTA})
+# Sites between or behind attention and experts: a mistake there belongs to neither half of a pair.
+_BETWEEN = frozenset({Site.ATTN_RESIDUAL, Site.POST_NORM, Site.OUTPUT})
+
+
+def pair_plants(plants: Sequence[Plant], *, seed: int) -> Iterator[Plant]:
+    """Pair each plant of the attention with a random one of the experts, if both show in any prefill with all sites."""
+    pairable = [
+        plant
+        for plant in plants
+        if plant.kind is not Kind.EQUIVALENT
+        and plant.prefills
+        and not (plant.needs_left_padding or plant.needs_far_positions)
+        and not plant.hides
+    ]
+    attention = [plant for plant in pairable if not set(plant.sites) & (_MOE | _BETWEEN)]
+    moe = [plant for plant in pairable if set(plant.sites) <= _MOE]
+    generator = random.Random(seed)
+    for first in attention:
+        second = generator.choice(moe)
+        sites = (*first.sites, *second.sites)
+        yield Plant(f"{first} + {second}", sites, kind=Kind.PAIR, halves=(first, second))

@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from faults import (
-    attention,
-    equivalents,
-    experts,
-    fp8,
-    norms,
-    rotary,
-    router,
-    uncatalogued,
-)
-from faults.plant import Kind, Plant
+from faults import attention, equivalents, experts, uncatalogued
+from faults.plant import Plant
 from minimax_tools.errors import UsageError
 
-PLANTS: tuple[Plant, ...] = (
-    *norms.PLANTS,
-    *rotary.PLANTS,
-    *attention.PLANTS,
-    *router.PLANTS,
-    *experts.PLANTS,
-    *fp8.PLANTS,
-    *uncatalogued.PLANTS,
-    *equivalents.PLANTS,
-)
-MISTAKES = tuple(plant for plant in PLANTS if plant.kind is not Kind.EQUIVALENT)
-EQUIVALENTS = tuple(plant for plant in PLANTS if plant.kind is Kind.EQUIVALENT)
+MISTAKES: tuple[Plant, ...] = (*attention.PLANTS, *experts.PLANTS, *uncatalogued.PLANTS)
+EQUIVALENTS: tuple[Plant, ...] = equivalents.PLANTS
+PLANTS = (*MISTAKES, *EQUIVALENTS)
 
 
 def choose_plants(names: Iterable[str]) -> tuple[Plant, ...]:

@@ -14,8 +14,7 @@ import torch
 from torch.nn import functional
 
 from faults.arithmetic import Arithmetic
-from faults.plant import Plant
-from faults.replaced import replace_fused, replace_stages, replace_weights
+from faults.plant import Plant, replace_fused, replace_stages, replace_weights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site

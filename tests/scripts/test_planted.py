@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from faults.baseline import Baseline, BaselineRequest, open_baseline
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.effects import measure_effects, run_float32
-from faults.pairs import pair_plants
-from faults.plant import Plant
+from faults.plant import Plant, pair_plants
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
 from faults.rivals import RULES
 
