@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-GOOD_TOKEN = "hf_good"
 _LARGE_SUFFIXES = (".safetensors", ".bin")
 # A dataset is kept under its id with `datasets/` before it.
 _API = re.compile(r"/api/(?:models/|(?=datasets/))((?:datasets/)?[^/]+/[^/]+)(?:/revision/([^/]+))?")
@@ -51,27 +50,16 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A planted fault of an answer.
+    """A planted fault of an answer."""
 
-    Args:
-        status: Sent in place of the file.
-        headers: Sent with the status.
-        after_bytes: Where the body ends early.
-        ending: How: `close` or `reset`.
-        is_corrupt: One byte of the body is another.
-        ignores_range: The whole file comes, whatever part was asked for.
-        pause_s: Wait before every 64 KiB.
-        body: Sent with status 200 in place of a right one.
-    """
-
-    status: int | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    after_bytes: int | None = None
-    ending: str = "close"
-    is_corrupt: bool = False
-    ignores_range: bool = False
-    pause_s: float = 0.0
-    body: bytes | None = None
+    status: int | None = None  # sent in place of the file
+    headers: Mapping[str, str] = field(default_factory=dict)  # sent with the status
+    after_bytes: int | None = None  # where the body ends early
+    ending: str = "close"  # how it ends: `close` or `reset`
+    is_corrupt: bool = False  # one byte of the body is another
+    ignores_range: bool = False  # the whole file comes, whatever part was asked for
+    pause_s: float = 0.0  # wait before every 64 KiB
+    body: bytes | None = None  # sent with status 200 in place of a right one
 
 
 @dataclass(kw_only=True)
@@ -88,10 +76,12 @@ class Model:
 class HubServer:
     """Serves models while its `with` block lasts."""
 
+    good_token = "hf_good"
+
     def __init__(self) -> None:
         self._models: dict[str, Model] = {}
-        self._blobs: dict[str, tuple[str, bytes]] = {}
-        self._faults: list[tuple[str, str, Fault, int]] = []
+        self._blobs: dict[str, bytes] = {}
+        self.faults: list[tuple[str, str, Fault, int]] = []
         self._lock = threading.Lock()
         self._log: list[Request] = []
         handler = type("Handler", (_Handler,), {"server_hub": self})
@@ -139,39 +129,39 @@ class HubServer:
         """Serve files, or a folder's; the commit is made from them, and those before can be asked for still."""
         if isinstance(files, Path):
             files = {path.name: path.read_bytes() for path in files.iterdir()}
-        blobs = {content_hash(name, files[name]): (name, files[name]) for name in sorted(files)}
+        blobs = {self.content_hash(name, files[name]): files[name] for name in sorted(files)}
         digest = hashlib.sha1(json.dumps([sorted(files), *blobs]).encode()).hexdigest()
         served = Model(files=dict(files), commit=digest, **properties)
         self._models |= {model: served, f"{model}@{digest}": served}
         self._blobs |= blobs
         return served
 
-    def plant(self, method: str, path: str, fault: Fault, *, times: int = 1) -> None:
+    def plant(self, method: str, path: str, *, times: int = 1, **fault: Any) -> None:
         """Answer so the next `times` that `path` occurs in what is asked; the content network's path too."""
-        self._faults.append((method, path, fault, times))
+        self.faults.append((method, path, Fault(**fault), times))
 
     def take_fault(self, method: str, path: str) -> Fault | None:
         """Return the fault of this answer, and count it; None if it is right."""
         with self._lock:
-            for place, (planted, part, fault, times) in enumerate(self._faults):
+            for place, (planted, part, fault, times) in enumerate(self.faults):
                 if planted == method and part in path:
-                    self._faults[place] = (planted, part, fault, times - 1)
+                    self.faults[place] = (planted, part, fault, times - 1)
                     if times <= 1:
-                        del self._faults[place]
+                        del self.faults[place]
                     return fault
         return None
+
+    @staticmethod
+    def content_hash(name: str, data: bytes) -> str:
+        """Return the ETag: sha256 of a large file, git's sha1 of a small one."""
+        if name.endswith(_LARGE_SUFFIXES):
+            return hashlib.sha256(data).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
     def note(self, request: Request) -> None:
         """Add a request to the log."""
         with self._lock:
             self._log.append(request)
-
-
-def content_hash(name: str, data: bytes) -> str:
-    """Return the ETag: sha256 of a large file, git's sha1 of a small one."""
-    if name.endswith(_LARGE_SUFFIXES):
-        return hashlib.sha256(data).hexdigest()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -180,18 +170,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def do_PUT(self) -> None:
-        self._answer()
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -213,12 +191,15 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
+    # The names are those of http.server.
+    do_HEAD = do_GET = do_POST = do_PUT = _answer  # noqa: N815
+
     def _take(self, path: str) -> None:
         """Take what is uploaded to a dataset: it is made, its files are announced, sent and committed."""
         body = self._read_body()
         hub = self.server_hub
         # What is uploaded goes to an address that is itself a secret.
-        if self._token() != GOOD_TOKEN and not path.startswith("/upload/"):
+        if self._token() != HubServer.good_token and not path.startswith("/upload/"):
             self._send(401, {}, b'{"error":"Invalid credentials"}')
         elif path == "/api/repos/create":
             name = json.loads(body)["name"]
@@ -247,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/upload/"):
             digest = hashlib.sha256(body).hexdigest()
             assert path == f"/upload/{digest}"
-            hub._blobs[digest] = ("upload.safetensors", body)
+            hub._blobs[digest] = body
             self._send(200, {}, b"")
         elif match := _COMMIT.fullmatch(path):
             committed = dict(hub._models[match[1]].files)
@@ -256,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if line["key"] == "file":
                     committed[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
-                    committed[value["path"]] = hub._blobs[value["oid"]][1]
+                    committed[value["path"]] = hub._blobs[value["oid"]]
             model = hub.add(match[1], committed)
             self._send_json(
                 {"commitOid": model.commit, "commitUrl": f"{hub.endpoint}/{match[1]}/commit/{model.commit}"}
@@ -288,9 +269,13 @@ class _Handler(BaseHTTPRequestHandler):
             if file.endswith(_LARGE_SUFFIXES):
                 # The git object of a large file is its pointer: another hash than its content's.
                 sibling["blobId"] = hashlib.sha1(b"pointer" + data).hexdigest()
-                sibling["lfs"] = {"size": size, "sha256": content_hash(file, data), "pointerSize": 134}
+                sibling["lfs"] = {
+                    "size": size,
+                    "sha256": HubServer.content_hash(file, data),
+                    "pointerSize": 134,
+                }
             else:
-                sibling["blobId"] = content_hash(file, data)
+                sibling["blobId"] = HubServer.content_hash(file, data)
             siblings.append(sibling)
         record = {"id": name, "modelId": name, "sha": model.commit, "private": False, "siblings": siblings}
         body = json.dumps(record).encode()
@@ -302,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
         model = self._find(name, revision)
         if model is None:
             return
-        if model.is_gated and self._token() != GOOD_TOKEN:
+        if model.is_gated and self._token() != HubServer.good_token:
             message = f"Access to model {name} is restricted."
             self._send(401, {"X-Error-Code": "GatedRepo", "X-Error-Message": message}, b"")
             return
@@ -310,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": model.commit}, b"")
             return
         data = model.files[file]
-        etag = content_hash(file, data)
+        etag = HubServer.content_hash(file, data)
         headers = {"X-Repo-Commit": model.commit, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
         if not file.endswith(_LARGE_SUFFIXES):
             self._send_content(etag, headers, fault)
@@ -323,7 +308,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(302, {**headers, "Location": location}, b"")
 
     def _send_content(self, etag: str, headers: dict[str, str], fault: Fault | None) -> None:
-        data = self.server_hub._blobs[etag][1]
+        data = self.server_hub._blobs[etag]
         fault = fault or Fault()
         if fault.is_corrupt:
             middle = len(data) // 2

@@ -6,11 +6,13 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from minimax_tools.hub.access import HubAccess
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
@@ -183,3 +185,9 @@ def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
     synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
     return folder
+
+
+@pytest.fixture
+def access(hub: Any, tmp_path: Path) -> HubAccess:
+    """Access to the hub on this machine, with an empty cache, that waits little before it asks again."""
+    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=60)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,35 +10,27 @@ import pytest
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.partition.cost import Workload, measure_costs
+from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.download import fetch_slice
 from minimax_tools.slices.folder import cut_slice, write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.verify import verify
 
 MODEL = "owner/toy"
-MIB = 1 << 20
 
 
 @pytest.fixture
-def access(hub: Any, toy: Path, tmp_path: Path) -> HubAccess:
+def access(access: HubAccess, hub: Any, toy: Path) -> HubAccess:
     hub.add(MODEL, toy)
-    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=60)
+    return access
 
 
 def make(access: HubAccess, *, headers: bool = True) -> PartitionPlan:
     source = open_source(MODEL, headers=headers, access=access)
-    return make_plan(
-        model=source.model,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder if source.entries is not None else None,
-        planner="memory",
-        nodes=[Node(name="a", memory_bytes=800 * MIB), Node(name="b", memory_bytes=200 * MIB)],
-        cost=measure_costs(source.tensors, source.architecture, source.config, Workload(context_length=64)),
-    )
+    nodes = [Node.parse("a:memory=800MiB"), Node.parse("b:memory=200MiB")]
+    return source.divide(planner="memory", nodes=nodes, workload=Workload(context_length=64))
 
 
 def finetune(plan: PartitionPlan, toy: Path, folder: Path) -> Path:
@@ -52,10 +43,6 @@ def finetune(plan: PartitionPlan, toy: Path, folder: Path) -> Path:
     return folder
 
 
-def asked_files(hub: Any) -> set[str]:
-    return {request.file for request in hub.asked("GET", ".safetensors")}
-
-
 @pytest.mark.parametrize("headers", [True, False])
 def test_only_the_files_that_hold_the_slice_are_fetched(
     toy: Path, hub: Any, access: HubAccess, headers: bool
@@ -65,7 +52,7 @@ def test_only_the_files_that_hold_the_slice_are_fetched(
     fetched = fetch_slice(plan, "b", access=access)
     index = TensorIndex.from_folder(toy)
     held = {index[name].file.name for name in plan.slice_of("b").names}
-    assert asked_files(hub) == held
+    assert {request.file for request in hub.asked("GET", ".safetensors")} == held
     assert held < {path.name for path in toy.glob("*.safetensors")}
     assert {name for name in fetched.files if name.endswith(".safetensors")} == held
     assert {"config.json", "tokenizer.json"} < set(fetched.files)
@@ -85,20 +72,11 @@ def test_what_was_fetched_is_complete_offline_and_what_was_not_is_not(hub: Any, 
     assert not hub.log
 
 
-def test_a_file_that_stays_corrupt_is_an_error(hub: Any, hub_module: ModuleType, access: HubAccess) -> None:
+def test_a_folder_is_found_and_a_plan_of_another_model_refused(
+    toy: Path, hub: Any, access: HubAccess
+) -> None:
     plan = make(access)
-    hub.plant("GET", "/content/", hub_module.Fault(is_corrupt=True), times=99)
-    with pytest.raises(CheckpointError, match="came corrupted twice"):
-        fetch_slice(plan, "b", access=access)
-
-
-def test_a_folder_is_found_and_not_fetched(toy: Path, access: HubAccess) -> None:
-    fetched = fetch_slice(make(access), "a", model=str(toy))
-    assert fetched.folder == toy
-
-
-def test_a_plan_of_another_model_is_refused(toy: Path, hub: Any, access: HubAccess) -> None:
-    plan = make(access)
+    assert fetch_slice(plan, "a", model=str(toy)).folder == toy
     files = {path.name: path.read_bytes() for path in toy.iterdir()}
     files["only.safetensors"] = files.pop(plan.slice_of("b").files[0])
     hub.add("owner/other", files)

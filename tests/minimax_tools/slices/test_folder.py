@@ -9,8 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,8 @@ from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
+Content = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
+
 MODEL = SyntheticModel(
     num_hidden_layers=3, hidden_size=128, num_local_experts=4, intermediate_size=64, vocab_size=512
 )
@@ -47,50 +48,54 @@ NODES = ("a", "b")
 
 
 def plan_of(folder: Path, *ends: int, memory: str = "1GB") -> PartitionPlan:
-    """Nodes a, b, … that hold the layers up to each end."""
-    source = open_source(str(folder))
+    """Nodes a, b, … that hold the layers up to each end: 1 and 3 if none is given."""
+    ends = ends or (1, 3)
     nodes = [
         Node.parse(f"{name}:memory={memory},layers={start}:{stop}")
         for name, start, stop in zip("abc", (0, *ends), ends, strict=False)
     ]
-    return source.divide(
-        planner="manual",
-        nodes=nodes,
-        workload=Workload(context_length=16),
+    return open_source(str(folder)).divide(
+        planner="manual", nodes=nodes, workload=Workload(context_length=16)
     )
+
+
+def cut(folder: Path, node: str, plan: PartitionPlan | None = None, **options: Any) -> SliceCut:
+    plan = plan or plan_of(folder)
+    return cut_slice(plan, node, StoredWeights.of_slice(str(folder), plan.slice_of(node)), **options)
 
 
 def extract(
     folder: Path,
     node: str,
     output: Path,
-    *,
     plan: PartitionPlan | None = None,
-    file_format: FileFormat = FileFormat.SAFETENSORS,
-    shard_size_bytes: int | None = None,
+    *,
     with_digests: bool = False,
+    **options: Any,
 ) -> SliceFolder:
-    if plan is None:
-        plan = plan_of(folder, 1, 3)
-    made = cut(folder, node, plan, file_format=file_format, shard_size_bytes=shard_size_bytes)
-    return write_slice(made, output, with_digests=with_digests)
-
-
-def cut(folder: Path, node: str, plan: PartitionPlan, **options: Any) -> SliceCut:
-    source = StoredWeights.of_slice(str(folder), plan.slice_of(node))
-    return cut_slice(plan, node, source, **options)
+    return write_slice(cut(folder, node, plan, **options), output, with_digests=with_digests)
 
 
 def write_sparse(folder: Path, shards: list[dict[str, tuple[int, ...]]], *, num_layers: int) -> None:
     """A BF16 llama whose data are holes."""
-    folder.mkdir()
     config = {"model_type": "llama", "hidden_size": 2, "num_hidden_layers": num_layers}
+    tensors = [
+        [TensorSize(name=name, shape=shape, dtype=BFLOAT16) for name, shape in shapes.items()]
+        for shapes in shards
+    ]
+    write_holes(folder, config, tensors)
+
+
+def write_holes(folder: Path, config: dict[str, Any], shards: list[list[TensorSize]]) -> None:
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    for number, shapes in enumerate(shards):
-        tensors = [TensorSize(name=name, shape=shapes[name], dtype=BFLOAT16) for name in shapes]
-        header, path = encode_header(tensors), folder / f"model-{number}.safetensors"
+    weight_map = {}
+    for number, tensors in enumerate(shards):
+        header, path = encode_header(tensors), folder / f"model-{number:05}.safetensors"
         path.write_bytes(header)
         os.truncate(path, len(header) + sum(tensor.size_bytes for tensor in tensors))
+        weight_map |= {tensor.name: path.name for tensor in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def write_headers(folder: Path) -> PartitionPlan:
@@ -99,29 +104,14 @@ def write_headers(folder: Path) -> PartitionPlan:
         MODEL, num_hidden_layers=62, num_local_experts=256, intermediate_size=8, num_experts_per_tok=8
     )
     config = model.config(dtype=torch.float8_e4m3fn, token_ids=TokenIds(bos_token_id=0, eos_token_id=0))
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors, weight_map = list(expected_tensors(ModelSpec.from_config(config))), {}
-    for number, start in enumerate(range(0, len(tensors), 800)):
-        shard = tensors[start : start + 800]
-        header, path = encode_header(shard), folder / f"model-{number:05}.safetensors"
-        path.write_bytes(header)
-        os.truncate(path, len(header) + sum(tensor.size_bytes for tensor in shard))
-        weight_map |= {tensor.name: path.name for tensor in shard}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
-    source = open_source(str(folder))
-    return source.divide(
-        planner="memory",
-        nodes=[Node(name=name, memory_bytes=10**10) for name in NODES],
-        workload=Workload(context_length=16),
-    )
+    tensors = list(expected_tensors(ModelSpec.from_config(config)))
+    write_holes(folder, config, [tensors[start : start + 800] for start in range(0, len(tensors), 800)])
+    return plan_of(folder, 31, 62)
 
 
-def read_bytes(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+def read_bytes(folder: Path) -> Content:
     """Read a folder's shards with safetensors itself."""
-    found = {}
+    found: Content = {}
     for shard in sorted(folder.glob("*.safetensors")):
         with safe_open(shard, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
@@ -144,18 +134,8 @@ def content_of(folder: Path) -> dict[str, str]:
     }
 
 
-def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
-
-
-@contextmanager
-def largest_file(size_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +155,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         weight_map |= dict.fromkeys(tensors, name)
         shard.unlink()
     (pickled / "model.safetensors.index.json").unlink()
-    (pickled / "pytorch_model.bin.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (pickled / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return {"fp8": root / "fp8", "bf16": root / "bf16", "bin": pickled}
+
+
+@pytest.fixture
+def source(sources: dict[str, Path], tmp_path: Path) -> Path:
+    """The model in FP8, to be spoilt."""
+    return shutil.copytree(sources["fp8"], tmp_path / "source")
 
 
 @pytest.fixture
@@ -213,13 +197,16 @@ def test_slices_are_the_whole_checkpoint_each_tensor_once_and_byte_for_byte(
     whole = read_bytes(sources["fp8" if kind == "fp8" else "bf16"])
     slices = []
     for node in NODES:
-        written = extract(sources[kind], node, tmp_path / node)
+        written = extract(sources[kind], node, tmp_path / node, with_digests=True)
         assert written.is_new
-        slices.append(read_bytes(tmp_path / node))
-        assert written.size_bytes == sum(len(content) for _, _, content in slices[-1].values())
+        found = read_bytes(tmp_path / node)
+        assert written.size_bytes == sum(len(content) for _, _, content in found.values())
+        digests = {name: hashlib.sha256(content).hexdigest() for name, (_, _, content) in found.items()}
+        assert SliceDescription.read(tmp_path / node).tensors == digests
+        slices.append(found)
     assert not slices[0].keys() & slices[1].keys()
     assert slices[0] | slices[1] == whole
-    assert leftovers(tmp_path) == []
+    assert names_in(tmp_path) == ["a", "b"]
 
 
 def test_a_slice_opens_as_a_checkpoint_of_its_layers(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -239,17 +226,16 @@ def test_a_slice_opens_as_a_checkpoint_of_its_layers(sources: dict[str, Path], t
 def test_a_slice_has_the_sources_description_and_an_index_of_its_own(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    plan = plan_of(sources["fp8"], 1, 3)
-    written = extract(sources["fp8"], "a", tmp_path / "a", plan=plan)
+    slice_ = plan_of(sources["fp8"]).slice_of("a")
+    written = extract(sources["fp8"], "a", tmp_path / "a")
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (sources["fp8"] / name).read_bytes()
     weight_map = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert sorted(weight_map) == sorted(plan.slice_of("a").names)
+    assert sorted(weight_map) == sorted(slice_.names)
     assert sorted(set(weight_map.values())) == [file.name for file in written.files]
     # One for each of the source's that holds some of it.
-    assert len(written.files) == len(plan.slice_of("a").files)
-    described = json.loads((tmp_path / "a" / "slice.json").read_text())
-    assert described == {
+    assert len(written.files) == len(slice_.files)
+    assert json.loads((tmp_path / "a" / "slice.json").read_text()) == {
         "schema_version": 1,
         "node": "a",
         "layers": [0, 1],
@@ -260,42 +246,22 @@ def test_a_slice_has_the_sources_description_and_an_index_of_its_own(
     }
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bin"])
-def test_digests_are_the_sha256_of_each_tensors_bytes(
-    kind: str, sources: dict[str, Path], tmp_path: Path
-) -> None:
-    extract(sources[kind], "b", tmp_path / "b", with_digests=True)
-    expected = {
-        name: hashlib.sha256(content).hexdigest()
-        for name, (_, _, content) in read_bytes(tmp_path / "b").items()
-    }
-    assert SliceDescription.read(tmp_path / "b").tensors == expected
-
-
 def test_a_tied_embedding_lies_in_the_first_and_in_the_last_slice(tied: Path, tmp_path: Path) -> None:
     plan = plan_of(tied, 1, 2)
-    first, last = (read_bytes_of(tied, plan, node, tmp_path) for node in NODES)
+    for node in NODES:
+        extract(tied, node, tmp_path / node, plan)
+    first, last = read_bytes(tmp_path / "a"), read_bytes(tmp_path / "b")
     assert first.keys() & last.keys() == {"model.embed_tokens.weight"}
     assert first["model.embed_tokens.weight"] == last["model.embed_tokens.weight"]
     assert first | last == read_bytes(tied)
 
 
-def read_bytes_of(
-    folder: Path, plan: PartitionPlan, node: str, tmp_path: Path
-) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    extract(folder, node, tmp_path / node, plan=plan)
-    return read_bytes(tmp_path / node)
-
-
 def test_shards_keep_to_the_size_asked_for(sources: dict[str, Path], tmp_path: Path) -> None:
     written = extract(sources["fp8"], "b", tmp_path / "b", shard_size_bytes=50_000)
     assert len(written.files) > 3
-    largest = 0
-    for file in written.files:
-        sizes = [tensor.nbytes for tensor in load_file(file).values()]
-        assert sum(sizes) <= 50_000 or len(sizes) == 1
-        largest = max(largest, sum(sizes))
-    assert largest > 50_000, "one tensor is larger than a shard, and is not split"
+    sizes = [[tensor.nbytes for tensor in load_file(file).values()] for file in written.files]
+    assert all(sum(shard) <= 50_000 or len(shard) == 1 for shard in sizes)
+    assert max(map(sum, sizes)) > 50_000, "one tensor is larger than a shard, and is not split"
     whole = read_bytes(sources["fp8"])
     assert all(content == whole[name] for name, content in read_bytes(tmp_path / "b").items())
 
@@ -311,25 +277,20 @@ def test_a_pth_file_is_a_plain_state_dict_of_the_same_bytes(
     assert {name: as_bytes(tensor) for name, tensor in loaded.items()} == read_bytes(tmp_path / "plain")
     # Storages of their own: what is saved is the slice, not the files it came from.
     assert written.files[0].stat().st_size < 1.5 * written.size_bytes
-    again = extract(sources[kind], "a", tmp_path / "pth", file_format=FileFormat.PTH)
-    assert not again.is_new
+    assert not extract(sources[kind], "a", tmp_path / "pth", file_format=FileFormat.PTH).is_new
+    with pytest.raises(UsageError, match="has no shards"):
+        cut(sources[kind], "a", file_format=FileFormat.PTH, shard_size_bytes=1000)
 
 
-def test_the_same_slice_is_left_as_it_is(sources: dict[str, Path], tmp_path: Path) -> None:
-    extract(sources["fp8"], "a", tmp_path / "a")
-    before = content_of(tmp_path / "a"), (tmp_path / "a").stat().st_ino
-    again = extract(sources["fp8"], "a", tmp_path / "a")
-    assert not again.is_new
-    assert (content_of(tmp_path / "a"), (tmp_path / "a").stat().st_ino) == before
-
-
-def test_what_a_killed_run_left_beside_the_same_slice_is_removed(
+def test_the_same_slice_is_left_and_what_a_killed_run_left_beside_it_removed(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    extract(sources["bf16"], "a", tmp_path / "a")
+    extract(sources["fp8"], "a", tmp_path / "a")
+    before = content_of(tmp_path / "a"), (tmp_path / "a").stat().st_ino
     (tmp_path / ".a.0123abcd.tmp").mkdir()
-    assert not extract(sources["bf16"], "a", tmp_path / "a").is_new
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert not extract(sources["fp8"], "a", tmp_path / "a").is_new
+    assert (content_of(tmp_path / "a"), (tmp_path / "a").stat().st_ino) == before
+    assert names_in(tmp_path) == ["a"]
 
 
 def test_digests_are_added_to_the_same_slice_and_a_false_one_is_refused(
@@ -337,17 +298,13 @@ def test_digests_are_added_to_the_same_slice_and_a_false_one_is_refused(
 ) -> None:
     extract(sources["fp8"], "a", tmp_path / "a")
     assert not extract(sources["fp8"], "a", tmp_path / "a", with_digests=True).is_new
-    digests = SliceDescription.read(tmp_path / "a").tensors
-    assert digests == extract(sources["fp8"], "a", tmp_path / "new", with_digests=True).description.tensors
-    name = min(digests)
-    replace(SliceDescription.read(tmp_path / "a"), tensors={**digests, name: "0" * 64}).write(tmp_path / "a")
+    described = SliceDescription.read(tmp_path / "a")
+    name, content = min(read_bytes(tmp_path / "a").items())
+    assert described.tensors[name] == hashlib.sha256(content[2]).hexdigest()
+    assert None not in described.tensors.values()
+    replace(described, tensors={**described.tensors, name: "0" * 64}).write(tmp_path / "a")
     with pytest.raises(UsageError, match=f"another digest of {name}"):
         extract(sources["fp8"], "a", tmp_path / "a")
-
-
-def test_a_pth_file_has_no_shards(sources: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has no shards"):
-        extract(sources["fp8"], "a", tmp_path / "a", file_format=FileFormat.PTH, shard_size_bytes=1000)
 
 
 def damage_a_byte(folder: Path) -> None:
@@ -389,57 +346,43 @@ def test_another_nodes_slice_is_not_written_over(sources: dict[str, Path], tmp_p
         extract(sources["fp8"], "b", tmp_path / "file")
 
 
-def test_a_plan_of_another_checkpoint_is_refused_with_every_fault(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    plan = plan_of(sources["fp8"], 1, 3)
-    with pytest.raises(CheckpointError, match="bf16 does not hold what the plan gives node a") as raised:
-        extract(sources["bf16"], "a", tmp_path / "a", plan=plan)
+def test_a_plan_of_another_checkpoint_is_refused_with_every_fault(sources: dict[str, Path]) -> None:
+    plan = plan_of(sources["fp8"])
     missing = [name for name in plan.slice_of("a").files if not (sources["bf16"] / name).exists()]
-    assert all(f"{name} is not here" in str(raised.value) for name in missing)
     assert missing
-    assert not (tmp_path / "a").exists()
+    with pytest.raises(CheckpointError, match="bf16 does not hold what the plan gives node a") as raised:
+        cut(sources["bf16"], "a", plan)
+    assert all(f"{name} is not here" in str(raised.value) for name in missing)
 
 
-def test_an_unknown_and_an_idle_node_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    plan = plan_of(sources["fp8"], 1, 3)
+def test_an_unknown_and_an_idle_node_are_refused(sources: dict[str, Path]) -> None:
+    plan = plan_of(sources["fp8"])
     with pytest.raises(UsageError, match="no node 'z': expected one of a, b"):
-        extract(sources["fp8"], "z", tmp_path / "z", plan=plan)
-    idle = replace(
-        plan.slices[1],
-        stage=replace(
-            plan.slices[1].stage, node=Node.parse("idle:memory=1GB"), layers=range(3, 3), has_head=False
-        ),
-        tensors=(),
+        cut(sources["fp8"], "z", plan)
+    stage = replace(
+        plan.slices[1].stage, node=Node.parse("idle:memory=1GB"), layers=range(3, 3), has_head=False
     )
+    idle = replace(plan.slices[1], stage=stage, tensors=())
     with pytest.raises(UsageError, match="node idle holds nothing in this plan: expected one of a, b"):
-        extract(sources["fp8"], "idle", tmp_path / "z", plan=replace(plan, slices=(*plan.slices, idle)))
+        cut(sources["fp8"], "idle", replace(plan, slices=(*plan.slices, idle)))
 
 
-def test_a_source_that_was_cut_short_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    folder = tmp_path / "source"
-    shutil.copytree(sources["fp8"], folder)
-    plan = plan_of(folder, 1, 3)
-    shard = folder / plan.slice_of("a").files[0]
-    os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=f"{shard.name} is damaged .*truncated"):
-        extract(folder, "a", tmp_path / "a", plan=plan)
-
-
-def test_a_source_that_is_cut_short_meanwhile_leaves_nothing(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = tmp_path / "source"
-    shutil.copytree(sources["fp8"], folder)
-    made = cut(folder, "a", plan_of(folder, 1, 3))
-    shard = made.entries[-1].file
-    os.truncate(shard, made.entries[-1].offset + 1)
-    with pytest.raises(CheckpointError, match=f"{shard.name} became shorter: expected bytes .* found an end"):
+def test_a_source_that_was_cut_short_is_refused_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    plan = plan_of(source)
+    made = cut(source, "a", plan)
+    last = made.entries[-1]
+    os.truncate(last.file, last.file.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=f"{last.file.name} is damaged .*truncated"):
+        cut(source, "a", plan)
+    # Or after its headers were read.
+    os.truncate(last.file, last.offset + 1)
+    fault = f"{last.file.name} became shorter: expected bytes .* found an end"
+    with pytest.raises(CheckpointError, match=fault):
         write_slice(made, tmp_path / "a")
-    shard.unlink()
-    with pytest.raises(CheckpointError, match=f"{shard.name} cannot be opened"):
+    last.file.unlink()
+    with pytest.raises(CheckpointError, match=f"{last.file.name} cannot be opened"):
         write_slice(made, tmp_path / "a")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    assert names_in(tmp_path) == ["source"]
 
 
 class _Removing(NoProgress):
@@ -454,7 +397,7 @@ class _Removing(NoProgress):
 
 
 def test_a_slice_whose_files_are_removed_or_cut_is_told(sources: dict[str, Path], tmp_path: Path) -> None:
-    made = cut(sources["fp8"], "a", plan_of(sources["fp8"], 1, 3), shard_size_bytes=100_000)
+    made = cut(sources["fp8"], "a", shard_size_bytes=100_000)
     fault = "files of the slice .*/slice were removed or changed .*: found model-00001-of.* is missing"
     with pytest.raises(CheckpointError, match=fault):
         write_slice(made, tmp_path / "slice", progress=_Removing(tmp_path))
@@ -471,15 +414,12 @@ def test_a_slice_whose_files_are_removed_or_cut_is_told(sources: dict[str, Path]
 
 
 def test_a_damaged_bin_file_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    folder = tmp_path / "source"
-    shutil.copytree(sources["bin"], folder)
-    made = cut(folder, "a", plan_of(folder, 1, 3))
+    folder = shutil.copytree(sources["bin"], tmp_path / "source")
+    made = cut(folder, "a")
     entry = made.entries[0]
-    with entry.file.open("r+b") as file:
-        file.seek(entry.offset)
-        first = file.read(1)
-        file.seek(entry.offset)
-        file.write(bytes([first[0] ^ 1]))
+    content = bytearray(entry.file.read_bytes())
+    content[entry.offset] ^= 1
+    entry.file.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{entry.name} .*is damaged"):
         write_slice(made, tmp_path / "a")
     assert not (tmp_path / "a").exists()
@@ -487,68 +427,55 @@ def test_a_damaged_bin_file_is_refused(sources: dict[str, Path], tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["fp8", "bin"])
 def test_the_files_of_one_slice_suffice_for_it(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    plan = plan_of(sources[kind], 1, 3)
-    part = tmp_path / "part"
-    shutil.copytree(sources[kind], part)
+    plan = plan_of(sources[kind])
+    part = shutil.copytree(sources[kind], tmp_path / "part")
     foreign = sorted(set(plan.slice_of("b").files) - set(plan.slice_of("a").files))
     assert foreign
     for name in foreign:
         (part / name).unlink()
-    extract(part, "a", tmp_path / "a", plan=plan)
+    extract(part, "a", tmp_path / "a", plan)
     assert set(read_bytes(tmp_path / "a")) == set(plan.slice_of("a").names)
     index = find_index(part)
     assert index is not None
     assert set(index.absent.values()) == set(foreign)
     with pytest.raises(CheckpointError, match=f"{foreign[0]} is not here"):
-        extract(part, "b", tmp_path / "b", plan=plan)
+        cut(part, "b", plan)
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-def test_a_plan_without_places_finds_its_files(
-    has_index: bool, sources: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = tmp_path / "source"
-    shutil.copytree(sources["fp8"], folder)
-    plan = plan_of(folder, 1, 3)
-    placeless = replace(
-        plan,
-        slices=tuple(
-            replace(slice_, tensors=tuple(PlaceOf(name=name) for name in slice_.names))
-            for slice_ in plan.slices
-        ),
-    )
+def test_a_plan_without_places_finds_its_files(has_index: bool, source: Path) -> None:
+    plan = plan_of(source)
+    slices = [
+        replace(slice_, tensors=tuple(PlaceOf(name=name) for name in slice_.names)) for slice_ in plan.slices
+    ]
     if has_index:
         for name in set(plan.slice_of("b").files) - set(plan.slice_of("a").files):
-            (folder / name).unlink()
+            (source / name).unlink()
     else:
-        (folder / "model.safetensors.index.json").unlink()
-    extract(folder, "a", tmp_path / "a", plan=placeless)
-    assert set(read_bytes(tmp_path / "a")) == set(plan.slice_of("a").names)
+        (source / "model.safetensors.index.json").unlink()
+    made = cut(source, "a", replace(plan, slices=tuple(slices)))
+    assert {entry.name for entry in made.entries} == set(plan.slice_of("a").names)
 
 
 def test_only_one_nodes_tensors_are_kept_of_a_plan(sources: dict[str, Path], tmp_path: Path) -> None:
-    plan = plan_of(sources["fp8"], 1, 3)
+    plan = plan_of(sources["fp8"])
     plan.write(tmp_path / "plan.json")
     part = PartitionPlan.read(tmp_path / "plan.json", tensors_of="b")
-    assert part.slice_of("b") == plan.slice_of("b")
-    assert part.slice_of("a") == replace(plan.slice_of("a"), tensors=())
+    assert part.slices == (replace(plan.slice_of("a"), tensors=()), plan.slice_of("b"))
     with pytest.raises(UsageError, match="no node 'z'"):
         PartitionPlan.read(tmp_path / "plan.json", tensors_of="z")
 
 
-def test_places_are_held_against_the_headers(sources: dict[str, Path], tmp_path: Path) -> None:
-    plan = plan_of(sources["fp8"], 1, 3)
-    part = tmp_path / "part"
-    shutil.copytree(sources["fp8"], part)
-    shard = part / plan.slice_of("a").files[0]
+def test_places_are_held_against_the_headers(source: Path) -> None:
+    plan = plan_of(source)
+    shard = source / plan.slice_of("a").files[0]
     content = shard.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     # Eight spaces more before the data.
-    shard.write_bytes(
-        struct.pack("<Q", length + 8) + content[8 : 8 + length] + b" " * 8 + content[8 + length :]
-    )
+    header = struct.pack("<Q", length + 8) + content[8 : 8 + length] + b" " * 8
+    shard.write_bytes(header + content[8 + length :])
     with pytest.raises(CheckpointError, match=rf"does not lie at bytes \d+ to \d+ of {shard.name}"):
-        extract(part, "a", tmp_path / "a", plan=plan)
+        cut(source, "a", plan)
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -562,24 +489,27 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Pat
         pytest.skip("no file is as large as what is free on this disk")
     plan = plan_of(folder, 1, memory="1PB")
     with pytest.raises(CheckpointError, match=r"expected \d+ bytes, found \d+ bytes free. .*more room"):
-        extract(folder, "a", tmp_path / "a", plan=plan)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["sparse"]
+        extract(folder, "a", tmp_path / "a", plan)
+    assert names_in(tmp_path) == ["sparse"]
 
 
 def test_a_disk_that_fills_up_leaves_nothing(sources: dict[str, Path], tmp_path: Path) -> None:
-    with largest_file(100_000), pytest.raises(CheckpointError, match="cannot be written: .*File too large"):
-        extract(sources["fp8"], "a", tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written: .*File too large"):
+            extract(sources["fp8"], "a", tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names_in(tmp_path) == []
 
 
 _EXTRACT = """
 import sys
 from pathlib import Path
 from minimax_tools.machine.memory_tracker import MemoryTracker
-from minimax_tools.slices.folder import cut_slice
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.folder import FileFormat
-from minimax_tools.slices.folder import write_slice
+from minimax_tools.slices.folder import FileFormat, cut_slice, write_slice
 from minimax_tools.slices.stored_weights import StoredWeights
 
 plan_file, node, output, file_format, digests = sys.argv[1:]
@@ -598,45 +528,37 @@ _KILLED = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000_000, 100_000_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000, 50_000_000))
 """
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """280 MB in two files, one tensor of them 80 MB, all zeros that take no disk; and its plan beside it."""
+    """160 MB in two files, one tensor of them 60 MB, all zeros that take no disk; and its plan beside it."""
     folder = tmp_path_factory.mktemp("large")
-    shapes = {"model.embed_tokens.weight": (40_000, 1000), "model.norm.weight": (1000,)}
-    shapes |= {f"model.layers.{layer}.mlp.up_proj.weight": (20_000, 1000) for layer in range(5)}
-    names = sorted(shapes)
-    write_sparse(
-        folder / "model",
-        [{name: shapes[name] for name in part} for part in (names[:3], names[3:])],
-        num_layers=5,
-    )
+    shapes = {"model.embed_tokens.weight": (30_000, 1000), "model.norm.weight": (1000,)}
+    shapes |= {f"model.layers.{layer}.mlp.up_proj.weight": (10_000, 1000) for layer in range(5)}
+    shards = [{name: shapes[name] for name in part} for part in (sorted(shapes)[:3], sorted(shapes)[3:])]
+    write_sparse(folder / "model", shards, num_layers=5)
     plan_of(folder / "model", 4, 5).write(folder / "plan.json")
     return folder
 
 
-def extracting(
-    large: Path, output: Path, file_format: str, digests: str, *, code: str = _EXTRACT
-) -> list[str]:
-    arguments = [str(large / "plan.json"), "a", str(output), file_format, digests]
-    return [sys.executable, "-W", "ignore", "-c", code, *arguments]
+def run_extract(
+    plan: Path, output: Path, *arguments: str, before: str = ""
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", before + _EXTRACT, plan, "a", output, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
     ("file_format", "digests"),
-    [
-        ("safetensors", "digests"),
-        pytest.param("pth", "none", marks=pytest.mark.slow),
-    ],
+    [("safetensors", "digests"), pytest.param("pth", "none", marks=pytest.mark.slow)],
 )
 def test_extraction_takes_little_memory_whatever_the_size(
     file_format: str, digests: str, large: Path, tmp_path: Path
 ) -> None:
-    command = extracting(large, tmp_path / "a", file_format, digests)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_extract(large / "plan.json", tmp_path / "a", file_format, digests)
     assert done.returncode == 0, done.stderr
     size_bytes = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
     assert size_bytes > 100e6
@@ -648,30 +570,19 @@ def test_half_of_as_many_tensors_as_the_true_model_has_takes_little_memory(tmp_p
     plan = write_headers(tmp_path / "model")
     assert sum(len(slice_.tensors) for slice_ in plan.slices) > 96_000
     plan.write(tmp_path / "plan.json")
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        _EXTRACT,
-        str(tmp_path / "plan.json"),
-        "a",
-        str(tmp_path / "a"),
-    ]
-    done = subprocess.run([*command, "safetensors", "none"], capture_output=True, text=True, check=False)
+    done = run_extract(tmp_path / "plan.json", tmp_path / "a", "safetensors", "none")
     assert done.returncode == 0, done.stderr
     assert len(TensorIndex.from_folder(tmp_path / "a")) == len(plan.slice_of("a").tensors)
     assert int(done.stdout.splitlines()[-1]) < 50e6
 
 
 def test_a_killed_extraction_leaves_nothing_that_looks_whole(large: Path, tmp_path: Path) -> None:
-    command = extracting(large, tmp_path / "a", "safetensors", "none", code=_KILLED + _EXTRACT)
-    killed = subprocess.run(command, capture_output=True, text=True, check=False)
+    killed = run_extract(large / "plan.json", tmp_path / "a", "safetensors", "none", before=_KILLED)
     assert (killed.returncode, killed.stdout) == (-signal.SIGXFSZ, "cut\n"), killed.stderr
     assert list(tmp_path.glob(".a.*.tmp/.a.tmp/*.safetensors"))
     assert not (tmp_path / "a").exists()
-    assert len(leftovers(tmp_path)) == 1
-    extract(large / "model", "a", tmp_path / "a", plan=PartitionPlan.read(large / "plan.json"))
+    assert len(names_in(tmp_path)) == 1
+    extract(large / "model", "a", tmp_path / "a", PartitionPlan.read(large / "plan.json"))
     # What it left is gone too.
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert names_in(tmp_path) == ["a"]
     TensorIndex.from_folder(tmp_path / "a")
