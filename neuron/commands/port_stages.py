@@ -368,7 +368,7 @@ def _untested(results: Sequence[StageResult]) -> list[dict[str, Any]]:
         if one["by"] not in _JUDGES
     ]
     # Two stages leave out the same, each with its own command for it: the first is enough.
-    first: dict[tuple[str, str], dict[str, Any]] = {}
+    first: dict[str, dict[str, Any]] = {}
     for one in found:
-        first.setdefault((one["what"], one["detail"]), one)
+        first.setdefault(one["what"], one)
     return list(first.values())
