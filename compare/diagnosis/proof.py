@@ -122,7 +122,8 @@ def word_proof(proof: MistakeProof) -> Iterator[str]:
         return
     yield f"{is_proved}: {where}, {proof.reason}{figures}."
     if proof.remaining:
-        yield f"What is left matches {proof.remaining[0]}."
+        named = proof.remaining[0]
+        yield f"What is left matches {named.split(',')[0]}: --undo {named}."
 
 
 def word_lines_place(*, has_conversion: bool) -> str:
