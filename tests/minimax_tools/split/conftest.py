@@ -42,8 +42,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {**_EXPERTS, "num_local_experts": 11},
     "gpt2": {"tie_word_embeddings": True},
 }
-SPLIT_POINTS = (1, 3)
-
 Chain = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -108,12 +106,6 @@ def build_model(model_type: str, dtype: torch.dtype) -> Any:
             is_buffer = leaf in model.get_submodule(module)._buffers
             setattr(model.get_submodule(module), leaf, exact if is_buffer else torch.nn.Parameter(exact))
     return model
-
-
-@pytest.fixture(scope="session")
-def into_pickles() -> Callable[[Path], None]:
-    """Turns a folder of safetensors into one of `.bin` files."""
-    return turn_into_pickles
 
 
 def turn_into_pickles(folder: Path) -> None:

@@ -27,11 +27,13 @@ Q_PROJ, UP_PROJ, NORM, EXPERT = (
     f"model.layers.2.{name}.weight"
     for name in ("self_attn.q_proj", "mlp.up_proj", "input_layernorm", "block_sparse_moe.experts.7.w3")
 )
+MISSING = {"bottom": "cpu", "trunk": "cpu", "top": f"cuda:{torch.cuda.device_count()}"}
 Parts = tuple[SplitModel, SplitModel, SplitModel]
 
 
-def split(made: Any, **options: Any) -> Parts:
-    return ModelFactory.create_split_models(made.model_type, str(made.folder), 1, 3, **options)
+def split(made: Any, folder: Path | None = None, **options: Any) -> Parts:
+    """The components of a made model, or of one like it in another folder."""
+    return ModelFactory.create_split_models(made.model_type, str(folder or made.folder), 1, 3, **options)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +76,13 @@ def test_pickled_checkpoints_give_the_same_logits(
     assert torch.equal(chain(parts, input_ids, None), made.logits(input_ids, None))
 
 
-def test_model_in_one_file_is_split_too(make: Any, chain: Any, input_ids: torch.Tensor) -> None:
+def test_model_in_one_file_is_split_too_and_a_component_may_have_one_layer(
+    make: Any, chain: Any, input_ids: torch.Tensor
+) -> None:
     made = make("llama", shard_size="1GB")
-    assert torch.equal(chain(split(made), input_ids, None), made.logits(input_ids, None))
+    parts = ModelFactory.create_split_models("llama", str(made.folder), 1, 2)
+    assert [len(part.part.span) for part in parts] == [1, 1, 2]
+    assert torch.equal(chain(parts, input_ids, None), made.logits(input_ids, None))
 
 
 def test_buffers_of_older_checkpoints_are_let_be_and_weights_of_integers_are_not(
@@ -89,12 +95,11 @@ def test_buffers_of_older_checkpoints_are_let_be_and_weights_of_integers_are_not
         tensors[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8)
         tensors[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     torch.save(tensors, folder / "pytorch_model.bin")
-    parts = ModelFactory.create_split_models("gpt2", str(folder), 1, 3)
-    assert torch.equal(chain(parts, input_ids, None), made.logits(input_ids, None))
+    assert torch.equal(chain(split(made, folder), input_ids, None), made.logits(input_ids, None))
     name = "transformer.h.1.mlp.c_fc.weight"
     torch.save({**tensors, name: tensors[name].to(torch.int8)}, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=name):
-        ModelFactory.create_split_models("gpt2", str(folder), 1, 3)
+        split(made, folder)
 
 
 def test_components_hold_their_layers_and_nothing_of_the_others(split_once: Any) -> None:
@@ -120,46 +125,39 @@ def test_router_of_minimax_m2_stays_float32_as_stored(split_once: Any) -> None:
     made, parts = split_once("minimax_m2")
     for part in parts:
         for layer in part.part.layers:
-            for name in (
-                f"model.layers.{layer}.mlp.gate.weight",
-                f"model.layers.{layer}.mlp.e_score_correction_bias",
-            ):
+            for leaf in ("gate.weight", "e_score_correction_bias"):
+                name = f"model.layers.{layer}.mlp.{leaf}"
                 tensor = part.model.state_dict()[name]
                 assert tensor.dtype == torch.float32
                 assert torch.equal(tensor, made.model.state_dict()[name])
 
 
-def test_dtype_that_is_asked_for_is_had(make: Any, chain: Any, input_ids: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [{"dtype": torch.float32}, {"attn_implementation": "eager", "experts_implementation": "eager"}],
+    ids=["dtype", "implementations"],
+)
+def test_dtype_and_implementations_are_those_asked_for(
+    chosen: dict[str, Any], make: Any, chain: Any, input_ids: torch.Tensor
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    made = make("mixtral")
-    parts = split(made, dtype=torch.float32)
-    whole = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
-    with torch.no_grad():
-        expected = whole(input_ids).logits
-    logits = chain(parts, input_ids, None)
-    assert logits.dtype == torch.float32
-    assert torch.equal(logits, expected)
-
-
-def test_dtype_comes_from_the_weights_where_the_config_has_none(make: Any, tmp_path: Path) -> None:
-    folder = copy(make("llama").folder, tmp_path)
-    edit_config(folder, lambda config: config.pop("dtype", None))
-    parts = ModelFactory.create_split_models("llama", str(folder), 1, 3)
-    assert [part.dtype for part in parts] == [torch.bfloat16] * 3
-
-
-def test_implementations_are_those_asked_for(make: Any, chain: Any, input_ids: torch.Tensor) -> None:
-    from transformers import AutoModelForCausalLM
-
-    chosen = {"attn_implementation": "eager", "experts_implementation": "eager"}
     made = make("mixtral")
     parts = split(made, **chosen)
     whole = AutoModelForCausalLM.from_pretrained(made.folder, **chosen)
     with torch.no_grad():
         expected = whole(input_ids).logits
-    assert torch.equal(chain(parts, input_ids, None), expected)
-    assert {part.model.config._attn_implementation for part in parts} == {"eager"}
+    logits = chain(parts, input_ids, None)
+    assert logits.dtype == chosen.get("dtype", torch.bfloat16)
+    assert torch.equal(logits, expected)
+    for part in parts:
+        assert part.model.config._attn_implementation == chosen.get("attn_implementation", "sdpa")
+
+
+def test_dtype_comes_from_the_weights_where_the_config_has_none(make: Any, tmp_path: Path) -> None:
+    folder = copy(make("llama").folder, tmp_path)
+    edit_config(folder, lambda config: config.pop("dtype", None))
+    assert [part.dtype for part in split(make("llama"), folder)] == [torch.bfloat16] * 3
 
 
 @pytest.fixture(scope="module")
@@ -207,24 +205,14 @@ class TestShards:
         made = make("minimax_m2")
         weight_map = json.loads((made.folder / "model.safetensors.index.json").read_text())["weight_map"]
         folder = copy(made.folder, tmp_path)
-        only_top = {
-            file
-            for file in set(weight_map.values())
-            if all(name.startswith("model.layers.3.") for name, place in weight_map.items() if place == file)
-        }
+        others = {file for name, file in weight_map.items() if not name.startswith("model.layers.3.")}
+        only_top = set(weight_map.values()) - others
         assert only_top
         for file in only_top:
             (folder / file).unlink()
         # Bottom and trunk are loaded, and saved, before a shard of top is missed.
         with pytest.raises(CheckpointError, match=sorted(only_top)[0]):
-            ModelFactory.create_split_models(
-                "minimax_m2",
-                str(folder),
-                1,
-                3,
-                auto_save=True,
-                storage_path=tmp_path / "saved",
-            )
+            split(made, folder, auto_save=True, storage_path=tmp_path / "saved")
         assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["bottom", "trunk"]
 
     def test_damaged_shard_is_named(self, make: Any, tmp_path: Path) -> None:
@@ -232,7 +220,7 @@ class TestShards:
         shard = sorted(folder.glob("*.safetensors"))[0]
         shard.write_bytes(shard.read_bytes()[:-8])
         with pytest.raises(CheckpointError, match=shard.name):
-            ModelFactory.create_split_models("llama", str(folder), 1, 3)
+            split(make("llama"), folder)
 
     @pytest.mark.parametrize(
         ("model_type", "name", "other", "change", "found"),
@@ -264,7 +252,7 @@ class TestShards:
         folder = copy(make(model_type).folder, tmp_path)
         rewrite(folder, edit)
         with pytest.raises(CheckpointError, match=found):
-            ModelFactory.create_split_models(model_type, str(folder), 1, 3)
+            split(make(model_type), folder)
 
 
 class TestArguments:
@@ -272,21 +260,22 @@ class TestArguments:
         with pytest.raises(UsageError, match="model_type is 'qwen2'.*expected 'llama', found 'qwen2'"):
             ModelFactory.create_split_models("qwen2", str(make("llama").folder), 1, 3)
 
-    def test_component_may_have_one_layer(self, make: Any, chain: Any, input_ids: torch.Tensor) -> None:
-        made = make("llama")
-        parts = ModelFactory.create_split_models("llama", str(made.folder), 1, 2)
-        assert [len(part.part.span) for part in parts] == [1, 1, 2]
-        assert torch.equal(chain(parts, input_ids, None), made.logits(input_ids, None))
-
-    def test_device_that_is_not_here_is_refused(self, make: Any) -> None:
-        missing = f"cuda:{torch.cuda.device_count()}"
-        device_map = {"bottom": "cpu", "trunk": "cpu", "top": missing}
-        with pytest.raises(BackendError, match=f"there is no {missing}, which top"):
-            split(make("llama"), device_map=device_map)
-
-    def test_auto_save_without_a_folder_is_refused(self, make: Any) -> None:
-        with pytest.raises(UsageError, match="auto_save needs storage_path"):
-            split(make("llama"), auto_save=True)
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"device_map": MISSING}, BackendError, f"there is no {MISSING['top']}, which top"),
+            ({"auto_save": True}, UsageError, "auto_save needs storage_path"),
+            ({"memory_budget": "1MB"}, MemoryBudgetError, "would break the memory budget"),
+            ({"memory_budget": "12"}, UsageError, "memory_budget is '12'"),
+            ({"dtype": torch.float8_e4m3fn}, UsageError, "dtype is torch.float8_e4m3fn"),
+        ],
+        ids=["device", "auto_save without a folder", "budget", "no budget", "dtype"],
+    )
+    def test_argument_that_cannot_be_used_is_refused(
+        self, options: dict[str, Any], error: type[Exception], message: str, make: Any
+    ) -> None:
+        with pytest.raises(error, match=message):
+            split(make("llama"), **options)
 
     def test_folder_that_holds_something_else_is_refused_before_loading(
         self, make: Any, tmp_path: Path
@@ -301,29 +290,16 @@ class TestArguments:
         split(make("llama"), storage_path=tmp_path)
         assert list(tmp_path.iterdir()) == []
 
-    def test_budget_that_would_be_broken_stops_it(self, make: Any) -> None:
-        with pytest.raises(MemoryBudgetError, match="would break the memory budget"):
-            split(make("minimax_m2"), memory_budget="1MB")
-
-    def test_budget_that_is_no_size_is_refused(self, make: Any) -> None:
-        with pytest.raises(UsageError, match="memory_budget is '12'"):
-            split(make("llama"), memory_budget="12")
-
-    def test_dtype_that_no_model_runs_in_is_refused(self, make: Any) -> None:
-        with pytest.raises(UsageError, match="dtype is torch.float8_e4m3fn"):
-            split(make("llama"), dtype=torch.float8_e4m3fn)
-
-    def test_folder_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+    def test_folder_that_is_not_there_is_named(self, make: Any, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="nowhere"):
-            ModelFactory.create_split_models("llama", str(tmp_path / "nowhere"), 1, 3)
+            split(make("llama"), tmp_path / "nowhere")
 
     def test_other_quantisation_is_refused(self, make: Any, tmp_path: Path) -> None:
         folder = copy(make("llama").folder, tmp_path)
-        edit_config(
-            folder, lambda config: config.update(quantization_config={"quant_method": "gptq", "bits": 4})
-        )
+        other = {"quant_method": "gptq", "bits": 4}
+        edit_config(folder, lambda config: config.update(quantization_config=other))
         with pytest.raises(CheckpointError, match="quant_method 'gptq'"):
-            ModelFactory.create_split_models("llama", str(folder), 1, 3)
+            split(make("llama"), folder)
 
 
 class TestSaving:

@@ -21,9 +21,8 @@ Parts = tuple[SplitModel, SplitModel, SplitModel]
 @pytest.fixture(scope="module")
 def parts(make: Callable[..., Any]) -> Parts:
     made = make("minimax_m2")
-    return ModelFactory.create_split_models(
-        "minimax_m2", str(made.folder), 1, 3, experts_implementation="eager"
-    )
+    folder = str(made.folder)
+    return ModelFactory.create_split_models("minimax_m2", folder, 1, 3, experts_implementation="eager")
 
 
 @pytest.fixture
@@ -44,36 +43,25 @@ def test_loaded_component_is_the_saved_one_bit_for_bit(parts: Parts, role: int, 
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
     )
     assert repr(loaded) == repr(parts[role])
-
-
-def test_implementations_are_remembered(saved: Path) -> None:
-    assert SplitModel.load(saved).model.config._experts_implementation == "eager"
+    assert loaded.model.config._experts_implementation == "eager"
 
 
 def test_folder_holds_safetensors_and_json_only(saved: Path) -> None:
-    assert sorted(path.name for path in saved.iterdir()) == [
-        "component.json",
-        "config.json",
-        "model.safetensors",
-    ]
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == ["component.json", "config.json", "model.safetensors"]
     assert [path.name for path in saved.parent.iterdir()] == ["trunk"]
     description = json.loads((saved / "component.json").read_text())
     assert (description["component"], description["start_layer"], description["end_layer"]) == ("trunk", 1, 3)
     assert load_file(saved / "model.safetensors").keys() == description["tensors"].keys()
 
 
-def test_saving_again_replaces_the_component(parts: Parts, saved: Path) -> None:
-    parts[0].save(saved)
-    assert str(SplitModel.load(saved).part).startswith("bottom")
-    assert [path.name for path in saved.parent.iterdir()] == ["trunk"]
-
-
-def test_what_a_killed_run_left_is_no_hindrance(parts: Parts, saved: Path) -> None:
+def test_saving_again_replaces_the_component_and_what_a_killed_run_left(parts: Parts, saved: Path) -> None:
     for name in (".trunk.tmp", ".former"):
         half = saved.with_name(".trunk.0123abcd.tmp") / name
         half.mkdir(parents=True)
         (half / "half").touch()
-    parts[1].save(saved)
+    parts[0].save(saved)
+    assert str(SplitModel.load(saved).part).startswith("bottom")
     assert [path.name for path in saved.parent.iterdir()] == ["trunk"]
 
 
@@ -95,78 +83,68 @@ def test_component_that_was_cast_keeps_its_dtype(parts: Parts, tmp_path: Path) -
     assert loaded.dtype == torch.float32
 
 
-def test_something_else_is_not_overwritten(parts: Parts, tmp_path: Path) -> None:
+def test_place_that_holds_something_else_or_cannot_be_written_is_named(parts: Parts, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("dear")
-    with pytest.raises(UsageError, match="home holds something else"):
-        parts[1].save(tmp_path / "home")
     (tmp_path / "file").write_text("dear")
-    with pytest.raises(UsageError, match="file holds something else"):
-        parts[1].save(tmp_path / "file")
-
-
-def test_place_that_cannot_be_written_is_named(parts: Parts, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+    for name in ("home", "file"):
+        with pytest.raises(UsageError, match=f"{name} holds something else"):
+            parts[1].save(tmp_path / name)
     with pytest.raises(CheckpointError, match="cannot save trunk"):
         parts[1].save(tmp_path / "file" / "trunk")
 
 
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "component.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+def describing(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / "component.json").write_text(text)
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+def noting(**changes: Any) -> Callable[[Path], Any]:
+    """Changes what component.json says."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "component.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def storing(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
+    """Changes the tensors."""
+
+    def rewrite(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return rewrite
 
 
 NORM = "model.layers.1.input_layernorm.weight"
+NO_DESCRIPTION = "does not describe a component"
+DAMAGED = "component.json is damaged"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no description": (lambda folder: (folder / "component.json").unlink(), "holds no component"),
-    "description cut": (lambda folder: (folder / "component.json").write_text("{"), "holds no component"),
-    "another format": (lambda folder: edit(folder, format="zip"), "does not describe a component"),
-    "another version": (
-        lambda folder: edit(folder, version=9),
-        "does not describe a component: expected .* of version 1",
-    ),
-    "unknown component": (lambda folder: edit(folder, component="middle"), "component.json is damaged"),
-    "layers of another": (lambda folder: edit(folder, start_layer=0), "component.json is damaged"),
-    "layers past the last": (lambda folder: edit(folder, end_layer=9), "component.json is damaged"),
-    "no object": (
-        lambda folder: (folder / "component.json").write_text("[1]"),
-        "component.json does not describe a component",
-    ),
-    "layer as a fraction": (lambda folder: edit(folder, end_layer=3.0), "component.json is damaged"),
-    "layer without end": (lambda folder: edit(folder, end_layer=float("inf")), "component.json"),
-    "layer as text": (lambda folder: edit(folder, start_layer="1"), "component.json is damaged"),
-    "an implementation of another kind": (
-        lambda folder: edit(folder, attn_implementation=1.5),
-        "component.json is damaged",
-    ),
-    "tensors of another kind": (lambda folder: edit(folder, tensors=[1]), "component.json is damaged"),
-    "a checksum of another kind": (
-        lambda folder: edit(folder, tensors={NORM: True}),
-        "component.json is damaged",
-    ),
-    "no dtype": (lambda folder: edit(folder, dtype="nn"), "component.json is damaged"),
+    "description cut": (describing("{"), "holds no component"),
+    "no object": (describing("[1]"), NO_DESCRIPTION),
+    "another format": (noting(format="zip"), NO_DESCRIPTION),
+    "another version": (noting(version=9), f"{NO_DESCRIPTION}: expected .* of version 1"),
+    "unknown component": (noting(component="middle"), DAMAGED),
+    "layers of another": (noting(start_layer=0), DAMAGED),
+    "layers past the last": (noting(end_layer=9), DAMAGED),
+    "layer as a fraction": (noting(end_layer=3.0), DAMAGED),
+    "layer without end": (noting(end_layer=float("inf")), "component.json"),
+    "layer as text": (noting(start_layer="1"), DAMAGED),
+    "an implementation of another kind": (noting(attn_implementation=1.5), DAMAGED),
+    "tensors of another kind": (noting(tensors=[1]), DAMAGED),
+    "a checksum of another kind": (noting(tensors={NORM: True}), DAMAGED),
+    "no dtype": (noting(dtype="nn"), DAMAGED),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json.* cannot be used"),
     "no tensors": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
-    "tensor missing": (lambda folder: rewrite(folder, lambda found: found.pop(NORM)), "found nothing"),
-    "tensor too many": (
-        lambda folder: rewrite(folder, lambda found: found.update(more=torch.ones(1))),
-        "more: no checksum",
-    ),
-    "another shape": (
-        lambda folder: rewrite(folder, lambda found: found.update({NORM: torch.ones(3)})),
-        "input_layernorm.weight in .* is damaged",
-    ),
-    "no checksum": (lambda folder: edit(folder, tensors={}), "no checksum"),
-    "another value": (
-        lambda folder: rewrite(folder, lambda found: found[NORM].add_(1)),
-        "input_layernorm.weight in .* is damaged: expected crc32",
-    ),
+    "tensor missing": (storing(lambda found: found.pop(NORM)), "found nothing"),
+    "tensor too many": (storing(lambda found: found.update(more=torch.ones(1))), "more: no checksum"),
+    "another shape": (storing(lambda found: found.update({NORM: torch.ones(3)})), f"{NORM} in .* is damaged"),
+    "no checksum": (noting(tensors={}), "no checksum"),
+    "another value": (storing(lambda found: found[NORM].add_(1)), f"{NORM} in .* is damaged: expected crc32"),
 }
 
 
@@ -178,18 +156,14 @@ def test_damaged_folder_is_refused(saved: Path, damage: str) -> None:
         SplitModel.load(saved)
 
 
-def test_every_flipped_byte_is_noticed(saved: Path) -> None:
+def test_every_flipped_byte_and_a_truncated_file_are_noticed(saved: Path) -> None:
     path = saved / "model.safetensors"
     whole = path.read_bytes()
     for position in range(0, len(whole), len(whole) // 7):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(CheckpointError):
             SplitModel.load(saved)
-
-
-def test_truncated_file_is_named(saved: Path) -> None:
-    path = saved / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
+    path.write_bytes(whole[:-4])
     with pytest.raises(CheckpointError, match="model.safetensors.*truncated"):
         SplitModel.load(saved)
 

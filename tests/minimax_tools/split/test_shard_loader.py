@@ -22,47 +22,21 @@ NOWHERE = "http://127.0.0.1:9"
 Saved = Callable[..., Path]
 
 
-def build_model(model_type: str, *, is_tied: bool) -> Any:
-    """A tiny model of transformers with random weights."""
-    transformers = pytest.importorskip("transformers", reason="the extra `golden` is not installed")
-    values = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 64,
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "moe_intermediate_size": 16,
-    }
-    if model_type == "gpt2":
-        values = {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": 32, "vocab_size": 64}
-    ends = {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": is_tied}
-    config = transformers.AutoConfig.for_model(model_type, **values, **ends)
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, into_pickles: Callable[[Path], None]) -> Saved:
+@pytest.fixture
+def saved(make: Callable[..., Any]) -> Saved:
     """Folders of tiny models, as transformers saves them or as `.bin`; each made once, so left as they are."""
-    made: dict[tuple[object, ...], Path] = {}
 
-    def save(
-        model_type: str, kind: str = "safetensors", *, is_tied: bool = False, size: str = "12KB"
-    ) -> Path:
-        key = (model_type, kind, is_tied, size)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("saved") / "model"
-            build_model(model_type, is_tied=is_tied).save_pretrained(folder, max_shard_size=size)
-            if kind == "bin":
-                into_pickles(folder)
-            made[key] = folder
-        return made[key]
+    def save(model_type: str, kind: str = "safetensors", *, size: str = "12KB") -> Path:
+        folder: Path = make(model_type, pickled=kind == "bin", shard_size=size).folder
+        return folder
 
     return save
+
+
+@pytest.fixture
+def copied(saved: Saved, tmp_path: Path) -> Saved:
+    """Copies of such folders, to be spoilt."""
+    return lambda *kind: Path(shutil.copytree(saved(*kind), tmp_path / "model"))
 
 
 def load_part(folder: Path, names: set[str], shards: set[str]) -> dict[str, torch.Tensor]:
@@ -84,32 +58,23 @@ def num_bytes_read_by(action: Callable[[], object]) -> int:
     return count() - before - idle
 
 
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @KINDS
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("model_type", ["minimax_m2", "gpt2"])
+@pytest.mark.parametrize(("model_type", "is_tied"), [("minimax_m2", False), ("qwen2", True), ("gpt2", True)])
 def test_shards_of_a_component_hold_its_tensors(
     model_type: str, is_tied: bool, kind: str, saved: Saved
 ) -> None:
-    folder = saved(model_type, kind, is_tied=is_tied)
+    folder = saved(model_type, kind)
     assert ShardLoader.is_sharded_model(folder)
-    weight_map = ShardLoader.load_index_json(folder)["weight_map"]
+    index = ShardLoader.load_index_json(folder)
+    weight_map = index["weight_map"]
+    ends = {"include_final_norm": True, "include_lm_head": True}
     parts: dict[str, tuple[tuple[int, int], set[int | str], dict[str, bool]]] = {
         "bottom": ((0, 1), {0, PART_EMBEDDING}, {"include_embedding": True}),
         "trunk": ((1, 3), {1, 2}, {}),
-        "top": (
-            (3, NUM_LAYERS),
-            {3, PART_NORM, PART_HEAD},
-            {"include_final_norm": True, "include_lm_head": True},
-        ),
+        "top": ((3, NUM_LAYERS), {3, PART_NORM, PART_HEAD}, ends),
     }
     for name, (layers, held, flags) in parts.items():
-        shards = ShardLoader.get_required_shards_for_component(
-            {"weight_map": weight_map}, name, layers, model_type, **flags
-        )
+        shards = ShardLoader.get_required_shards_for_component(index, name, layers, model_type, **flags)
         names = {tensor for tensor in weight_map if part_of(tensor, model_type) in held}
         if is_tied and name == "top":
             names |= {tensor for tensor in weight_map if ParamMapper.is_token_embedding(tensor, model_type)}
@@ -122,17 +87,16 @@ def test_model_in_one_file_is_not_sharded_and_gets_an_index_from_its_header(kind
     folder = saved("qwen2", kind, size="1GB")
     assert not ShardLoader.is_sharded_model(folder)
     index = ShardLoader.load_index_json(folder)
-    assert set(index["weight_map"].values()) == {
-        "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
-    }
-    expected = all_tensors(saved("qwen2", size="1GB"))
+    (file,) = set(index["weight_map"].values())
+    assert file == ("model.safetensors" if kind == "safetensors" else "pytorch_model.bin")
+    expected = load_file(saved("qwen2", size="1GB") / "model.safetensors")
     assert index["weight_map"].keys() == expected.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
 
 
 @KINDS
-def test_shards_without_an_index_get_one_from_their_headers(kind: str, saved: Saved, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved("llama", kind), tmp_path / "model"))
+def test_shards_without_an_index_get_one_from_their_headers(kind: str, copied: Saved) -> None:
+    folder = copied("llama", kind)
     (index_path,) = folder.glob("*.index.json")
     expected = json.loads(index_path.read_text())["weight_map"]
     index_path.unlink()
@@ -182,20 +146,8 @@ def test_hub_that_does_not_answer_is_an_error_and_not_unsharded(tmp_path: Path) 
         ShardLoader.download_shards_if_needed("some-owner/some-model", ["model.safetensors"], access=access)
 
 
-@pytest.fixture
-def hub(saved: Saved, tmp_path: Path) -> tuple[HubAccess, Path]:
-    """A cache that holds a hub's model, and the folder of its snapshot; the hub itself is not asked."""
-    commit = "0123456789" * 4
-    repository = tmp_path / "models--owner--tiny"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    snapshot = repository / "snapshots" / commit
-    shutil.copytree(saved("qwen2"), snapshot)
-    return HubAccess(endpoint=NOWHERE, cache_dir=tmp_path, is_offline=True), snapshot
-
-
-def test_hub_id_is_loaded_like_a_folder(hub: tuple[HubAccess, Path], saved: Saved) -> None:
-    access, _ = hub
+def test_hub_id_is_loaded_like_a_folder(hub: Any, access: HubAccess, saved: Saved) -> None:
+    hub.add("owner/tiny", saved("qwen2"))
     assert ShardLoader.is_sharded_model("owner/tiny", access=access)
     index = ShardLoader.load_index_json("owner/tiny", access=access)
     assert index == ShardLoader.load_index_json(saved("qwen2"))
@@ -217,18 +169,20 @@ def test_hub_id_is_loaded_like_a_folder(hub: tuple[HubAccess, Path], saved: Save
 def test_part_that_the_checkpoint_lacks_is_named(
     layers: tuple[int, int], flags: dict[str, bool], missing: str
 ) -> None:
-    index = {
-        "weight_map": {f"model.layers.{layer}.mlp.up_proj.weight": "x.safetensors" for layer in range(4)}
-    }
+    index = index_of(4)
     with pytest.raises(CheckpointError, match=missing):
         ShardLoader.get_required_shards_for_component(index, "bottom", layers, "llama", **flags)
 
 
+def index_of(num_layers: int) -> dict[str, Any]:
+    """A file for each layer."""
+    names = {f"model.layers.{layer}.mlp.up_proj.weight": f"{layer}.bin" for layer in range(num_layers)}
+    return {"weight_map": names}
+
+
 def test_layer_1_does_not_bring_the_files_of_layer_10() -> None:
-    index = {
-        "weight_map": {f"model.layers.{layer}.mlp.up_proj.weight": f"{layer}.bin" for layer in range(20)}
-    }
-    assert ShardLoader.get_required_shards_for_component(index, "trunk", (1, 2), "llama") == {"1.bin"}
+    shards = ShardLoader.get_required_shards_for_component(index_of(20), "trunk", (1, 2), "llama")
+    assert shards == {"1.bin"}
 
 
 @pytest.mark.parametrize(
@@ -243,9 +197,8 @@ def test_layer_1_does_not_bring_the_files_of_layer_10() -> None:
 def test_bad_argument_is_named(
     component: str, layers: tuple[int, int], model_type: str, error: type[Exception], message: str
 ) -> None:
-    index = {"weight_map": {"model.layers.0.mlp.up_proj.weight": "x.safetensors"}}
     with pytest.raises(error, match=message):
-        ShardLoader.get_required_shards_for_component(index, component, layers, model_type)
+        ShardLoader.get_required_shards_for_component(index_of(1), component, layers, model_type)
 
 
 @KINDS
@@ -256,9 +209,8 @@ def test_only_the_wanted_bytes_of_a_shard_are_read(kind: str, tmp_path: Path) ->
         save_file(tensors, path)
     else:
         torch.save(tensors, path)
-    ShardLoader.load_shard_partial(
-        path, lambda _: False
-    )  # so that nothing is imported while bytes are counted
+    # So that nothing is imported while bytes are counted.
+    ShardLoader.load_shard_partial(path, lambda _: False)
     found: dict[str, torch.Tensor] = {}
     wanted = "model.layers.4.weight"
     num_bytes = num_bytes_read_by(lambda: found.update(ShardLoader.load_shard_partial(path, wanted.__eq__)))
@@ -269,8 +221,8 @@ def test_only_the_wanted_bytes_of_a_shard_are_read(kind: str, tmp_path: Path) ->
     assert size_bytes <= num_bytes <= size_bytes + 48_000
 
 
-def test_all_missing_shards_are_named(saved: Saved, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved("llama"), tmp_path / "model"))
+def test_all_missing_shards_are_named(copied: Saved) -> None:
+    folder = copied("llama")
     gone = sorted(folder.glob("*.safetensors"))[:2]
     for path in gone:
         path.unlink()
@@ -281,8 +233,8 @@ def test_all_missing_shards_are_named(saved: Saved, tmp_path: Path) -> None:
 
 
 @KINDS
-def test_index_that_contradicts_a_header_is_refused(kind: str, saved: Saved, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved("llama", kind), tmp_path / "model"))
+def test_index_that_contradicts_a_header_is_refused(kind: str, copied: Saved) -> None:
+    folder = copied("llama", kind)
     (index_path,) = folder.glob("*.index.json")
     content = json.loads(index_path.read_text())
     first, second = sorted(set(content["weight_map"].values()))[:2]
@@ -294,8 +246,8 @@ def test_index_that_contradicts_a_header_is_refused(kind: str, saved: Saved, tmp
 
 
 @KINDS
-def test_damaged_shard_is_named_with_its_fault(kind: str, saved: Saved, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved("llama", kind), tmp_path / "model"))
+def test_damaged_shard_is_named_with_its_fault(kind: str, copied: Saved) -> None:
+    folder = copied("llama", kind)
     (shard, *_) = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=rf"1 fault: found .*/{shard.name} is damaged"):
