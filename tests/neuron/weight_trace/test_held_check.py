@@ -39,7 +39,8 @@ GATE_UP, DOWN, QKV = "moe.gate_up_proj", "moe.down_proj", "self_attn.qkv_proj.we
 ROUTER, BIAS = "moe.router.weight", "moe.router.correction_bias"
 
 # Names that a statement which spoils a port's weights may use, besides `state`.
-NAMES = {"torch": torch, "GATE_UP": GATE_UP, "DOWN": DOWN, "QKV": QKV, "ROUTER": ROUTER, "BIAS": BIAS}
+OF_EXPERTS = (GATE_UP, DOWN, ROUTER, BIAS)
+NAMES = {"torch": torch, "GATE_UP": GATE_UP, "DOWN": DOWN, "QKV": QKV, "BIAS": BIAS, "OF_EXPERTS": OF_EXPERTS}
 
 Hold = Callable[..., HeldWeights]
 
@@ -97,102 +98,74 @@ def test_a_right_port_holds_every_number(hold: Hold, target: str, dtype: torch.d
     assert (held.not_compared, held.faults) == ((), ())
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        "state[DOWN] = state[DOWN].mT.contiguous().mT",
-        "for name in (GATE_UP, DOWN, ROUTER, BIAS): state[name] = state[name].flip(0)",
-        "for name in (GATE_UP, DOWN, ROUTER, BIAS): state[name][[4, 9]] = state[name][[9, 4]]",
-        "gate, up = state[GATE_UP].chunk(2, 1); state[GATE_UP] = torch.stack((gate, up), 2).flatten(1, 2)",
-        "state[QKV][:256] = state[QKV][:256].unflatten(0, (8, 32)).flip(0).flatten(0, 1)",
-    ],
-    ids=[
-        "experts_transposed",
-        "experts_and_router_reversed",
-        "two_experts_and_their_router_exchanged",
-        "gate_and_up_interleaved",
-        "heads_in_another_order",
-    ],
-)
-def test_a_layout_that_all_share_is_no_fault(hold: Hold, spoil: str) -> None:
-    held = hold(spoil)
+SHARED_LAYOUTS = {
+    "experts_transposed": "state[DOWN] = state[DOWN].mT.contiguous().mT",
+    "experts_and_router_reversed": "for name in OF_EXPERTS: state[name] = state[name].flip(0)",
+    "two_experts_exchanged": "for name in OF_EXPERTS: state[name][[4, 9]] = state[name][[9, 4]]",
+    "gate_and_up_interleaved": "state[GATE_UP] = torch.stack(state[GATE_UP].chunk(2, 1), 2).flatten(1, 2)",
+    "heads_reversed": "state[QKV][:256] = state[QKV][:256].unflatten(0, (8, 32)).flip(0).flatten(0, 1)",
+}
+
+
+@pytest.mark.parametrize("name", SHARED_LAYOUTS)
+def test_a_layout_that_all_share_is_no_fault(hold: Hold, name: str) -> None:
+    held = hold(SHARED_LAYOUTS[name])
     assert (len(held.compared), held.faults) == (13, ())
 
 
-SWAP_IN_ONE = "state[GATE_UP][4] = torch.cat(state[GATE_UP][4].chunk(2)[::-1])"
-REPEAT_ANOTHER = "for name in (GATE_UP, DOWN): state[name][4] = state[name][3]"
-EXCHANGE_TWO = "for name in (GATE_UP, DOWN): state[name][[4, 9]] = state[name][[9, 4]]"
 ALL_ZERO = "state[DOWN].zero_()"
+FAULTS = [
+    # What spoils the port, the mistake, of which experts, whether it is certain, and its text.
+    (
+        "state[DOWN][[4, 9]] = 0",
+        "zero",
+        (4, 9),
+        True,
+        "w2 (down) of experts 4, 9: zeros in their place (DOWN)",
+    ),
+    (
+        "state[DOWN][4, :100] = 0",
+        *("zero", (4,), True),
+        "w2 (down) of expert 4: zeros in their place, 100 of 128 rows (DOWN)",
+    ),
+    (
+        "state[DOWN][4, 3, 5] = torch.nan",
+        *("values", (4,), True),
+        "w2 (down) of expert 4: NaN or Inf in their place, 1 of 128 rows (DOWN)",
+    ),
+    (
+        "for name in (GATE_UP, DOWN): state[name][4] = state[name][3]",
+        *("swapped", (4,), False),
+        "w1 (gate), w2 (down), w3 (up) of expert 4: those of expert 3 in their place (GATE_UP, DOWN)",
+    ),
+    (
+        "state[DOWN][4] *= 1.25",
+        *("values", (4,), False),
+        "w2 (down) of expert 4: numbers of 1.25 times the norm in their place (DOWN)",
+    ),
+    (
+        "state[GATE_UP][4] = torch.cat(state[GATE_UP][4].chunk(2)[::-1])",
+        *("order", (4,), False),
+        "w1 (gate), w3 (up) of expert 4: in another layout than those of other experts (GATE_UP)",
+    ),
+    (
+        "for name in (GATE_UP, DOWN): state[name][[4, 9]] = state[name][[9, 4]]",
+        *("order", (4, 9), False),
+        "w1 (gate), w2 (down), w3 (up) of experts 4, 9: experts 4 and 9 are exchanged, the router's rows are not "
+        "(GATE_UP, DOWN)",
+    ),
+    ("state[QKV][64:96] = 0", "zero", (), True, "q_proj: zeros in their place, 32 of 256 rows (QKV)"),
+    (ALL_ZERO, "zero", (), True, "w2 (down): nowhere, and zeros in DOWN of its size"),
+]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "mistake", "text", "experts", "is_certain"),
-    [
-        (
-            "state[DOWN][[4, 9]] = 0",
-            "zero",
-            "w2 (down) of experts 4, 9: zeros in their place (moe.down_proj)",
-            (4, 9),
-            True,
-        ),
-        (
-            "state[DOWN][4, :100] = 0",
-            "zero",
-            "w2 (down) of expert 4: zeros in their place, 100 of 128 rows (moe.down_proj)",
-            (4,),
-            True,
-        ),
-        (
-            "state[DOWN][4, 3, 5] = torch.nan",
-            "values",
-            "w2 (down) of expert 4: NaN or Inf in their place, 1 of 128 rows (moe.down_proj)",
-            (4,),
-            True,
-        ),
-        (
-            REPEAT_ANOTHER,
-            "swapped",
-            "w1 (gate), w2 (down), w3 (up) of expert 4: those of expert 3 in their place (moe.gate_up_proj, "
-            "moe.down_proj)",
-            (4,),
-            False,
-        ),
-        (
-            "state[DOWN][4] *= 1.25",
-            "values",
-            "w2 (down) of expert 4: numbers of 1.25 times the norm in their place (moe.down_proj)",
-            (4,),
-            False,
-        ),
-        (
-            SWAP_IN_ONE,
-            "order",
-            "w1 (gate), w3 (up) of expert 4: in another layout than those of other experts (moe.gate_up_proj)",
-            (4,),
-            False,
-        ),
-        (
-            EXCHANGE_TWO,
-            "order",
-            "w1 (gate), w2 (down), w3 (up) of experts 4, 9: experts 4 and 9 are exchanged, the router's rows are not "
-            "(moe.gate_up_proj, moe.down_proj)",
-            (4, 9),
-            False,
-        ),
-        (
-            "state[QKV][64:96] = 0",
-            "zero",
-            "q_proj: zeros in their place, 32 of 256 rows (self_attn.qkv_proj.weight)",
-            (),
-            True,
-        ),
-        (ALL_ZERO, "zero", "w2 (down): nowhere, and zeros in moe.down_proj of its size", (), True),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "mistake", "experts", "is_certain", "text"), FAULTS)
 def test_a_fault_is_told_with_its_experts(
-    hold: Hold, spoil: str, mistake: str, text: str, experts: tuple[int, ...], is_certain: bool
+    hold: Hold, spoil: str, mistake: str, experts: tuple[int, ...], is_certain: bool, text: str
 ) -> None:
     (fault,) = hold(spoil).faults
+    for word, name in (("GATE_UP", GATE_UP), ("DOWN", DOWN), ("QKV", QKV)):
+        text = text.replace(word, name)
     assert (fault.mistake, fault.text, fault.experts) == (WeightMistake(mistake), text, experts)
     assert fault.is_certain is is_certain
     assert fault.is_exception or spoil == ALL_ZERO

@@ -43,7 +43,7 @@ import port
 class Port(port.DecoderLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         state = super().convert_state_dict(tensors, config, layer_idx)
-        {{spoil}}
+        state["moe.down_proj"][{{lost}}] = state["moe.down_proj"][{{kept}}]
         return state
 """
 
@@ -88,25 +88,15 @@ def test_a_right_port_passes(inspect: Inspect, name: str) -> None:
     assert len(record["compared"]) == 13
 
 
-@pytest.mark.parametrize(
-    ("spoil", "mistake", "tensors"),
-    [
-        ('state["moe.down_proj"][23] = state["moe.down_proj"][5]', "missing", {"w2"}),
-        # Of experts that are not followed: seen once the layer is loaded.
-        ('state["moe.down_proj"][7] = state["moe.down_proj"][6]', "swapped", {"w2"}),
-    ],
-    ids=["last_expert_lost", "one_that_is_not_followed_lost"],
-)
-def test_a_planted_mistake_is_named(
-    inspect: Inspect, write_port: Any, spoil: str, mistake: str, tensors: set[str]
+# The last expert is followed; one that is not is seen once the layer is loaded.
+@pytest.mark.parametrize(("lost", "kept", "mistake"), [(23, 5, "missing"), (7, 6, "swapped")])
+def test_a_lost_expert_is_named(
+    inspect: Inspect, write_port: Any, lost: int, kept: int, mistake: str
 ) -> None:
-    record = inspect(write_port(_PORT.format(spoil=spoil)))
+    record = inspect(write_port(_PORT.format(lost=lost, kept=kept)))
     assert record["verdict"] == "fail"
-    assert any(
-        finding["mistake"] == mistake and tensors <= set(finding["tensors"])
-        for finding in record["findings"]
-        if finding["severity"] == "wrong"
-    ), record["findings"]
+    wrong = [finding for finding in record["findings"] if finding["severity"] == "wrong"]
+    assert ["w2"] in [finding["tensors"] for finding in wrong if finding["mistake"] == mistake]
 
 
 def test_text_says_which_experts_were_followed(command: Any, wide: Path) -> None:
