@@ -121,10 +121,14 @@ class Experts(nn.Module):
 
     def forward(self, *, hidden_states, expert_affinities, expert_index):
         chosen = torch.zeros_like(expert_affinities).scatter(-1, expert_index, 1.0)
-        weights = nn.functional.normalize(expert_affinities * chosen, p=1.0, dim=1)
+        weights = self.weigh(expert_affinities * chosen)
         gate, up = product(hidden_states, self.mlp_op.gate_up_proj.weight).chunk(2, dim=-1)
         outputs = product(nn.functional.silu(gate) * up, self.mlp_op.down_proj.weight)
         return torch.einsum("te,eth->th", weights.float(), outputs.float()).to(hidden_states.dtype)
+
+    def weigh(self, affinities):
+        """Return the weights of chosen experts from their affinities [T,E], 0 for the others."""
+        return nn.functional.normalize(affinities, p=1.0, dim=1)
 
 
 class Moe(nn.Module):
@@ -187,13 +191,9 @@ class ForCausalLM(NeuronBaseForCausalLM):
             )
             attention = f"layers.{layer}.self_attn."
             state_dict[f"{attention}o_proj.o_proj.weight"] = state_dict.pop(f"{attention}o_proj.weight")
+            experts = [f"{moe}experts.{expert}." for expert in range(config.num_local_experts)]
             gate, down, up = (
-                torch.stack(
-                    [
-                        state_dict.pop(f"{moe}experts.{expert}.{name}.weight").T
-                        for expert in range(config.num_local_experts)
-                    ]
-                )
+                torch.stack([state_dict.pop(f"{expert}{name}.weight").T for expert in experts])
                 for name in ("w1", "w2", "w3")
             )
             state_dict[f"{moe}expert_mlps.mlp_op.gate_up_proj.weight"] = torch.cat((gate, up), dim=-1)
@@ -242,13 +242,8 @@ class NotNormalised(AsDeclared):
 class UnnormalisedExperts(Experts):
     """Experts that take the affinities as weights."""
 
-    def forward(self, *, hidden_states, expert_affinities, expert_index):
-        chosen = torch.zeros_like(expert_affinities).scatter(-1, expert_index, 1.0)
-        gate, up = product(hidden_states, self.mlp_op.gate_up_proj.weight).chunk(2, dim=-1)
-        outputs = product(nn.functional.silu(gate) * up, self.mlp_op.down_proj.weight)
-        return torch.einsum("te,eth->th", (expert_affinities * chosen).float(), outputs.float()).to(
-            hidden_states.dtype
-        )
+    def weigh(self, affinities):
+        return affinities
 
 
 def _application(name, change):

@@ -1,4 +1,4 @@
-"""The example port with mistakes that are faint, that come in pairs, or that decode alone; and one nobody knows."""
+"""The example ports with mistakes that are faint, in pairs, in sums, in a few tokens, or in decoded rows alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
 import cached_port
+import minimal_port
 import planted
 import port
 
@@ -32,17 +34,11 @@ class LowPrecisionNorm(planted.Planted):
             self.k_norm = RoundedNorm(self.key_width, config.rms_norm_eps)
 
 
-class OwnNorm(port.Norm):
+class OwnNorm(planted.HeadNorm):
     """A norm of each head alone, with the weights of that head."""
 
-    def __init__(self, width, eps, head_dim):
-        super().__init__(width, eps)
-        self.head_dim = head_dim
-
-    def forward(self, states):
-        heads = states.float().unflatten(-1, (-1, self.head_dim))
-        normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.flatten(-2).to(states.dtype)
+    def weigh(self, heads):
+        return self.weight.view(-1, self.head_dim) * heads.to(self.weight.dtype)
 
 
 class EachHeadNormedAlone(planted.Planted):
@@ -78,10 +74,8 @@ class LowPrecisionGate(planted.Planted):
 class RoundedGate(planted.Planted):
     """The gate's weight rounded to BF16 by the loader, and multiplied in float32."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         state["moe.router.weight"] = state["moe.router.weight"].bfloat16().float()
-        return state
 
 
 class LowPrecisionSum(planted.Planted):
@@ -131,6 +125,36 @@ class BlackBoxPair(planted.BlackBox):
     mistake = planted.NormPerRankAndSwappedGateUp
 
 
+class AttentionSeesNext(port.Attention):
+    """The token before each eighth sees that one, which comes later."""
+
+    def attend(self, q, k, v, attention_mask):
+        scores = torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2))
+        places = torch.arange(q.shape[2], device=q.device)
+        visible = places <= places[:, None] + (places % 8 == 0).long()
+        visible = visible & attention_mask[:, None, None, :].bool()
+        scores = scores * self.config.head_dim**-0.5
+        scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
+        return torch.matmul(scores.softmax(-1).to(v.dtype), self.repeat(v)).transpose(1, 2).flatten(2)
+
+
+class SeesNext(planted.Planted):
+    """A mistake in a few tokens."""
+
+    attention = AttentionSeesNext
+
+
+class UpByExpert(planted.Planted):
+    """Up projections that are off by a factor for each expert."""
+
+    def spoil(self, state, config, layer_idx):
+        factors = 0.8 + 0.4 * (torch.arange(config.num_local_experts) % 5) / 4
+        gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)
+        state["moe.gate_up_proj"] = torch.cat(
+            (gate, (up.float() * factors[:, None, None]).to(up.dtype)), dim=1
+        )
+
+
 class KeysAndTheta(planted.DefaultTheta):
     """A2 and R5 together: two mistakes of attention."""
 
@@ -145,12 +169,10 @@ class BlackBoxOfRandomRows(planted.BlackBox):
     """O2, which nobody can name: o_proj holds random numbers; seen from outside."""
 
     class mistake(planted.Planted):  # noqa: N801
-        def convert_state_dict(self, tensors, config, layer_idx):
-            state = super().convert_state_dict(tensors, config, layer_idx)
+        def spoil(self, state, config, layer_idx):
             weight = state["self_attn.o_proj.weight"]
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
             state["self_attn.o_proj.weight"] = (noise * weight.float().std()).to(weight.dtype)
-            return state
 
 
 class BlackBoxOfSmallExperts(planted.BlackBox):
@@ -184,13 +206,57 @@ class SwappedWhereDecoded(cached_port.DecoderLayer):
             self.moe.activate = own
 
 
+class ResidualLost(planted.Planted):
+    """The second residual add is missing."""
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        delta = self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+        return self.moe(self.post_attention_layernorm(hidden_states + delta))
+
+
+class InputLost(planted.Planted):
+    """The first residual add is missing."""
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        hidden_states = self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+        return hidden_states + self.moe(self.post_attention_layernorm(hidden_states))
+
+
+class CopyShown(planted.GeluExperts):
+    """GELU instead of SiLU, and a site that shows a copy of what the experts add."""
+
+    sites = {**planted.Planted.sites, "moe_delta": "shown"}
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.shown = nn.Identity()
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        delta = self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+        hidden_states = hidden_states + delta
+        experts = self.moe(self.post_attention_layernorm(hidden_states))
+        self.shown(experts)
+        return hidden_states + experts
+
+
+class _SwappedExpert(minimal_port.Expert):
+    def forward(self, states):
+        return self.w2(functional.silu(self.w3(states)) * self.w1(states))
+
+
+class Unconverted(minimal_port.DecoderLayer):
+    """Gate and up swapped, under the hub's own names."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        for expert in self.block_sparse_moe.experts:
+            expert.__class__ = _SwappedExpert
+
+
 class BlackBoxWithoutResidual(planted.BlackBox):
     """The layer's input is not added to what attention gives; seen from outside."""
 
-    class mistake(planted.Planted):  # noqa: N801
-        def forward(self, hidden_states, attention_mask, position_ids):
-            hidden_states = self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
-            return hidden_states + self.moe(self.post_attention_layernorm(hidden_states))
+    mistake = InputLost
 
 
 class ScaledKeys(cached_port.DecoderLayer):

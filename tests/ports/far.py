@@ -57,22 +57,14 @@ class CountedPositions(planted.Planted):
 class WindowOf128(planted.Planted):
     """A window on a model that has none, as long as other models' windows are."""
 
-    class attention(port.Attention):  # noqa: N801
+    class attention(planted.SlidingWindow.attention):  # noqa: N801
         window = 128
-
-        def attend(self, q, k, v, attention_mask):
-            scores = torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2))
-            places = torch.arange(q.shape[2], device=q.device)
-            seen = (places <= places[:, None]) & (places > places[:, None] - self.window)
-            scores = scores * self.config.head_dim**-0.5
-            scores = scores.masked_fill(~(seen & attention_mask[:, None, None, :].bool()), -1e30)
-            return torch.matmul(scores.softmax(-1).to(v.dtype), self.repeat(v)).transpose(1, 2).flatten(2)
 
 
 class WindowOf512(planted.Planted):
     """The same, longer than the default rows."""
 
-    class attention(WindowOf128.attention):  # noqa: N801
+    class attention(planted.SlidingWindow.attention):  # noqa: N801
         window = 512
 
 

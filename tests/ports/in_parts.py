@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
+sys.path.insert(0, str(Path(__file__).parent))
+import planted
 import port
 
 
@@ -86,35 +88,30 @@ class MoeByExpert(port.Moe):
         return super().forward(states)
 
 
-class ExpertsByTokens(port.DecoderLayer):
-    moe_class, attention_class = MoeByTokens, port.Attention
-
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        self.self_attn = self.attention_class(config)
-        self.moe = self.moe_class(config)
+class ExpertsByTokens(planted.Planted):
+    moe_class = MoeByTokens
 
 
-class ExpertsByColumns(ExpertsByTokens):
+class ExpertsByColumns(planted.Planted):
     moe_class = MoeByColumns
 
 
-class OneChunkWrong(ExpertsByTokens):
+class OneChunkWrong(planted.Planted):
     moe_class = MoeOneChunkWrong
 
 
-class RowByRow(ExpertsByTokens):
-    moe_class, attention_class = port.Moe, AttentionByRow
+class RowByRow(planted.Planted):
+    attention = AttentionByRow
 
 
-class Recomputed(ExpertsByTokens):
-    attention_class = AttentionTwice
+class Recomputed(planted.Planted):
+    attention = AttentionTwice
 
 
-class WithoutPadding(ExpertsByTokens):
-    attention_class = AttentionWithoutPadding
+class WithoutPadding(planted.Planted):
+    attention = AttentionWithoutPadding
 
 
-class ExpertByExpert(ExpertsByTokens):
+class ExpertByExpert(planted.Planted):
     moe_class = MoeByExpert
     sites = {**port.DecoderLayer.sites, "moe_delta": "moe.of_expert"}

@@ -1,4 +1,4 @@
-"""A whole port for the stand-in of NxDI, for the tests of its adapter: the layers of `scripts/examples`."""
+"""Whole ports for the stand-in of NxDI, right and wrong, of the layers of `scripts/examples`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from port import Norm
 from minimax_tools.checkpoint.layer_tensors import LayerTensors, ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
+from neuron.ports.nxdi_stream import add_stream_points
 
 
 class DeviceNorm(Norm):
@@ -69,3 +70,88 @@ class Application(NeuronBaseForCausalLM):
     def reorder(cls, tensors, index):
         """Return a layer's tensors as they are."""
         return tensors
+
+
+_PARTS = (
+    *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm"),
+    *("self_attn.k_norm", "self_attn.o_proj", "post_attention_layernorm", "moe", "moe.router"),
+)
+_LAYERS = [f"layers.{index}" for index in range(4)]
+NAMES = ["embed_tokens", "norm", *_LAYERS, *(f"{layer}.{part}" for layer in _LAYERS for part in _PARTS)]
+
+
+class Captured(Application):
+    """The right port, whose tensors NxDI captures."""
+
+    mm2_neuron_config = {"tensor_capture_config": {"modules_to_capture": NAMES, "capture_inputs": True}}
+
+
+class Swapped(Application):
+    """Gate and up exchanged in layer 2."""
+
+    @classmethod
+    def reorder(cls, tensors, index):
+        """Exchange the two matrices of each expert."""
+        if index == 2:
+            for expert in range(8):
+                gate, up = (f"block_sparse_moe.experts.{expert}.{name}.weight" for name in ("w1", "w3"))
+                tensors[gate], tensors[up] = tensors[up], tensors[gate]
+        return tensors
+
+
+class _ForgetfulModel(Model):
+    def forward(self, input_ids, attention_mask, position_ids):
+        if input_ids.shape[1] == 1:
+            attention_mask = attention_mask.clone()
+            attention_mask[:, 2] = 0
+        return super().forward(input_ids, attention_mask, position_ids)
+
+
+class Forgetful(Application):
+    """The cache forgets the token at position 2 of every prompt."""
+
+    _model_cls = _ForgetfulModel
+
+
+class _LastColumnModel(Model):
+    def forward(self, input_ids, attention_mask, position_ids):
+        if input_ids.shape[1] > 1:
+            position_ids = position_ids.clone()
+            position_ids[:, -1] = position_ids.max() + 1
+        return super().forward(input_ids, attention_mask, position_ids)
+
+
+class LastColumn(Application):
+    """The prefill's logits are those of the bucket's last column."""
+
+    _model_cls = _LastColumnModel
+    mm2_neuron_config = {"on_device_sampling_config": None}
+
+
+class Contradicting(Application):
+    """Options that contradict the run."""
+
+    mm2_neuron_config = {
+        "batch_size": 7,
+        "seq_len": 8,
+        "padding_side": "left",
+        "is_continuous_batching": True,
+    }
+
+
+class Divided(Application):
+    """A stream that ranks divide."""
+
+    mm2_neuron_config = {"sequence_parallel_enabled": True}
+
+
+class _PointedModel(Model):
+    def init_model(self, config):
+        super().init_model(config)
+        add_stream_points(self)
+
+
+class ByHand(Swapped):
+    """The wrong port, with the stream's points that a porter adds."""
+
+    _model_cls = _PointedModel

@@ -28,6 +28,14 @@ class Planted(port.DecoderLayer):
         self.moe.router = self.router(config)
         self.post_attention_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
 
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        self.spoil(state, config, layer_idx)
+        return state
+
+    def spoil(self, state, config, layer_idx):
+        """Change the converted weights of a layer."""
+
 
 class SlicedNorm(port.Norm):
     """A norm whose statistics cover one rank's half only."""
@@ -41,12 +49,10 @@ class SlicedNorm(port.Norm):
 class NormPerHeadWeights(Planted):
     """QN1: norm weights averaged over the heads."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
             heads = state[name].view(-1, config.head_dim)
             state[name] = heads.mean(0).repeat(heads.shape[0])
-        return state
 
 
 class NormByHead(Planted):
@@ -69,8 +75,11 @@ class HeadNorm(port.Norm):
     def forward(self, states):
         heads = states.float().unflatten(-1, (-1, self.head_dim))
         normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.eps)
-        shared = self.weight.view(-1, self.head_dim).float().mean(0)
-        return (normed * shared).flatten(-2).to(states.dtype)
+        return self.weigh(normed).flatten(-2).to(states.dtype)
+
+    def weigh(self, heads):
+        """Multiply normed heads by the weights."""
+        return heads * self.weight.view(-1, self.head_dim).float().mean(0)
 
 
 class NormPerRank(Planted):
@@ -86,10 +95,8 @@ class NormPerRank(Planted):
 class KeyNormDivisor(Planted):
     """QN3: replicated keys counted eight times in the sum, once in the divisor."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         state["self_attn.k_norm.weight"] = state["self_attn.k_norm.weight"] * 8**-0.5
-        return state
 
 
 class FullRotary(Planted):
@@ -136,12 +143,13 @@ class SlidingWindow(Planted):
     """A6: a window on a model that has none."""
 
     class attention(port.Attention):  # noqa: N801
+        window = 24
+
         def attend(self, q, k, v, attention_mask):
-            scores = (
-                torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
-            )
+            scores = torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2))
+            scores = scores * self.config.head_dim**-0.5
             places = torch.arange(q.shape[2], device=q.device)
-            seen = (places <= places[:, None]) & (places > places[:, None] - 24)
+            seen = (places <= places[:, None]) & (places > places[:, None] - self.window)
             scores = scores.masked_fill(~(seen & attention_mask[:, None, None, :].bool()), -1e30)
             return torch.matmul(scores.softmax(-1).to(v.dtype), self.repeat(v)).transpose(1, 2).flatten(2)
 
@@ -157,30 +165,24 @@ class AttentionScale(Planted):
 class SwappedKeyValue(Planted):
     """A2: the fused rows cut in the wrong order."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         sizes = (self.self_attn.query_width, self.self_attn.key_width, self.self_attn.key_width)
         q, k, v = state["self_attn.qkv_proj.weight"].split(sizes)
         state["self_attn.qkv_proj.weight"] = torch.cat((q, v, k))
-        return state
 
 
 class QueryWithoutScale(Planted):
     """F1: FP8 values of q_proj used without their scale; q_norm absorbs it."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         state["self_attn.qkv_proj.weight"][: self.self_attn.query_width] *= 64.0
-        return state
 
 
 class OutputProjectionNeverLoaded(Planted):
     """O1: o_proj left at zero."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         state["self_attn.o_proj.weight"] = torch.zeros_like(state["self_attn.o_proj.weight"])
-        return state
 
 
 class ResidualFromElsewhere(Planted):
@@ -211,12 +213,18 @@ class NormMiscompiled(Planted):
 class QuantisedGate(Planted):
     """RT4: the gate quantised, because a skip list spelt it otherwise."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         gate = state["moe.router.weight"]
         scale = gate.abs().amax() / 448
         state["moe.router.weight"] = (gate / scale).to(torch.float8_e4m3fn).float() * scale
-        return state
+
+
+class RoundedRouter(Planted):
+    """Gate and correction bias rounded to BF16, as in a model that was cast to BF16 whole."""
+
+    def spoil(self, state, config, layer_idx):
+        for name in ("moe.router.weight", "moe.router.correction_bias"):
+            state[name] = state[name].to(torch.bfloat16).to(state[name].dtype)
 
 
 class SoftmaxRouter(Planted):
@@ -295,10 +303,8 @@ class GeluExperts(Planted):
 class LocalExpertsOnly(Planted):
     """EP1: the experts of the other ranks add nothing."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         state["moe.down_proj"][config.num_local_experts // 4 :] = 0
-        return state
 
 
 class LaterRowsDiffer(Planted):
@@ -418,21 +424,17 @@ class UpClampedOnBothSides(Planted):
 class ExchangedExperts(Planted):
     """Two experts under each other's number."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         for name in ("moe.gate_up_proj", "moe.down_proj"):
             state[name][[5, 6]] = state[name][[6, 5]]
-        return state
 
 
 class KeyNormOfQuery(Planted):
     """The key norm bound to the query norm's weight."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         width = state["self_attn.k_norm.weight"].numel()
         state["self_attn.k_norm.weight"] = state["self_attn.q_norm.weight"][:width].clone()
-        return state
 
 
 class ContextNotTransposed(Planted):
@@ -455,12 +457,10 @@ class PositionsModuloTwenty(Planted):
 class SwappedGateUpInLayerOne(Planted):
     """X1 in one layer of several: those behind it are handed its error."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
         if layer_idx == 1:
             gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)
             state["moe.gate_up_proj"] = torch.cat((up, gate), dim=1)
-        return state
 
 
 class NoCorrectionBiasAndSwappedGateUp(NoCorrectionBias):
@@ -517,15 +517,13 @@ class _Louder(nn.Module):
 class SwappedKeyValueAndOneExpertMissing(SwappedKeyValue):
     """A2, and an expert that adds nothing."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
+    def spoil(self, state, config, layer_idx):
+        super().spoil(state, config, layer_idx)
         state["moe.down_proj"][5] = 0
-        return state
 
 
 class LoudDelta(Planted):
     """A port whose attention adds fifty times too much."""
 
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
-        return {**state, "self_attn.o_proj.weight": state["self_attn.o_proj.weight"] * 50}
+    def spoil(self, state, config, layer_idx):
+        state["self_attn.o_proj.weight"] = state["self_attn.o_proj.weight"] * 50

@@ -59,23 +59,28 @@ class RestartedPositions(Model):
         return super().forward(input_ids, attention_mask, position_ids, past_key_values)
 
 
-class LostValues(Model):
-    """From the third decoding step on, hands on a cache without values."""
+class Changed(Model):
+    """Changes what the port returns; `step` counts the passes of a batch from 0."""
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
         self.step = 0 if past_key_values is None else self.step + 1
         logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return self.change(logits, cache, input_ids, attention_mask)
+
+
+class LostValues(Changed):
+    """From the third decoding step on, hands on a cache without values."""
+
+    def change(self, logits, cache, input_ids, attention_mask):
         if self.step >= 3:
             cache = [(keys, torch.zeros_like(values)) for keys, values in cache]
         return logits, cache
 
 
-class WrongAfterStep(Model):
+class WrongAfterStep(Changed):
     """From the third decoding step on, exchanges the logits' halves."""
 
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        self.step = 0 if past_key_values is None else self.step + 1
-        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+    def change(self, logits, cache, input_ids, attention_mask):
         return (logits.roll(logits.shape[-1] // 2, -1) if self.step >= 3 else logits), cache
 
 
@@ -86,19 +91,17 @@ class SeesPadding(Model):
         return super().forward(input_ids, torch.ones_like(attention_mask), position_ids, past_key_values)
 
 
-class LastColumn(Model):
+class LastColumn(Changed):
     """Returns the logits of the last column, which may be padding."""
 
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+    def change(self, logits, cache, input_ids, attention_mask):
         return logits[:, -1:], cache
 
 
-class LastToken(Model):
+class LastToken(Changed):
     """Right: returns the logits of each prompt's last token alone."""
 
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+    def change(self, logits, cache, input_ids, attention_mask):
         num_columns = input_ids.shape[1]
         last = (attention_mask[:, -num_columns:] * torch.arange(num_columns)).argmax(dim=1)
         return logits[torch.arange(len(last)), last][:, None], cache
@@ -115,20 +118,18 @@ class SwappedGateUp(Model):
         return converted
 
 
-class WrongWord(Model):
+class WrongWord(Changed):
     """Fails on prompts that hold token 200: exchanges the halves of the logits from there on, in the same pass."""
 
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+    def change(self, logits, cache, input_ids, attention_mask):
         has_word = (input_ids == 200).long().cumsum(dim=1) > 0
         return torch.where(has_word[..., None], logits.roll(logits.shape[-1] // 2, -1), logits), cache
 
 
-class Short(Model):
+class Short(Changed):
     """Returns the logits of one shard of the vocabulary."""
 
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+    def change(self, logits, cache, input_ids, attention_mask):
         return logits[..., : logits.shape[-1] // 2], cache
 
 

@@ -116,7 +116,7 @@ class Model(model_port.Model):
 
 
 class ReturnedModel(model_port.Model):
-    """The whole port, which shows its sites in what it returns alone, as a compiled one does."""
+    """The whole port, which shows its sites in what it returns alone, as a compiled one does: [B,S,heads,D]."""
 
     sites = {}
 

@@ -23,7 +23,7 @@ from three_way import LIMIT, MODULES, measure_ratios, write_engine_captures
 REPOSITORY = Path(__file__).parents[3]
 RIGHT = REPOSITORY / "scripts" / "examples" / "port.py"
 WRONG = REPOSITORY / "tests" / "ports" / "one_wrong_layer.py"
-ROUNDED = REPOSITORY / "tests" / "ports" / "rounded_router.py"
+ROUNDED = REPOSITORY / "tests" / "ports" / "planted.py"
 
 NUM_DECODED = 2
 
@@ -69,7 +69,7 @@ def test_mistake_is_seen_in_its_layer(report: Path, run_port: Run) -> None:
 
 
 def test_baseline_with_a_rounded_router_is_seen_and_hides_the_mistake(report: Path, run_port: Run) -> None:
-    rounded = run_port(f"{ROUNDED}:DecoderLayer")
+    rounded = run_port(f"{ROUNDED}:RoundedRouter")
     # It chooses other experts for many tokens, in the first layer already.
     assert (measure_ratios(report, rounded)["model.layers.0.mlp"] > LIMIT).float().mean() > 0.3
     wrong = run_port(f"{WRONG}:SwappedGateUp_at_2")

@@ -16,7 +16,7 @@ Command = Callable[..., click.testing.Result]
 Undo = Callable[..., tuple[int, dict[str, Any]]]
 
 PORTS = Path(__file__).parents[2] / "ports"
-PLANTED, UNCOMMON = PORTS / "planted.py", PORTS / "undone.py"
+PLANTED, UNCOMMON = PORTS / "planted.py", PORTS / "diagnosed.py"
 LAYER = 1
 
 

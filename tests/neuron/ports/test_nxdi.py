@@ -20,8 +20,7 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.ports.nxdi import NxdiLayer, convert_by_table
 from neuron.ports.nxdi_layout import NxdiLayout
 
-PORT = Path(__file__).parents[2] / "ports" / "nxdi_port.py"
-CAUSAL_PORT = PORT.with_name("causal_port.py")
+PORTS = Path(__file__).parents[2] / "ports"
 
 
 class Layer(nn.Module):
@@ -127,58 +126,46 @@ def test_without_the_package_it_says_what_to_install(run_layer: Any, run_python:
     assert "pip.repos.neuron.amazonaws.com" in result.stderr
 
 
-def test_port_on_its_modules_passes(needs_nxdi: None, process: Any, toy: Path, golden: Path) -> None:
-    record = _sweep(process, "DecoderLayer", toy, golden)
-    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 30, 34)
+@pytest.fixture
+def sweep(needs_nxdi: None, process: Any, toy: Path, golden: Path) -> Any:
+    """Runs two layers of a port on the CPU, on NxDI itself: the process, and its JSON."""
+
+    def run(target: str, *options: object) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+        given = ("sweep", "--layers", "0:2", "--model", toy, "--golden", golden, "--backend", "cpu", "--json")
+        done = process(*given, "--target", f"nxdi:{PORTS}/{target}", *options, NXD_CPU_MODE="1")
+        assert done.stdout, done.stderr
+        return done, json.loads(done.stdout)
+
+    return run
 
 
-def test_port_decodes_from_a_cache(needs_nxdi: None, process: Any, toy: Path, golden: Path) -> None:
-    record = _sweep(process, "DecoderLayer", toy, golden, "--decode", 3)
-    assert record["verdict"] == "pass"
-
-
-def test_class_chooses_its_config(needs_nxdi: None, process: Any, toy: Path, golden: Path) -> None:
-    record = _sweep(process, "FusedProjection", toy, golden)
-    # Of the fused projection its three parts do not show.
-    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 24, 34)
-
-
-def test_port_without_a_place_for_the_bias_is_told_and_blamed(
-    needs_nxdi: None, process: Any, toy: Path, golden: Path
+@pytest.mark.parametrize(
+    ("target", "options", "counts"),
+    [
+        ("nxdi_port.py:DecoderLayer", (), (30, 34)),
+        ("nxdi_port.py:DecoderLayer", ("--decode", 3), None),
+        # The class chooses its config; of the fused projection its three parts do not show.
+        ("nxdi_port.py:FusedProjection", (), (24, 34)),
+        # The application's conversion and NxDI's cast are run.
+        ("causal_port.py:AsDeclared", (), (30, 34)),
+    ],
+)
+def test_right_port_passes(
+    sweep: Any, target: str, options: tuple[object, ...], counts: tuple[int, int] | None
 ) -> None:
-    done = _run(process, "WithoutBias", toy, golden)
+    done, record = sweep(target, *options)
+    assert (done.returncode, record["verdict"]) == (0, "pass"), done.stderr
+    assert counts in (None, (record["compared"], record["of"]))
+
+
+def test_port_without_a_place_for_the_bias_is_told_and_blamed(sweep: Any) -> None:
+    done, record = sweep("nxdi_port.py:WithoutBias")
     assert done.returncode == 1
     assert "no place for block_sparse_moe.e_score_correction_bias" in done.stderr
-    assert {site for blame in json.loads(done.stdout)["blame"] for site in blame["sites"]} == {
-        "router_experts"
-    }
+    assert {site for blame in record["blame"] for site in blame["sites"]} == {"router_experts"}
 
 
-def test_applications_conversion_and_nxdis_cast_are_run(
-    needs_nxdi: None, process: Any, toy: Path, golden: Path
-) -> None:
-    record = _sweep(process, "AsDeclared", toy, golden, port=CAUSAL_PORT)
-    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 30, 34)
-    done = _run(process, "DecoderLayer", toy, golden, port=CAUSAL_PORT)
-    record = json.loads(done.stdout)
+def test_router_is_cast_unless_declared(sweep: Any) -> None:
+    done, record = sweep("causal_port.py:DecoderLayer")
     assert done.returncode == 1
     assert record["observed_dtypes"] == {"correction_bias": "bfloat16", "router_gate": "bfloat16"}
-
-
-def _sweep(
-    process: Any, name: str, toy: Path, golden: Path, *arguments: object, port: Path = PORT
-) -> dict[str, Any]:
-    done = _run(process, name, toy, golden, *arguments, port=port)
-    assert done.returncode == 0, done.stderr
-    record: dict[str, Any] = json.loads(done.stdout)
-    return record
-
-
-def _run(
-    process: Any, name: str, toy: Path, golden: Path, *arguments: object, port: Path = PORT
-) -> subprocess.CompletedProcess[str]:
-    given = ("sweep", "--layers", "0:2", "--model", toy, "--golden", golden, "--backend", "cpu", "--json")
-    done: subprocess.CompletedProcess[str] = process(
-        *given, "--target", f"nxdi:{port}:{name}", *arguments, NXD_CPU_MODE="1"
-    )
-    return done

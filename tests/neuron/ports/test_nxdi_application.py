@@ -17,18 +17,10 @@ STAND_IN = REPOSITORY / "tests" / "stand_ins" / "nxdi"
 PORT = REPOSITORY / "tests" / "ports" / "causal_port.py"
 ENVIRONMENT = {"PYTHONPATH": f"{STAND_IN}:{REPOSITORY}", "NXD_CPU_MODE": "1"}
 
-SWEPT = (
-    "DecoderLayer",
-    "AsDeclared",
-    "ByTable",
-    "ByItself",
-    "SwappedGateUp",
-    "LostBias",
-    "LostOutput",
-    "Failing",
-)
+FAILING = ("Failing", "Misfit", "NoApplication")
+SWEPT = ("ByItself", "NotNormalised", "AveragedNorms", *FAILING)
+# These are traced by mm2-test weights too.
 TRACED = ("DecoderLayer", "AsDeclared", "ByTable", "SwappedGateUp", "LostBias", "LostOutput")
-OTHER = ("Misfit", "NotNormalised", "AveragedNorms", "NoApplication")
 SEVERAL = f"""
 import sys
 sys.path.insert(0, {str(PORT.parent)!r})
@@ -62,49 +54,36 @@ def Made(config: Config, layer_idx):
 
 @pytest.fixture(scope="module")
 def results(
-    serve: Callable[..., list[dict[str, Any]]],
-    small_fp8: Path,
-    small_golden: Path,
-    on_small: Any,
-    tmp_path_factory: Any,
+    serve: Callable[..., list[dict[str, Any]]], on_small: Any, small_fp8: Path, tmp_path_factory: Any
 ) -> dict[str, dict[str, Any]]:
     """Exit code, stdout and stderr of each command, by command and target."""
     folder = tmp_path_factory.mktemp("application")
     (folder / "several.py").write_text(SEVERAL)
     commands: dict[str, tuple[object, ...]] = {}
 
-    def sweep(name: str, target: str, command: tuple[object, ...] = ("sweep", "--layers", "1:2")) -> None:
-        judged = ("--golden", small_golden, "--backend", "cpu", "--captures", folder / name.replace(" ", "_"))
-        commands[name] = (*command, "--model", small_fp8, *judged, "--target", f"nxdi:{target}", "--json")
+    def judge(name: str, target: str, *command: object) -> None:
+        captures = ("--backend", "cpu", "--captures", folder / name.replace(" ", "_"), "--json")
+        commands[name] = (*command, *on_small, "--target", target, *captures)
 
-    for name in (*SWEPT, *OTHER):
-        sweep(f"sweep {name}", f"{PORT}:{name}")
+    for name in (*SWEPT, *TRACED):
+        judge(f"sweep {name}", f"nxdi:{PORT}:{name}", "sweep", "--layers", "1:2")
     for name in ("Other", "Third", "Made"):
-        sweep(f"sweep {name}", f"{folder / 'several.py'}:{name}")
-    experts = ("component", "--layer", 1, "--component", "experts")
-    sweep("experts AsDeclared", f"{PORT}:AsDeclared", experts)
-    sweep("experts SwappedGateUp", f"{PORT}:SwappedGateUp", experts)
+        judge(f"sweep {name}", f"nxdi:{folder}/several.py:{name}", "sweep", "--layers", "1:2")
+    for name in ("AsDeclared", "SwappedGateUp"):
+        experts = ("component", "--layer", 1, "--component", "experts")
+        judge(f"experts {name}", f"nxdi:{PORT}:{name}", *experts)
     for name in TRACED:
-        commands[f"weights {name}"] = (
-            "weights",
-            "--model",
-            small_fp8,
-            "--layer",
-            1,
-            "--target",
-            f"nxdi:{PORT}:{name}",
-        )
-    traced = folder / "layer_1.pt2"
-    commands["trace AsDeclared"] = (
-        *("trace", "--layer", 1, *on_small, "--backend", "cpu"),
-        *("--target", f"nxdi:{PORT}:AsDeclared", "--output", traced),
-    )
-    commands["sweep traced"] = (
-        *("single-layer", "--layer", 1, *on_small, "--backend", "cpu", "--json"),
-        *("--target", f"traced:{traced}", "--captures", folder / "traced"),
-    )
+        target = ("--model", small_fp8, "--layer", 1, "--target", f"nxdi:{PORT}:{name}")
+        commands[f"weights {name}"] = ("weights", *target)
+    as_declared = ("--backend", "cpu", "--target", f"nxdi:{PORT}:AsDeclared")
+    trace = ("trace", "--layer", 1, *on_small, "--output", folder / "layer_1.pt2")
+    commands["trace AsDeclared"] = (*trace, *as_declared)
+    judge("sweep traced", f"traced:{folder}/layer_1.pt2", "single-layer", "--layer", 1)
     done = serve(list(commands.values()), **ENVIRONMENT)
     return dict(zip(commands, done, strict=True))
+
+
+CONVERTED = "convert_hf_to_neuron_state_dict, then NxDI's cast and NxD's sharding"
 
 
 def record_of(result: dict[str, Any]) -> dict[str, Any]:
@@ -122,11 +101,6 @@ def conversion(result: dict[str, Any]) -> str:
     return text
 
 
-def status_of(result: dict[str, Any], site: str) -> str:
-    [status] = [found["status"] for found in record_of(result)["sites"] if found["site"] == site]
-    return str(status)
-
-
 class TestSweep:
     def test_router_that_nxdi_casts_to_bf16_fails_and_is_named(self, results: dict[str, Any]) -> None:
         record = record_of(results["sweep DecoderLayer"])
@@ -134,24 +108,27 @@ class TestSweep:
         assert record["observed_dtypes"] == {"router_gate": "bfloat16", "correction_bias": "bfloat16"}
         assert any("the port holds router_gate in bfloat16" in note for note in record["notes"])
 
-    def test_dtypes_as_declared_pass(self, results: dict[str, Any]) -> None:
-        record = record_of(results["sweep AsDeclared"])
+    def test_dtypes_as_declared_pass_and_weights_of_chosen_experts_are_derived(
+        self, results: dict[str, Any]
+    ) -> None:
+        result = results["sweep AsDeclared"]
+        record = record_of(result)
         # Rotated queries and keys are not shown.
         assert (record["verdict"], record["compared"], record["of"]) == ("pass", 15, 17)
+        assert {"pass"} == {one["status"] for one in record["sites"] if one["site"] == "router_weights"}
+        assert "gives nothing" not in result["stderr"]
+        assert "prints while it converts" not in result["stdout"]
 
     @pytest.mark.parametrize(
         ("name", "words"),
         [
-            (
-                "DecoderLayer",
-                "ForCausalLM.convert_hf_to_neuron_state_dict, then NxDI's cast and NxD's sharding",
-            ),
+            ("DecoderLayer", f"ForCausalLM.{CONVERTED}"),
+            ("SwappedGateUp", f"SwappingForCausalLM.{CONVERTED}"),
             ("ByTable", "mm2's table of NxDI's names, not the port: mm2_causal_lm = None"),
             ("ByItself", "ByItself.convert_state_dict"),
-            (
-                "SwappedGateUp",
-                "SwappingForCausalLM.convert_hf_to_neuron_state_dict, then NxDI's cast and NxD's sharding",
-            ),
+            # Of several applications it is the one that builds the layer or its base.
+            ("Other", f"OtherForCausalLM.{CONVERTED}"),
+            ("Third", f"OtherForCausalLM.{CONVERTED}"),
         ],
     )
     def test_report_says_whose_conversion_it_was(
@@ -159,32 +136,40 @@ class TestSweep:
     ) -> None:
         assert conversion(results[f"sweep {name}"]) == words
 
-    def test_note_warns_of_a_conversion_by_table_alone(self, results: dict[str, Any]) -> None:
-        def notes(name: str) -> list[str]:
-            return [note for note in record_of(results[f"sweep {name}"])["notes"] if "mm2's table" in note]
+    def test_layer_filled_otherwise_passes_and_a_table_alone_is_warned_of(
+        self, results: dict[str, Any]
+    ) -> None:
+        records = [record_of(results[f"sweep {name}"]) for name in ("DecoderLayer", "ByItself", "ByTable")]
+        assert [record["verdict"] for record in records] == ["fail", "pass", "pass"]
+        notes = [[note for note in record["notes"] if "mm2's table" in note] for record in records]
+        assert [len(found) for found in notes] == [0, 0, 1]
+        assert "a mistake in the port's own conversion does not show" in notes[2][0]
 
-        assert notes("DecoderLayer") == notes("ByItself") == []
-        [note] = notes("ByTable")
-        assert "a mistake in the port's own conversion does not show" in note
+    @pytest.mark.parametrize(
+        ("run", "sites"),
+        [
+            ("sweep SwappedGateUp", {"moe_delta"}),
+            ("experts SwappedGateUp", {"moe_delta"}),
+            ("sweep LostBias", {"router_experts"}),
+            ("sweep LostOutput", {"attn_delta"}),
+            ("sweep NotNormalised", {"router_weights"}),
+            # The norm of each head is shown.
+            ("sweep AveragedNorms", {"q_norm", "k_norm"}),
+        ],
+    )
+    def test_mistake_is_blamed(self, results: dict[str, Any], run: str, sites: set[str]) -> None:
+        assert blamed(results[run]) == sites
 
-    @pytest.mark.parametrize("name", ["ByTable", "ByItself"])
-    def test_layer_filled_otherwise_passes(self, results: dict[str, Any], name: str) -> None:
-        assert record_of(results[f"sweep {name}"])["verdict"] == "pass"
-
-    def test_mistakes_of_the_applications_conversion_are_blamed(self, results: dict[str, Any]) -> None:
-        assert blamed(results["sweep SwappedGateUp"]) == {"moe_delta"}
-        assert blamed(results["sweep LostBias"]) == {"router_experts"}
-        assert blamed(results["sweep LostOutput"]) == {"attn_delta"}
-
-    def test_weights_that_no_tensor_fills_are_told(self, results: dict[str, Any]) -> None:
-        for name, lost in (
-            ("LostBias", "router.e_score_correction_bias"),
-            ("LostOutput", "o_proj.o_proj.weight"),
-        ):
-            stderr = results[f"sweep {name}"]["stderr"]
-            assert "The port's conversion gives nothing for" in stderr
-            assert lost in stderr
-        assert "gives nothing" not in results["sweep AsDeclared"]["stderr"]
+    @pytest.mark.parametrize(
+        ("name", "lost"),
+        [("LostBias", "router.e_score_correction_bias"), ("LostOutput", "o_proj.o_proj.weight")],
+    )
+    def test_weights_that_no_tensor_fills_are_told(
+        self, results: dict[str, Any], name: str, lost: str
+    ) -> None:
+        stderr = results[f"sweep {name}"]["stderr"]
+        assert "The port's conversion gives nothing for" in stderr
+        assert lost in stderr
 
     @pytest.mark.parametrize(
         ("name", "texts"),
@@ -223,42 +208,17 @@ class TestSweep:
         assert result["exit_code"] == 3
         assert [text for text in texts if text not in result["stderr"]] == []
 
-    def test_print_of_a_port_does_not_reach_standard_output(self, results: dict[str, Any]) -> None:
-        assert "prints while it converts" not in results["sweep AsDeclared"]["stdout"]
+
+def test_experts_run_alone_from_the_golden_choice(results: dict[str, Any]) -> None:
+    right = record_of(results["experts AsDeclared"])
+    assert (right["verdict"], right["compared"]) == ("pass", 1)
 
 
-class TestChoice:
-    @pytest.mark.parametrize("name", ["Other", "Third"])
-    def test_of_several_applications_it_is_the_one_that_builds_the_layer_or_its_base(
-        self, results: dict[str, Any], name: str
-    ) -> None:
-        assert conversion(results[f"sweep {name}"]).startswith("OtherForCausalLM.")
-
-
-class TestSites:
-    def test_weights_of_chosen_experts_are_derived(self, results: dict[str, Any]) -> None:
-        assert status_of(results["sweep AsDeclared"], "router_weights") == "pass"
-
-    def test_derived_weights_of_a_port_that_does_not_normalise_are_blamed(
-        self, results: dict[str, Any]
-    ) -> None:
-        assert blamed(results["sweep NotNormalised"]) == {"router_weights"}
-
-    def test_norm_of_each_head_is_shown(self, results: dict[str, Any]) -> None:
-        assert blamed(results["sweep AveragedNorms"]) == {"q_norm", "k_norm"}
-
-    def test_experts_run_alone_from_the_golden_choice(self, results: dict[str, Any]) -> None:
-        right = record_of(results["experts AsDeclared"])
-        assert (right["verdict"], right["compared"]) == ("pass", 1)
-        assert blamed(results["experts SwappedGateUp"]) == {"moe_delta"}
-
-
-class TestTrace:
-    def test_layer_is_compiled_and_passes(self, results: dict[str, Any]) -> None:
-        assert results["trace AsDeclared"]["exit_code"] == 0, results["trace AsDeclared"]["stderr"]
-        assert "router_weights" in results["trace AsDeclared"]["stdout"]
-        record = record_of(results["sweep traced"])
-        assert (record["verdict"], record["compared"]) == ("pass", 15)
+def test_layer_is_compiled_and_passes(results: dict[str, Any]) -> None:
+    assert results["trace AsDeclared"]["exit_code"] == 0, results["trace AsDeclared"]["stderr"]
+    assert "router_weights" in results["trace AsDeclared"]["stdout"]
+    record = record_of(results["sweep traced"])
+    assert (record["verdict"], record["compared"]) == ("pass", 15)
 
 
 @pytest.mark.parametrize(

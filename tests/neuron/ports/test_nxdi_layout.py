@@ -20,7 +20,7 @@ from neuron.ports.nxdi_layout import NxdiLayout
 
 # The toy: 32 experts, hidden 256, intermediate 128, 8 query and 2 kv heads of 64.
 E, H, INNER, N, K, D = 32, 256, 128, 8, 2, 64
-ATTENTION, MOE = "self_attn.", "block_sparse_moe."
+ATTENTION, MOE, EXPERTS = "self_attn.", "block_sparse_moe.", "mlp.expert_mlps.mlp_op."
 
 
 @pytest.fixture
@@ -57,12 +57,8 @@ def weights(
 
 class TestOneRank:
     def test_projections_and_norms_are_renamed(self, spec: ModelSpec, layer: LayerTensors) -> None:
-        stored = {
-            "qkv_proj.q_proj": "q_proj",
-            "o_proj.o_proj": "o_proj",
-            "k_norm": "k_norm",
-            "q_layernorm": "q_norm",
-        }
+        stored = {"qkv_proj.q_proj": "q_proj", "o_proj.o_proj": "o_proj"}
+        stored |= {"k_norm": "k_norm", "q_layernorm": "q_norm"}
         places = {
             f"{ATTENTION}{place}.weight": tuple(layer[f"{ATTENTION}{name}.weight"].shape)
             for place, name in stored.items()
@@ -95,12 +91,9 @@ class TestOneRank:
         self, spec: ModelSpec, layer: LayerTensors
     ) -> None:
         inner = INNER + 32
-        gate_up, down = weights(
-            spec,
-            layer,
-            mlp__expert_mlps__mlp_op__gate_up_proj__weight=(E, H, 2 * inner),
-            mlp__expert_mlps__mlp_op__down_proj__weight=(E, inner, H),
-        ).values()
+        places = {f"{EXPERTS}gate_up_proj.weight": (E, H, 2 * inner)}
+        places[f"{EXPERTS}down_proj.weight"] = (E, inner, H)
+        gate_up, down = weights(spec, layer, **places).values()
         assert torch.equal(gate_up[3, :, :INNER], layer[f"{MOE}experts.3.w1.weight"].T)
         assert torch.equal(gate_up[3, :, inner : inner + INNER], layer[f"{MOE}experts.3.w3.weight"].T)
         assert not gate_up[:, :, INNER:inner].any()
@@ -126,17 +119,9 @@ class TestOneRank:
 
 class TestRanks:
     def test_shares_of_all_ranks_are_the_whole_experts(self, spec: ModelSpec, layer: LayerTensors) -> None:
-        shares = [
-            weights(
-                spec,
-                layer,
-                degree=4,
-                rank=rank,
-                mlp__expert_mlps__mlp_op__gate_up_proj__weight=(E, H, 2 * INNER // 4),
-                mlp__expert_mlps__mlp_op__down_proj__weight=(E, INNER // 4, H),
-            ).values()
-            for rank in range(4)
-        ]
+        places = {f"{EXPERTS}gate_up_proj.weight": (E, H, 2 * INNER // 4)}
+        places[f"{EXPERTS}down_proj.weight"] = (E, INNER // 4, H)
+        shares = [weights(spec, layer, degree=4, rank=rank, **places).values() for rank in range(4)]
         gates = torch.cat([gate_up[..., : INNER // 4] for gate_up, _ in shares], dim=-1)
         ups = torch.cat([gate_up[..., INNER // 4 :] for gate_up, _ in shares], dim=-1)
         downs = torch.cat([down for _, down in shares], dim=1)
@@ -176,13 +161,11 @@ class TestRanks:
             {"self_attn.qkv_proj.q_proj.weight": torch.empty(2 * D, H)}, layer
         )
         [weight] = found.values()
-        heads = HeadLayout(num_heads=N, num_kv_heads=K, num_ranks=6)
-        expected = [
-            torch.zeros(D, H) if head is None else layer[ATTENTION + "q_proj.weight"].split(D)[head].float()
-            for head in heads.query_heads(5)
-        ]
-        assert None in heads.query_heads(5)
-        assert torch.equal(fill(weight).float(), torch.cat(expected))
+        places = HeadLayout(num_heads=N, num_kv_heads=K, num_ranks=6).query_heads(5)
+        assert None in places
+        stored = layer[ATTENTION + "q_proj.weight"].split(D)
+        expected = [torch.zeros_like(stored[0]) if head is None else stored[head] for head in places]
+        assert torch.equal(fill(weight), torch.cat(expected))
 
     def test_degree_that_does_not_divide_the_experts_is_refused(self, spec: ModelSpec) -> None:
         with pytest.raises(TargetError, match="divided among 3 ranks.*intermediate size 128"):

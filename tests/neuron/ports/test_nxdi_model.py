@@ -6,7 +6,6 @@ Tests against the packages themselves are skipped where these cannot be imported
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,64 +21,8 @@ from neuron.ports.nxdi_model import NxdiModelTarget, captured_modules
 from neuron.ports.target import ModelBatch
 
 TESTS = Path(__file__).parents[2]
-REAL_PORT = TESTS / "ports" / "nxdi_whole_port.py"
+PORT = TESTS / "ports" / "nxdi_stand_in_port.py"
 STAND_IN = {"PYTHONPATH": f"{TESTS / 'stand_ins' / 'nxdi'}:{TESTS.parent}", "NXD_CPU_MODE": "1"}
-
-PORTS = f"""
-import sys
-sys.path.insert(0, {str(TESTS / "ports")!r})
-import torch
-from nxdi_stand_in_port import Application, DecoderLayer, Model
-
-NAMES = ["embed_tokens", "norm"]
-for index in range(4):
-    NAMES += [f"layers.{{index}}"]
-    NAMES += [
-        f"layers.{{index}}.{{name}}"
-        for name in (
-            "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm",
-            "self_attn.k_norm", "self_attn.o_proj", "post_attention_layernorm", "moe", "moe.router",
-        )
-    ]
-
-class Captured(Application):
-    mm2_neuron_config = {{"tensor_capture_config": {{"modules_to_capture": NAMES, "capture_inputs": True}}}}
-
-class Swapped(Application):
-    @classmethod
-    def reorder(cls, tensors, index):
-        if index == 2:
-            for expert in range(8):
-                gate, up = (f"block_sparse_moe.experts.{{expert}}.{{name}}.weight" for name in ("w1", "w3"))
-                tensors[gate], tensors[up] = tensors[up], tensors[gate]
-        return tensors
-
-class ForgetfulModel(Model):
-    # The cache forgets the token at position 2 of every prompt.
-    def forward(self, input_ids, attention_mask, position_ids):
-        if input_ids.shape[1] == 1:
-            attention_mask = attention_mask.clone()
-            attention_mask[:, 2] = 0
-        return super().forward(input_ids, attention_mask, position_ids)
-
-class Forgetful(Application):
-    _model_cls = ForgetfulModel
-
-class LastColumnModel(Model):
-    # The prefill's logits are those of the bucket's last column.
-    def forward(self, input_ids, attention_mask, position_ids):
-        if input_ids.shape[1] > 1:
-            position_ids = position_ids.clone()
-            position_ids[:, -1] = position_ids.max() + 1
-        return super().forward(input_ids, attention_mask, position_ids)
-
-class LastColumn(Application):
-    _model_cls = LastColumnModel
-    mm2_neuron_config = {{"on_device_sampling_config": None}}
-
-class Contradicting(Application):
-    mm2_neuron_config = {{"batch_size": 7, "seq_len": 8, "padding_side": "left", "is_continuous_batching": True}}
-"""
 
 ON_NEURON = """
 import os
@@ -134,112 +77,112 @@ print(len(on_neuron[0].sites), *on_neuron[0].sites["layer_3.output"].shape)
 """
 
 
-@pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file with all ports of this test."""
-    path = tmp_path_factory.mktemp("nxdi") / "ports.py"
-    path.write_text(PORTS)
-    return path
-
-
 RUNS = ("Application", "Captured", "Swapped", "Forgetful", "LastColumn", "Contradicting", "Model")
 
 
 @pytest.fixture(scope="module")
-def runs(on_small: Any, serve: Any, port: Path) -> dict[str, dict[str, Any]]:
-    """The runs of the ports, in one process: exit code, output, and where the capture lies."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all captures."""
+    return tmp_path_factory.mktemp("nxdi")
+
+
+@pytest.fixture(scope="module")
+def runs(on_small: Any, serve: Any, folder: Path) -> dict[str, dict[str, Any]]:
+    """The runs of the ports, in one process: exit code, stderr, and the JSON record if any."""
     common = ("model", *on_small, "--backend", "cpu", "--json", "--quiet", "--decode", 2)
-    commands = [
-        (*common, "--target", f"nxdi:{port}:{name}", "--output-dir", port.parent / name) for name in RUNS
-    ]
-    return dict(zip(RUNS, serve(commands, **STAND_IN), strict=True))
+    commands = [(*common, "--target", f"nxdi:{PORT}:{name}", "--output-dir", folder / name) for name in RUNS]
+    done = dict(zip(RUNS, serve(commands, **STAND_IN), strict=True))
+    return {
+        name: {**one, "record": json.loads(one["stdout"]) if one["stdout"] else {}}
+        for name, one in done.items()
+    }
 
 
-def record(run: dict[str, Any]) -> dict[str, Any]:
-    assert run["stdout"], run["stderr"]
-    found: dict[str, Any] = json.loads(run["stdout"])
-    return found
-
-
-def passes(port: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((port.parent / name / "passes.json").read_text())
+def passes(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name / "passes.json").read_text())
     return found
 
 
 class TestRightPorts:
-    def test_application_passes_whole(self, runs: Any, port: Path) -> None:
-        found = record(runs["Application"])
-        # Only the class of its final norm is another on the device, which warns.
+    def test_application_passes_whole_and_a_class_that_the_device_changes_warns(
+        self, runs: Any, folder: Path
+    ) -> None:
+        found = runs["Application"]["record"]
         assert (runs["Application"]["exit_code"], found["verdict"]) == (0, "warn")
         assert (found["compared"], found["of"]) == (71, 71)
-        seen = passes(port, "Application")
-        assert seen["logits"] == "last"
-        assert seen["cache_form"] == "by position"
-        assert seen["cached_layers"] == [0, 1, 2, 3]
-        assert seen["layer_calls"] == [[0, 1, 2, 3]] * 3
-        # Each prompt's tokens, chosen by the application after each pass.
-        assert len(seen["choices"]) == 2 * 3
-
-    def test_tensor_capture_gives_the_capture_that_hooks_give(self, runs: Any, port: Path) -> None:
-        assert (runs["Captured"]["exit_code"], record(runs["Captured"])["verdict"]) == (0, "warn")
-        # NxDI keeps the first tensor of several, and rotated queries and keys have no usual name.
-        missing = {"router_experts", "router_weights", "q_rope", "k_rope"}
-        for file in ("layer_0", "layer_3", "model"):
-            hooked, captured = (
-                load_file(port.parent / name / f"{file}.safetensors") for name in ("Application", "Captured")
-            )
-            assert set(hooked) - set(captured) == (missing if file != "model" else set())
-            assert all(torch.equal(hooked[site], captured[site]) for site in captured)
-        # As on a device, calls of layers cannot be seen.
-        assert passes(port, "Captured")["layer_calls"] == [[]] * 3
-
-    def test_class_that_the_device_changes_is_named_and_warns(self, runs: Any, port: Path) -> None:
-        assert passes(port, "Application")["other_classes"] == {"norm": ["Norm", "DeviceNorm"]}
-        found = record(runs["Application"])
-        assert found["verdict"] == "warn"
         (finding,) = found["findings"]
         assert (finding["mistake"], finding["is_warning"]) == ("class_of_the_cpu", True)
         assert finding["reason"] == (
             "the device gets DeviceNorm for norm, where this run had Norm: that class is not judged here"
         )
+        seen = passes(folder, "Application")
+        assert seen["other_classes"] == {"norm": ["Norm", "DeviceNorm"]}
+        assert (seen["logits"], seen["cache_form"]) == ("last", "by position")
+        assert (seen["cached_layers"], seen["layer_calls"]) == ([0, 1, 2, 3], [[0, 1, 2, 3]] * 3)
+        # Each prompt's tokens, chosen by the application after each pass.
+        assert len(seen["choices"]) == 2 * 3
+
+    def test_tensor_capture_gives_the_capture_that_hooks_give(self, runs: Any, folder: Path) -> None:
+        assert (runs["Captured"]["exit_code"], runs["Captured"]["record"]["verdict"]) == (0, "warn")
+        # NxDI keeps the first tensor of several, and rotated queries and keys have no usual name.
+        missing = {"router_experts", "router_weights", "q_rope", "k_rope"}
+        for file in ("layer_0", "layer_3", "model"):
+            hooked, captured = (
+                load_file(folder / name / f"{file}.safetensors") for name in ("Application", "Captured")
+            )
+            assert set(hooked) - set(captured) == (missing if file != "model" else set())
+            assert all(torch.equal(hooked[site], captured[site]) for site in captured)
+        # As on a device, calls of layers cannot be seen.
+        assert passes(folder, "Captured")["layer_calls"] == [[]] * 3
 
 
-class TestMistakes:
-    def test_wrong_layer_runs_alone_in_its_bucket_and_is_named(self, runs: Any) -> None:
-        found = record(runs["Swapped"])
-        assert (runs["Swapped"]["exit_code"], found["verdict"]) == (1, "fail")
-        first = found["findings"][0]
-        assert (first["number"], first["layer"], first["sites"]) == (0, 2, ["moe_delta"])
-        assert first["mistake"] == "gate_up_swapped"
-        assert found["isolated"]["blame"][0]["layer"] == 2
+@pytest.mark.parametrize(
+    ("name", "number", "layer", "site"),
+    [
+        ("Swapped", 0, 2, "moe_delta"),
+        # At the first step.
+        ("Forgetful", 1, 0, "attn_context"),
+        ("LastColumn", 0, None, "logits"),
+    ],
+)
+def test_mistake_is_placed(runs: Any, name: str, number: int, layer: int | None, site: str) -> None:
+    assert runs[name]["exit_code"] == 1
+    first = runs[name]["record"]["findings"][0]
+    assert (first["number"], first["layer"], first["sites"]) == (number, layer, [site])
 
-    def test_cache_that_is_read_wrongly_is_placed_at_the_first_step(self, runs: Any) -> None:
-        found = record(runs["Forgetful"])
-        assert runs["Forgetful"]["exit_code"] == 1
-        first = found["findings"][0]
-        assert (first["number"], first["layer"], first["sites"]) == (1, 0, ["attn_context"])
 
-    def test_logits_of_the_buckets_padding_are_found(self, runs: Any, port: Path) -> None:
-        found = record(runs["LastColumn"])
-        assert runs["LastColumn"]["exit_code"] == 1
-        first = found["findings"][0]
-        assert (first["number"], first["layer"], first["sites"]) == (0, None, ["logits"])
-        # It has no sampler, and so chooses no token.
-        assert passes(port, "LastColumn")["choices"] == []
+def test_wrong_layer_runs_alone_in_its_bucket_and_is_named(runs: Any) -> None:
+    found = runs["Swapped"]["record"]
+    assert found["findings"][0]["mistake"] == "gate_up_swapped"
+    assert found["isolated"]["blame"][0]["layer"] == 2
+
+
+def test_application_without_a_sampler_chooses_no_token(runs: Any, folder: Path) -> None:
+    assert passes(folder, "LastColumn")["choices"] == []
 
 
 class TestRefusals:
-    def test_options_that_contradict_the_run_are_named_together(self, runs: Any) -> None:
-        assert runs["Contradicting"]["exit_code"] == 3
-        error = runs["Contradicting"]["stderr"]
-        assert "batch_size 7 for 2 prompts; seq_len 8 for 27 tokens; padding_side 'left'" in error
-        assert "is_continuous_batching" in error
-        assert "Correct mm2_neuron_config" in error
-
-    def test_class_that_is_no_application(self, runs: Any) -> None:
-        assert runs["Model"]["exit_code"] == 3
-        assert "expected a subclass of NeuronBaseForCausalLM, found Model" in runs["Model"]["stderr"]
-        assert "mm2-test sweep" in runs["Model"]["stderr"]
+    @pytest.mark.parametrize(
+        ("name", "texts"),
+        [
+            # All options that contradict the run.
+            (
+                "Contradicting",
+                (
+                    "batch_size 7 for 2 prompts; seq_len 8 for 27 tokens; padding_side 'left'",
+                    "is_continuous_batching",
+                    "Correct mm2_neuron_config",
+                ),
+            ),
+            (
+                "Model",
+                ("expected a subclass of NeuronBaseForCausalLM, found Model", "mm2-test sweep"),
+            ),
+        ],
+    )
+    def test_class_that_cannot_run_is_refused(self, runs: Any, name: str, texts: tuple[str, ...]) -> None:
+        assert runs[name]["exit_code"] == 3
+        assert [text for text in texts if text not in runs[name]["stderr"]] == []
 
     @pytest.mark.parametrize(
         ("num_decoded", "first", "message"),
@@ -262,9 +205,9 @@ class TestRefusals:
 
 
 def test_compiled_application_gives_what_the_cpu_gives(
-    forked_python: Any, port: Path, small_fp8: Path, small_golden: Path
+    forked_python: Any, small_fp8: Path, small_golden: Path
 ) -> None:
-    places = f"port, model, golden = {str(port)!r}, {str(small_fp8)!r}, {str(small_golden)!r}\n"
+    places = f"port, model, golden = {str(PORT)!r}, {str(small_fp8)!r}, {str(small_golden)!r}\n"
     done = forked_python(places + ON_NEURON, **STAND_IN)
     assert done.returncode == 0, done.stderr
     *_, bfloat16, cpu, ranks, sites = done.stdout.splitlines()  # behind gloo's greetings
@@ -300,17 +243,8 @@ def test_application_on_nxdis_own_modules_passes(
     needs_nxdi: None, process: Any, copies: dict[torch.dtype, Path], float32_golden: Path
 ) -> None:
     # NxDI casts the router to BF16 in a run in BF16.
-    model, target = copies[torch.float32], f"{REAL_PORT}:Application"
-    done = _run(process, target, model, float32_golden, "--dtype", "float32", NXD_CPU_MODE="1")
+    sides = ("--model", copies[torch.float32], "--golden", float32_golden, "--dtype", "float32")
+    target = ("--target", f"nxdi:{TESTS}/ports/nxdi_whole_port.py:Application", "--backend", "cpu")
+    done = process("model", *sides, *target, "--decode", 2, "--json", "--quiet", NXD_CPU_MODE="1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "pass"
-
-
-def _run(
-    process: Any, target: str, model: Path, golden: Path, *options: object, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    arguments = ("model", "--model", model, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
-    done: subprocess.CompletedProcess[str] = process(
-        *arguments, "--decode", 2, "--target", f"nxdi:{target}", *options, **environment
-    )
-    return done

@@ -16,32 +16,7 @@ from neuron.ports.nxdi_stream import add_stream_points, list_points
 TESTS = Path(__file__).parents[2]
 STAND_IN = {"PYTHONPATH": f"{TESTS / 'stand_ins' / 'nxdi'}:{TESTS.parent}", "NXD_CPU_MODE": "1"}
 
-PORTS = f"""
-import sys
-sys.path.insert(0, {str(TESTS / "ports")!r})
-from nxdi_stand_in_port import Application, Model
-from neuron.ports.nxdi_stream import add_stream_points
-
-class Swapped(Application):
-    @classmethod
-    def reorder(cls, tensors, index):
-        if index == 2:
-            for expert in range(8):
-                gate, up = (f"block_sparse_moe.experts.{{expert}}.{{name}}.weight" for name in ("w1", "w3"))
-                tensors[gate], tensors[up] = tensors[up], tensors[gate]
-        return tensors
-
-class Divided(Application):
-    mm2_neuron_config = {{"sequence_parallel_enabled": True}}
-
-class Pointed(Model):
-    def init_model(self, config):
-        super().init_model(config)
-        add_stream_points(self)
-
-class ByHand(Swapped):
-    _model_cls = Pointed
-"""
+PORT = TESTS / "ports" / "nxdi_stand_in_port.py"
 
 # A porter's own script: an application is compiled once, and runs with the stream replaced at one point after another.
 BY_HAND = """
@@ -55,7 +30,7 @@ from neuron.ports.nxdi_stream import stream_replacement
 from neuron.ports.target import target_config
 from neuron.replacement.nxdi_run import run_replaced
 sys.path.insert(0, os.path.dirname(port))
-from nxdi_ports import ByHand
+from nxdi_stand_in_port import ByHand
 
 os.environ["NXD_CPU_MODE"] = "0"
 options = dict(batch_size=2, max_context_length=128, seq_len=128, enable_bucketing=False, padding_side="right")
@@ -120,19 +95,11 @@ print("same")
 """
 
 
-@pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file with all ports of this test."""
-    path = tmp_path_factory.mktemp("nxdi") / "nxdi_ports.py"
-    path.write_text(PORTS)
-    return path
-
-
-def test_mm2_replaces_the_stream_of_applications(on_small: Any, serve: Any, port: Path) -> None:
+def test_mm2_replaces_the_stream_of_applications(on_small: Any, serve: Any, tmp_path: Path) -> None:
     common = ("bisect", "--whole", *on_small, "--backend", "cpu", "--json", "--quiet")
     names = ("Application", "Swapped", "Divided")
     commands = [
-        (*common, "--target", f"nxdi:{port}:{name}", "--output-dir", port.parent / name) for name in names
+        (*common, "--target", f"nxdi:{PORT}:{name}", "--output-dir", tmp_path / name) for name in names
     ]
     right, swapped, divided = serve(commands, **STAND_IN)
     assert right["exit_code"] == 0, right["stderr"]
@@ -144,62 +111,62 @@ def test_mm2_replaces_the_stream_of_applications(on_small: Any, serve: Any, port
 
 
 def test_compiled_graph_takes_the_stream_that_the_cpu_takes(
-    forked_python: Any, port: Path, small_fp8: Path, small_golden: Path
+    forked_python: Any, small_fp8: Path, small_golden: Path
 ) -> None:
-    places = f"port, model, golden = {str(port)!r}, {str(small_fp8)!r}, {str(small_golden)!r}\n"
+    places = f"port, model, golden = {str(PORT)!r}, {str(small_fp8)!r}, {str(small_golden)!r}\n"
     done = forked_python(places + COMPILED, **STAND_IN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "same"
 
 
 class TestByHand:
-    def command(self, model: Path, golden: Path, folder: Path) -> tuple[object, ...]:
-        arguments: tuple[object, ...] = ("replacement", "--model", model)
-        arguments += ("--golden", golden, "--format", "nxdi", "--json", "--quiet")
-        return (*arguments, "--output-dir", folder)
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """The folder of the runs."""
+        return tmp_path / "replaced"
 
-    def by_hand(
-        self, forked_python: Any, port: Path, model: Path, folder: Path, points: object, **other: Any
-    ) -> list[str]:
-        values = {
-            "port": str(port),
-            "model": str(model),
-            "folder": str(folder),
-            "points": points,
-            "other": other,
-        }
-        code = "\n".join(f"{name} = {value!r}" for name, value in values.items()) + BY_HAND
-        done = forked_python(code, **STAND_IN)
-        assert done.returncode == 0, done.stderr
-        return list(done.stdout.splitlines())
+    @pytest.fixture
+    def search(self, run: Any, on_small: Any, folder: Path) -> Any:
+        """Asks for the next run: the exit code and the record."""
 
-    def test_runs_asked_for_name_the_wrong_layer(
-        self, run: Any, forked_python: Any, port: Path, small_fp8: Path, small_golden: Path, tmp_path: Path
-    ) -> None:
-        folder = tmp_path / "replaced"
+        def ask() -> tuple[int, dict[str, Any]]:
+            result = run(
+                *("replacement", *on_small, "--format", "nxdi", "--json", "--quiet", "--output-dir", folder)
+            )
+            return result.exit_code, json.loads(result.stdout)
+
+        return ask
+
+    @pytest.fixture
+    def by_hand(self, forked_python: Any, small_fp8: Path, folder: Path) -> Any:
+        """Makes the run of a point with other options: what the script prints."""
+
+        def make(point: int, **other: Any) -> str:
+            places = {"port": str(PORT), "model": str(small_fp8), "folder": str(folder)}
+            values = {**places, "points": [point], "other": other}
+            code = "\n".join(f"{name} = {value!r}" for name, value in values.items()) + BY_HAND
+            done = forked_python(code, **STAND_IN)
+            assert done.returncode == 0, done.stderr
+            return str(done.stdout)
+
+        return make
+
+    def test_runs_asked_for_name_the_wrong_layer(self, search: Any, by_hand: Any) -> None:
         points = []
-        for _ in range(4):
-            result = run(*self.command(small_fp8, small_golden, folder))
-            record = json.loads(result.stdout)
-            if record["is_finished"]:
-                break
-            assert (result.exit_code, record["verdict"]) == (3, "incomparable")
-            point = record["waits_for"]["point"]
-            assert f"point={point})" in "\n".join(record["lines"])
-            points.append(point)
-            self.by_hand(forked_python, port, small_fp8, folder, [point])
+        exit_code, record = search()
+        while not record["is_finished"]:
+            assert (exit_code, record["verdict"]) == (3, "incomparable")
+            points.append(record["waits_for"]["point"])
+            assert f"point={points[-1]})" in "\n".join(record["lines"])
+            by_hand(points[-1])
+            exit_code, record = search()
         assert points == [2, 4, 3]
-        assert (result.exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [2])
+        assert (exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [2])
         assert [command.split()[-1] for command in record["next"]] == ["--anew"]
 
-    def test_application_of_other_sizes_is_refused(
-        self, run: Any, forked_python: Any, port: Path, small_fp8: Path, small_golden: Path, tmp_path: Path
-    ) -> None:
-        folder = tmp_path / "replaced"
-        run(*self.command(small_fp8, small_golden, folder))
-        (printed,) = self.by_hand(
-            forked_python, port, small_fp8, folder, [2], max_context_length=64, enable_bucketing=True
-        )
+    def test_application_of_other_sizes_is_refused(self, search: Any, by_hand: Any) -> None:
+        search()
+        printed = by_hand(2, max_context_length=64, enable_bucketing=True)
         assert "expected max_context_length=128, enable_bucketing=False" in printed
         assert "found max_context_length=64, enable_bucketing=True" in printed
 

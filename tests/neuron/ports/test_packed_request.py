@@ -14,6 +14,7 @@ from neuron.ports.packed_request import (
     NO_BLOCK,
     BlockCache,
     DividedTokens,
+    PackedRequest,
     pack_prompt,
     pack_step,
     refuse_uneven,
@@ -41,16 +42,18 @@ def test_a_prompt_is_padded_to_a_bucket_as_the_plugin_pads(cache: BlockCache) ->
     assert metadata["block_table_tensor"].tolist() == [[1, -1, -1, -1]]
 
 
+def pack_zeros(cache: BlockCache, num_tokens: int) -> PackedRequest:
+    tokens = torch.zeros(1, num_tokens, dtype=torch.long)
+    return pack_prompt(cache, tokens, torch.ones_like(tokens), torch.arange(num_tokens)[None])
+
+
 def test_buckets_double(cache: BlockCache) -> None:
-    tokens = torch.zeros(1, 129, dtype=torch.long)
-    request = pack_prompt(cache, tokens, torch.ones_like(tokens), torch.arange(129)[None])
-    assert request.input_ids.shape == (256,)
+    assert pack_zeros(cache, 129).input_ids.shape == (256,)
 
 
 def test_a_step_takes_one_token_of_each_request(cache: BlockCache) -> None:
     for length in (3, BLOCK_SIZE):
-        tokens = torch.zeros(1, length, dtype=torch.long)
-        pack_prompt(cache, tokens, torch.ones_like(tokens), torch.arange(length)[None])
+        pack_zeros(cache, length)
     request = pack_step(cache, torch.tensor([[4], [6]]), torch.tensor([[3], [BLOCK_SIZE]]))
     assert request.input_ids.tolist() == [4, 6]
     assert request.slots.tolist() == [BLOCK_SIZE + 3, 3 * BLOCK_SIZE]

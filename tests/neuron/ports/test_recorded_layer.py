@@ -105,25 +105,27 @@ class TestGraphs:
         assert count_torch_compiles().compiles - before == 1
 
     @pytest.mark.parametrize(
-        "taps", [{}, {Site.Q_PROJ: Tap(path="second"), Site.MOE_DELTA: Tap(path="first")}]
+        ("first", "second"),
+        [
+            (TAPS, {}),
+            (TAPS, {Site.Q_PROJ: Tap(path="second"), Site.MOE_DELTA: Tap(path="first")}),
+            # The places alone tell these apart: the submodules and their kinds of hooks are the same.
+            (
+                {Site.Q_PROJ: Tap(path="first"), Site.K_PROJ: Tap(path="second")},
+                {Site.Q_PROJ: Tap(path="second"), Site.K_PROJ: Tap(path="first")},
+            ),
+        ],
     )
-    def test_other_sites_or_places_are_another_graph(self, taps: dict[Site, Tap]) -> None:
+    def test_other_sites_or_places_are_another_graph(
+        self, first: dict[Site, Tap], second: dict[Site, Tap]
+    ) -> None:
         torch.compiler.reset()
         layer = Layer()
-        call(in_graphs, layer, TAPS, {})
-        _, tensors = call(in_graphs, layer, taps, {})
-        _, expected = call(as_it_is, layer, taps, {})
-        assert set(tensors) == set(expected)
-        assert all(tensor.equal(expected[site]) for site, tensor in tensors.items())
-
-    def test_sites_that_change_places_are_another_graph(self) -> None:
-        """The places alone tell the graphs apart: the submodules and their kinds of hooks are the same."""
-        torch.compiler.reset()
-        layer, first, second = Layer(), Tap(path="first"), Tap(path="second")
-        for taps in ({Site.Q_PROJ: first, Site.K_PROJ: second}, {Site.Q_PROJ: second, Site.K_PROJ: first}):
+        for taps in (first, second):
             _, tensors = call(in_graphs, layer, taps, {})
             _, expected = call(as_it_is, layer, taps, {})
-            assert all(tensors[site].equal(expected[site]) for site in taps)
+            assert set(tensors) == set(expected)
+            assert all(tensor.equal(expected[site]) for site, tensor in tensors.items())
 
     def test_value_fed_after_a_run_without_it_is_used(self) -> None:
         torch.compiler.reset()

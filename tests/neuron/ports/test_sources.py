@@ -20,9 +20,8 @@ def write(path: Path, text: str) -> Path:
 
 def test_file_can_import_what_lies_beside_it(tmp_path: Path) -> None:
     write(tmp_path / "beside_of_first_port.py", "VALUE = 3\n")
-    port = write(
-        tmp_path / "port.py", "from beside_of_first_port import VALUE\n\ndef build():\n    return VALUE\n"
-    )
+    source = "from beside_of_first_port import VALUE\n\ndef build():\n    return VALUE\n"
+    port = write(tmp_path / "port.py", source)
     assert import_file(port).find("build")() == 3
 
 
@@ -107,17 +106,11 @@ def test_own_targets_have_digests_of_their_own() -> None:
     assert all(len(digest) == 64 for digest in digests)
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"nosuch\.py, named by --target, does not exist\. Give --target"):
         import_file(tmp_path / "nosuch.py")
-
-
-def test_missing_module_is_named() -> None:
     with pytest.raises(TargetError, match=r"no_such_package\.port cannot be imported.*ModuleNotFoundError"):
         import_module("no_such_package.port")
-
-
-def test_missing_name_lists_the_classes_that_are_there(tmp_path: Path) -> None:
     source = "from pathlib import Path\nLIMIT = 3\n\nclass DecoderLayer: ...\n\nclass Attention: ...\n"
     port = import_file(write(tmp_path / "port.py", source))
     with pytest.raises(TargetError, match=r"no 'Layer' to call: found the classes DecoderLayer, Attention\."):

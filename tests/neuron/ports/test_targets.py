@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import TargetError, UsageError
+from neuron.ports.returned import find_key_values, find_output
 from neuron.ports.targets import PortTarget, find_target
 
+SUBCLASS = "class Port(ReferenceLayer): pass\n"
 IN_PLACE = """
 class Port(ReferenceLayer):
     def forward(self, hidden_states, attention_mask, position_ids):
@@ -23,6 +26,10 @@ class Port(ReferenceLayer):
         return hidden_states
 """
 SHORT = ("--seq-len", "12,7", "--json")
+
+
+def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert {site: torch.equal(mine[site], other[site]) for site in other} == dict.fromkeys(other, True)
 
 
 class TestNotation:
@@ -37,37 +44,18 @@ class TestNotation:
             find_target("buitlin")
 
     def test_path_with_a_colon_is_read_from_its_end(self, tmp_path: Path, write_port: Any) -> None:
-        folder = tmp_path / "a:b"
-        folder.mkdir()
-        target = write_port("class Port(ReferenceLayer): pass\n", file="a:b/port.py")
-        found = find_target(target)
+        (tmp_path / "a:b").mkdir()
+        found = find_target(write_port(SUBCLASS, file="a:b/port.py"))
         assert isinstance(found, PortTarget)
         assert getattr(found.factory, "__name__", None) == "Port"
 
-    def test_package_module_and_name(self, tensors_of: Any) -> None:
-        by_name = tensors_of("minimax_tools.reference.layer:ReferenceLayer")
-        own = tensors_of("reference")
-        assert all(torch.equal(by_name[site], own[site]) for site in own)
-
-    def test_file_and_name(self, tensors_of: Any, write_port: Any) -> None:
-        mine = tensors_of(write_port("class Port(ReferenceLayer): pass\n"))
-        own = tensors_of("reference")
-        assert all(torch.equal(mine[site], own[site]) for site in own)
-
-    def test_function_is_a_target_too(self, tensors_of: Any, write_port: Any) -> None:
-        source = "def build(config, layer_idx):\n    return ReferenceLayer(config, layer_idx)\n"
-        target = write_port(source, name="build")
-        assert "moe_delta" in tensors_of(target)
-
-    @pytest.mark.parametrize("is_file", [True, False])
-    def test_file_or_module_and_name(self, tensors_of: Any, write_port: Any, is_file: bool) -> None:
-        port = (
-            write_port("class Port(ReferenceLayer): pass\n")
-            if is_file
-            else "minimax_tools.reference.layer:ReferenceLayer"
-        )
-        mine, own = tensors_of(port), tensors_of("reference")
-        assert all(torch.equal(mine[site], own[site]) for site in own)
+    def test_file_module_or_function_and_name(self, tensors_of: Any, write_port: Any) -> None:
+        function = "def build(config, layer_idx):\n    return ReferenceLayer(config, layer_idx)\n"
+        expected = tensors_of("reference")
+        assert "moe_delta" in expected
+        assert_equal(tensors_of("minimax_tools.reference.layer:ReferenceLayer"), expected)
+        assert_equal(tensors_of(write_port(SUBCLASS)), expected)
+        assert set(tensors_of(write_port(function, name="build", file="function.py"))) == set(expected)
 
 
 class TestCalls:
@@ -90,6 +78,67 @@ class Port(ReferenceLayer):
 """
         assert run_layer(write_port(source)).exit_code == 0
 
+    def test_in_place_port_gives_what_a_plain_one_gives(
+        self, run: Any, write_port: Any, small: Path, tmp_path: Path
+    ) -> None:
+        targets = {"in_place": write_port(IN_PLACE), "plain": "reference"}
+        for name, target in targets.items():
+            side = ("--model", small, "--target", target, "--output-dir", tmp_path / name)
+            result = run("full", *side, *SHORT)
+            assert result.exit_code == 0, result.stderr
+        for file in ("layer_0", "layer_1", "layer_3", "model"):
+            assert_equal(*(load_file(tmp_path / name / f"{file}.safetensors") for name in targets))
+
+    @pytest.mark.slow
+    def test_plain_and_in_place_ports_pass_on_xla_with_one_set_of_graphs(
+        self, needs_xla: None, serve: Any, write_port: Any, on_small: Any, tmp_path: Path
+    ) -> None:
+        common = ("multi-layer", "--layers", "0:3", *on_small, "--backend", "xla-cpu", "--captures", tmp_path)
+        targets = ("reference", write_port(IN_PLACE))
+        for result in serve([(*common, "--target", target, "--json") for target in targets]):
+            record = json.loads(result["stdout"])
+            assert (result["exit_code"], record["verdict"]) == (0, "pass")
+            assert (record["graphs"]["later_layers"], record["graphs"]["fallbacks"]) == (0, [])
+
+    def test_what_a_port_prints_is_no_result(
+        self, run_layer: Any, write_port: Any, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        source = """
+print("imported")
+
+class Port(ReferenceLayer):
+    def forward(self, *args):
+        print("running")
+        os.system("echo from a process of its own")
+        return super().forward(*args)
+"""
+        result = run_layer(write_port(source))
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["complete"]
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        for text in ("imported", "running", "from a process of its own"):
+            assert text in result.stderr + captured.err
+
+
+class TestReturned:
+    SOURCE = """
+class Port(ReferenceLayer):
+    def forward(self, *arguments):
+        output = super().forward(*arguments)
+        return {returned}
+"""
+    DENSE = torch.ones(2, 3, 8)
+    WITHOUT_VALUES = (
+        (DENSE.to_sparse, "found a sparse tensor"),
+        (lambda: TestReturned.DENSE.to("meta"), "found a tensor on the meta device"),
+        # torch 2.13 warns of it where it is made.
+        (
+            lambda: torch.quantize_per_tensor(TestReturned.DENSE, 0.1, 0, torch.qint8),
+            "found a quantised tensor",
+        ),
+    )
+
     @pytest.mark.parametrize(
         "returned",
         ["(output, None)", "[output, 1]", "output.flatten(0, 1)", "(output.flatten(0, 1), 'cache')"],
@@ -97,14 +146,8 @@ class Port(ReferenceLayer):
     def test_output_may_come_first_of_several_and_flat(
         self, tensors_of: Any, write_port: Any, returned: str
     ) -> None:
-        source = f"""
-class Port(ReferenceLayer):
-    def forward(self, *arguments):
-        output = super().forward(*arguments)
-        return {returned}
-"""
-        expected = tensors_of("reference")["output"]
-        assert torch.equal(tensors_of(write_port(source))["output"], expected)
+        found = tensors_of(write_port(self.SOURCE.format(returned=returned)))["output"]
+        assert torch.equal(found, tensors_of("reference")["output"])
 
     @pytest.mark.parametrize(
         ("returned", "text"),
@@ -112,54 +155,27 @@ class Port(ReferenceLayer):
             ("None", "returned no tensor"),
             ("()", "returned no tensor"),
             ("output[:, :-1]", "expected [2, 12, 64] or [24, 64], found [2, 11, 64]"),
+            (
+                "output.to('meta')",
+                "cannot be compared: expected a dense tensor with values, found a tensor on the meta device",
+            ),
         ],
     )
     def test_other_output_is_refused(self, run_layer: Any, write_port: Any, returned: str, text: str) -> None:
-        source = f"""
-class Port(ReferenceLayer):
-    def forward(self, *arguments):
-        output = super().forward(*arguments)
-        return {returned}
-"""
-        result = run_layer(write_port(source))
+        result = run_layer(write_port(self.SOURCE.format(returned=returned)))
         assert result.exit_code == 3
         assert text in result.stderr
 
-    def test_in_place_port_gives_what_a_plain_one_gives(
-        self, run: Any, write_port: Any, small: Path, tmp_path: Path
-    ) -> None:
-        targets = {"in_place": write_port(IN_PLACE), "plain": "reference"}
-        for name, target in targets.items():
-            result = run(
-                "full", "--model", small, "--target", target, *SHORT, "--output-dir", tmp_path / name
-            )
-            assert result.exit_code == 0, result.stderr
-        for file in ("layer_0", "layer_1", "layer_3", "model"):
-            mine, plain = (load_file(tmp_path / name / f"{file}.safetensors") for name in targets)
-            assert {site: torch.equal(mine[site], plain[site]) for site in plain} == dict.fromkeys(
-                plain, True
-            )
+    @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor|.*TypedStorage|.*qint8:Warning")
+    @pytest.mark.parametrize(("make", "found"), WITHOUT_VALUES, ids=["sparse", "meta", "quantised"])
+    def test_output_without_values_is_refused(self, make: Any, found: str) -> None:
+        with pytest.raises(TargetError, match=f"the output of port cannot be compared: .*{found}"):
+            find_output(make(), (2, 3, 8), what="port")
 
-    @pytest.mark.slow
-    def test_plain_and_in_place_ports_pass_on_xla_with_one_set_of_graphs(
-        self,
-        needs_xla: None,
-        serve: Any,
-        write_port: Any,
-        small_fp8: Path,
-        small_golden: Path,
-        tmp_path: Path,
-    ) -> None:
-        common: tuple[object, ...] = ("multi-layer", "--layers", "0:3")
-        common += ("--model", small_fp8, "--golden", small_golden, "--backend", "xla-cpu")
-        targets = ("reference", write_port(IN_PLACE))
-        results = serve(
-            [(*common, "--target", target, "--captures", tmp_path, "--json") for target in targets]
-        )
-        for result in results:
-            record = json.loads(result["stdout"])
-            assert (result["exit_code"], record["verdict"]) == (0, "pass")
-            assert (record["graphs"]["later_layers"], record["graphs"]["fallbacks"]) == (0, [])
+    def test_keys_without_values_are_refused(self) -> None:
+        keys = torch.ones(2, 1, 3, 4)
+        with pytest.raises(TargetError, match="keys or values of port cannot be compared"):
+            find_key_values((self.DENSE, (keys, keys.to("meta"))), (2, 3), what="port")
 
 
 class TestState:
@@ -175,46 +191,56 @@ class Port(ReferenceLayer):
 
     def forward(self, *arguments):
         self.calls += 1
-        print("calls:", int(self.calls))
+        with open({counts!r}, "a") as file:
+            print(int(self.calls), file=file)
         return super().forward(*arguments)
+
+def build(config, layer_idx):
+    return Port(config, layer_idx)
+
+build.reuse = {reuse}
 """
 
-    @pytest.mark.parametrize(("reuse", "calls"), [(False, [1, 1, 1]), (True, [1, 2, 3])])
+    @pytest.mark.parametrize(
+        ("name", "reuse", "calls"),
+        [("Port", False, "1 1 1"), ("Port", True, "1 2 3"), ("build", True, "1 2 3")],
+    )
     def test_state_lasts_as_long_as_the_module(
-        self, forked: Any, write_port: Any, small: Path, reuse: bool, calls: list[int]
+        self, run: Any, write_port: Any, small: Path, tmp_path: Path, name: str, reuse: bool, calls: str
     ) -> None:
-        target = write_port(self.COUNTING.format(reuse=reuse))
-        done = forked("multi-layer", "--layers", "0:3", "--model", small, "--target", target, "--seq-len", 4)
-        found = [line for line in done.stderr.splitlines() if line.startswith("calls")]
-        assert found == [f"calls: {count}" for count in calls], done.stderr
+        counts = tmp_path / "counts"
+        target = write_port(self.COUNTING.format(reuse=reuse, counts=str(counts)), name=name)
+        side = ("--model", small, "--target", target, "--backend", "cpu")
+        result = run("multi-layer", "--layers", "0:3", *side, "--seq-len", 4)
+        assert (result.exit_code, counts.read_text().split()) == (0, calls.split()), result.stderr
 
     def test_reused_port_holds_each_layers_own_weights(
-        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path
+        self, run: Any, write_port: Any, on_small: Any
     ) -> None:
         target = write_port("class Port(ReferenceLayer):\n    reuse = True\n")
-        assert run("sweep", "--model", small_fp8, "--golden", small_golden, "--target", target).exit_code == 0
+        assert run("sweep", *on_small, "--target", target).exit_code == 0
 
     def test_persistent_state_is_a_weight_that_the_conversion_owes(
         self, run_layer: Any, write_port: Any
     ) -> None:
-        port = self.COUNTING.format(reuse=False).replace(", persistent=False", "")
+        port = self.COUNTING.format(reuse=False, counts="").replace(", persistent=False", "")
         result = run_layer(write_port(port))
         assert result.exit_code == 3
         assert "1 missing: calls" in result.stderr
 
-    def test_factory_may_be_a_function_that_says_reuse(
-        self, forked: Any, write_port: Any, small: Path
-    ) -> None:
-        port = self.COUNTING.format(reuse=False).replace("class Port", "class Counting")
-        port += (
-            "\ndef Port(config, layer_idx):\n    return Counting(config, layer_idx)\n\nPort.reuse = True\n"
-        )
-        run = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", 4)
-        done = forked(*run, "--target", write_port(port))
-        assert "calls: 2" in done.stderr, done.stderr
-
 
 class TestDtypes:
+    # Gate and bias of a router, in the dtypes that it declares.
+    ROUTER = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        moe = self.block_sparse_moe
+        moe.gate.weight = nn.Parameter(moe.gate.weight.to(torch.{gate}))
+        moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.to(torch.{bias}))
+        moe.gate.forward = lambda states: states.float() @ moe.gate.weight.T.float()
+"""
+
     def test_default_dtype_is_the_runs_while_building_only(self, tensors_of: Any, write_port: Any) -> None:
         source = """
 class Port(ReferenceLayer):
@@ -222,8 +248,7 @@ class Port(ReferenceLayer):
         assert torch.get_default_dtype() is torch.float32
         super().__init__(config, layer_idx)
 """
-        target = write_port(source)
-        assert tensors_of(target, "--dtype", "float32")["output"].dtype is torch.float32
+        assert tensors_of(write_port(source), "--dtype", "float32")["output"].dtype is torch.float32
         assert torch.get_default_dtype() is torch.float32
 
     def test_build_dtype_is_the_default_dtype_instead(self, tensors_of: Any, write_port: Any) -> None:
@@ -239,8 +264,7 @@ class Port(ReferenceLayer):
         moe.gate.float()
         moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.float())
 """
-        mine, plain = tensors_of(write_port(source)), tensors_of("reference")
-        assert all(torch.equal(mine[site], plain[site]) for site in plain)
+        assert_equal(tensors_of(write_port(source)), tensors_of("reference"))
 
     def test_build_dtype_that_is_none_is_refused(self, run_layer: Any, write_port: Any) -> None:
         result = run_layer(write_port("class Port(ReferenceLayer):\n    build_dtype = 'float32'\n"))
@@ -272,99 +296,63 @@ class Port(ReferenceLayer):
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_router_dtypes_are_recorded_as_loaded(self, run_layer: Any, write_port: Any, dtype: str) -> None:
-        source = f"""
-class Port(ReferenceLayer):
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        moe = self.block_sparse_moe
-        moe.gate.weight = nn.Parameter(moe.gate.weight.to(torch.{dtype}))
-        moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.to(torch.{dtype}))
-        moe.gate.forward = lambda states: states.float() @ moe.gate.weight.T.float()
-"""
+        source = self.ROUTER.format(gate=dtype, bias=dtype)
         record = json.loads(run_layer(write_port(source)).stdout)
         assert record["observed_dtypes"] == {"router_gate": dtype, "correction_bias": dtype}
 
-    def test_golden_run_notes_a_rounded_correction_bias(
-        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path
-    ) -> None:
-        source = """
-class Port(ReferenceLayer):
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        moe = self.block_sparse_moe
-        moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.bfloat16())
-"""
-        arguments = ("single-layer", "--layer", 0, "--model", small_fp8, "--golden", small_golden, "--json")
-        record = json.loads(run(*arguments, "--target", write_port(source)).stdout)
+    def test_golden_run_notes_a_rounded_correction_bias(self, judge_layer: Any, write_port: Any) -> None:
+        _, record = judge_layer(write_port(self.ROUTER.format(gate="float32", bias="bfloat16")))
         told = "the port holds correction_bias in bfloat16, the golden in float32: "
         assert any(note.startswith(told) for note in record["notes"])
         assert [one["name"] for one in record["router_dtypes"]] == ["correction_bias"]
+
+
+BUILDING, RUNNING = "cannot be built for layer 0", "layer 0 failed while it ran"
+FORWARD = "def forward(self, states, mask, positions): "
+CONVERSION = "def convert_state_dict(self, tensors, config, layer_idx): "
+ON_META = """
+def __init__(self, config, layer_idx):
+    with torch.device('meta'):
+        super().__init__(config, layer_idx)
+        self.register_buffer('inv_freq', torch.ones(4), persistent=False)
+"""
+# Of a class `Port`, what fails in it; parts of the message.
+ERRORS = [
+    (
+        "def __init__(self, config, layer_idx): config.nosuch_key",
+        (BUILDING, "AttributeError", "nosuch_key", "NAME(config, layer_idx)"),
+    ),
+    ("def train(self, mode=True): raise ValueError('no modes')", (BUILDING, "ValueError: no modes")),
+    (ON_META, ("built without memory", "device meta: inv_freq", "torch.device('meta')")),
+    ("sites = property(lambda self: 1 / 0)", ("sites cannot be read", "ZeroDivisionError")),
+    (CONVERSION + "return tensors['no.such']", ("convert_state_dict failed", "KeyError", "no.such")),
+    (
+        "def state_dict(self, **options): raise ValueError('no state')",
+        ("layer 0 cannot be loaded", "ValueError: no state"),
+    ),
+    (
+        "def to(self, device): raise ValueError('stays here')",
+        ("layer 0 cannot be loaded", "ValueError: stays here"),
+    ),
+    (
+        FORWARD + "raise ValueError('odd mask')",
+        (RUNNING, "ValueError: odd mask", "attention_mask, position_ids"),
+    ),
+    (FORWARD + "raise SystemExit(0)", (RUNNING, "SystemExit: 0")),
+]
 
 
 class TestPortsOwnErrors:
     @pytest.mark.parametrize(
         ("source", "texts"),
         [
-            (
-                "class Port(ReferenceLayer):\n"
-                "    def __init__(self, config, layer_idx):\n"
-                "        config.nosuch_key\n",
-                ("cannot be built for layer 0", "AttributeError", "nosuch_key", "NAME(config, layer_idx)"),
+            *(
+                (f"class Port(ReferenceLayer):\n{textwrap.indent(body, '    ')}\n", texts)
+                for body, texts in ERRORS
             ),
             (
-                "def Port(config, layer_idx):\n    return 3\n",
+                "def Port(config, layer_idx): return 3\n",
                 ("returned no module", "torch.nn.Module", "found int"),
-            ),
-            (
-                "class Port(ReferenceLayer):\n"
-                "    def forward(self, states, mask, positions):\n"
-                "        raise ValueError('odd mask')\n",
-                ("layer 0 failed while it ran", "ValueError: odd mask", "attention_mask, position_ids"),
-            ),
-            (
-                "class Port(ReferenceLayer):\n"
-                "    def convert_state_dict(self, tensors, config, layer_idx):\n"
-                "        return tensors['no.such']\n",
-                ("convert_state_dict failed", "KeyError", "no.such"),
-            ),
-            (
-                "class Port(ReferenceLayer):\n"
-                "    def forward(self, *arguments):\n"
-                "        raise SystemExit(0)\n",
-                ("layer 0 failed while it ran", "SystemExit: 0"),
-            ),
-            (
-                "class Port(ReferenceLayer):\n"
-                "    def state_dict(self, **options):\n"
-                "        raise ValueError('no state')\n",
-                ("layer 0 cannot be loaded", "ValueError: no state"),
-            ),
-            (
-                "class Port(ReferenceLayer):\n"
-                "    @property\n"
-                "    def sites(self):\n"
-                "        raise ValueError('unknown')\n",
-                ("sites cannot be read", "ValueError: unknown"),
-            ),
-            (
-                "class Port(ReferenceLayer):\n"
-                "    def __init__(self, config, layer_idx):\n"
-                "        with torch.device('meta'):\n"
-                "            super().__init__(config, layer_idx)\n"
-                "            self.register_buffer('inv_freq', torch.ones(4), persistent=False)\n",
-                ("built without memory", "device meta: inv_freq", "torch.device('meta')"),
-            ),
-            (
-                "class Port(ReferenceLayer):\n"
-                "    def train(self, mode=True):\n"
-                "        raise ValueError('no modes')\n",
-                ("cannot be built for layer 0", "ValueError: no modes"),
-            ),
-            (
-                "class Port(ReferenceLayer):\n"
-                "    def to(self, device):\n"
-                "        raise ValueError('stays here')\n",
-                ("layer 0 cannot be loaded", "ValueError: stays here"),
             ),
             ("def Port(:\n", ("cannot be imported", "SyntaxError")),
         ],
@@ -375,36 +363,11 @@ class TestPortsOwnErrors:
         result = run_layer(write_port(source))
         assert result.exit_code == 3
         assert "Traceback" not in result.stderr
-        for text in (*texts, "port.py"):
-            assert text in result.stderr
+        assert [text for text in (*texts, "port.py") if text not in result.stderr] == []
 
     def test_debug_shows_the_ports_traceback(self, run_layer: Any, write_port: Any) -> None:
-        source = """
-class Port(ReferenceLayer):
-    def forward(self, *arguments):
-        raise ValueError('odd')
-"""
+        source = f"class Port(ReferenceLayer):\n    {FORWARD}raise ValueError('odd')\n"
         result = run_layer(write_port(source), "--debug")
         assert result.exit_code == 3
         assert "Traceback" in result.stderr
         assert "raise ValueError('odd')" in result.stderr
-
-
-PRINTS = """
-import os
-print("imported")
-
-class Port(ReferenceLayer):
-    def forward(self, *args):
-        print("running")
-        os.system("echo from a process of its own")
-        return super().forward(*args)
-"""
-
-
-def test_what_a_port_prints_is_no_result(forked: Any, small: Path, write_port: Any) -> None:
-    common = ("single-layer", "--layer", 0, "--model", small, "--seq-len", 5, "--backend", "cpu", "--json")
-    done = forked(*common, "--target", write_port(PRINTS))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["complete"]
-    assert all(text in done.stderr for text in ("imported", "running", "from a process of its own"))

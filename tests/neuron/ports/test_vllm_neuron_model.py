@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+from neuron.ports.vllm_neuron_model import find_stream_sites, passes_summands, show_stream
 
 PORTS = Path(__file__).parents[2] / "ports"
 PORT, STAND_IN = PORTS / "vllm_neuron_port.py", PORTS / "vllm_neuron_stand_in"
@@ -20,86 +24,19 @@ IMPORTS = f"import sys\nsys.path.insert(0, {str(PORTS)!r})\nfrom vllm_neuron_por
 
 @pytest.fixture
 def run_port(run: Any, tmp_path: Path, on_small: Any, vllm_neuron: Path) -> Any:
-    """Runs one of the test's models on the small model: the result, and its JSON."""
+    """Runs a model of the test's file, or of a source that extends it: the result, and its JSON."""
 
-    def run_model(name: str, *options: object, file: Path = PORT) -> tuple[Any, dict[str, Any]]:
-        arguments = ("model", *on_small, "--backend", "cpu", "--json", "--quiet")
-        target = f"vllm-neuron:{file}:{name}"
-        result = run(*arguments, "--target", target, "--output-dir", tmp_path / "run", *options)
+    def run_model(name: str, source: str = "") -> tuple[Any, dict[str, Any]]:
+        file = PORT
+        if source:
+            file = tmp_path / "extended_port.py"
+            file.write_text(IMPORTS + source)
+        arguments = ("model", *on_small, "--backend", "cpu", "--decode", 2, "--json", "--quiet")
+        target = ("--target", f"vllm-neuron:{file}:{name}", "--output-dir", tmp_path / "run")
+        result = run(*arguments, *target)
         return result, json.loads(result.stdout) if result.stdout else {}
 
     return run_model
-
-
-@pytest.mark.parametrize("name", ["MiniMaxM2ForCausalLM", "Summands"])
-def test_right_models_pass_and_their_cache_is_read(run_port: Any, tmp_path: Path, name: str) -> None:
-    result, record = run_port(name)
-    assert (result.exit_code, record["verdict"]) == (0, "pass"), result.stderr
-    assert (record["compared"], record["of"]) == (39, 71)
-    assert "findings" not in record
-    passes = json.loads((tmp_path / "run" / "passes.json").read_text())
-    assert (passes["cached_layers"], passes["cache_form"]) == ([0, 1, 2, 3], "by position")
-    assert passes["layer_calls"] == [[0, 1, 2, 3]] * 5
-
-
-def test_tokens_that_a_model_samples_on_the_device_are_its_choices(run_port: Any, tmp_path: Path) -> None:
-    result, record = run_port("Sampling")
-    assert (result.exit_code, record["verdict"]) == (0, "pass"), result.stderr
-    choices = json.loads((tmp_path / "run" / "passes.json").read_text())["choices"]
-    assert len(choices) == 10
-    assert all(choice["chosen"] == choice["likeliest"] for choice in choices)
-
-
-@pytest.mark.parametrize("name", ["Swapped", "SwappedSummands"])
-def test_a_mistake_in_the_weights_is_placed_and_named(run_port: Any, name: str) -> None:
-    result, record = run_port(name)
-    assert (result.exit_code, record["verdict"]) == (1, "fail"), result.stderr
-    first = record["findings"][0]
-    assert (first["number"], first["layer"], first["mistake"]) == (0, 2, "gate_up_swapped")
-
-
-def test_a_mistake_in_decoding_is_placed(run_port: Any) -> None:
-    result, record = run_port("ShortSighted")
-    assert (result.exit_code, record["verdict"]) == (1, "fail"), result.stderr
-    first = record["findings"][0]
-    assert (first["number"], first["layer"]) == (1, 1)
-    assert "attn_delta" in first["sites"]
-
-
-def test_keys_written_to_another_slot_are_found(run_port: Any, tmp_path: Path) -> None:
-    file = tmp_path / "late_port.py"
-    file.write_text(
-        IMPORTS + "class Model(MiniMaxM2ForCausalLM):\n"
-        "    def forward(self, input_ids, positions, attn_metadata=None, **given):\n"
-        "        name = 'layers.3.self_attn'\n"
-        "        slots = attn_metadata[name]['slot_mapping']\n"
-        "        attn_metadata[name] = {**attn_metadata[name], 'slot_mapping': slots + (slots > 0)}\n"
-        "        return super().forward(input_ids, positions, attn_metadata=attn_metadata, **given)\n"
-    )
-    result, record = run_port("Model", file=file)
-    assert (result.exit_code, record["verdict"]) == (1, "fail"), result.stderr
-    assert record["findings"][0]["layer"] == 3
-
-
-def test_weights_that_the_model_did_not_load_are_named(run_port: Any) -> None:
-    result, _ = run_port("Unloaded")
-    assert result.exit_code == 3
-    assert "left weights without values: found model.norm.weight" in result.stderr
-
-
-def test_a_model_that_takes_fp8_gets_the_checkpoint_as_it_is(
-    run_port: Any, tmp_path: Path, small_fp8: Path
-) -> None:
-    file = tmp_path / "fp8_port.py"
-    file.write_text(
-        IMPORTS + "class Model(MiniMaxM2ForCausalLM):\n"
-        "    takes_fp8 = True\n"
-        "    def load_weights(self, checkpoint_path, device, cache_dir):\n"
-        "        raise RuntimeError(f'loaded from {checkpoint_path}')\n"
-    )
-    result, _ = run_port("Model", file=file)
-    assert result.exit_code == 3
-    assert f"loaded from {small_fp8}" in " ".join(result.stderr.split())
 
 
 @pytest.fixture
@@ -107,7 +44,7 @@ def run_ranks(forked_ranks: Any, on_small: Any) -> Any:
     """Runs one of the test's models on two ranks of the CPU: the process, and its JSON."""
 
     def run_model(name: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-        given = ("model", *on_small, "--backend", "cpu", "--json")
+        given = ("model", *on_small, "--backend", "cpu", "--decode", 2, "--json")
         done: subprocess.CompletedProcess[str] = forked_ranks(
             *given,
             "--target",
@@ -120,6 +57,71 @@ def run_ranks(forked_ranks: Any, on_small: Any) -> Any:
     return run_model
 
 
+@pytest.mark.parametrize("name", ["MiniMaxM2ForCausalLM", "Summands"])
+def test_right_models_pass_and_their_cache_is_read(run_port: Any, tmp_path: Path, name: str) -> None:
+    result, record = run_port(name)
+    assert (result.exit_code, record["verdict"]) == (0, "pass"), result.stderr
+    assert (record["compared"], record["of"]) == (39, 71)
+    assert "findings" not in record
+    passes = json.loads((tmp_path / "run" / "passes.json").read_text())
+    assert (passes["cached_layers"], passes["cache_form"]) == ([0, 1, 2, 3], "by position")
+    assert passes["layer_calls"] == [[0, 1, 2, 3]] * 3
+
+
+def test_tokens_that_a_model_samples_on_the_device_are_its_choices(run_port: Any, tmp_path: Path) -> None:
+    result, record = run_port("Sampling")
+    assert (result.exit_code, record["verdict"]) == (0, "pass"), result.stderr
+    choices = json.loads((tmp_path / "run" / "passes.json").read_text())["choices"]
+    assert len(choices) == 6
+    assert all(choice["chosen"] == choice["likeliest"] for choice in choices)
+
+
+# Keys that are written to another slot.
+LATE = """
+class Late(MiniMaxM2ForCausalLM):
+    def forward(self, input_ids, positions, attn_metadata=None, **given):
+        name = "layers.3.self_attn"
+        slots = attn_metadata[name]["slot_mapping"]
+        attn_metadata[name] = {**attn_metadata[name], "slot_mapping": slots + (slots > 0)}
+        return super().forward(input_ids, positions, attn_metadata=attn_metadata, **given)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "place", "found"),
+    [
+        ("Swapped", "", (0, 2), "gate_up_swapped"),
+        ("SwappedSummands", "", (0, 2), "gate_up_swapped"),
+        ("ShortSighted", "", (1, 1), "attn_delta"),
+        ("Late", LATE, (0, 3), ""),
+    ],
+)
+def test_mistake_is_placed(run_port: Any, name: str, source: str, place: tuple[int, int], found: str) -> None:
+    result, record = run_port(name, source)
+    assert (result.exit_code, record["verdict"]) == (1, "fail"), result.stderr
+    assert_placed(record, place, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "place", "found"),
+    [("Swapped", (0, 2), "gate_up_swapped"), ("NormPerRank", (0, 1), "attn_delta")],
+)
+def test_mistake_is_placed_on_two_ranks_too(
+    run_ranks: Any, name: str, place: tuple[int, int], found: str
+) -> None:
+    done, record = run_ranks(name)
+    assert (done.returncode, record["verdict"]) == (1, "fail"), done.stderr
+    assert_placed(record, place, found)
+
+
+def assert_placed(record: dict[str, Any], place: tuple[int, int], found: str) -> None:
+    """Check the first finding's pass and layer, and that it has a mistake or one of its sites, if any is given."""
+    first = record["findings"][0]
+    assert (first["number"], first["layer"]) == place
+    assert found in ("", first["mistake"], *first["sites"])
+
+
 def test_a_right_model_passes_on_two_ranks_that_divide_the_tokens(run_ranks: Any) -> None:
     done, record = run_ranks("MiniMaxM2ForCausalLM")
     assert (done.returncode, record["verdict"]) == (0, "pass"), done.stderr
@@ -127,21 +129,31 @@ def test_a_right_model_passes_on_two_ranks_that_divide_the_tokens(run_ranks: Any
     assert (record["compared"], record["of"]) == (31, 71)
 
 
-@pytest.mark.slow
-def test_a_mistake_is_named_on_two_ranks_too(run_ranks: Any) -> None:
-    done, record = run_ranks("Swapped")
-    assert (done.returncode, record["verdict"]) == (1, "fail"), done.stderr
-    first = record["findings"][0]
-    assert (first["number"], first["layer"], first["mistake"]) == (0, 2, "gate_up_swapped")
+# A model that takes the checkpoint as it is.
+TAKES_FP8 = """
+class TakesFp8(MiniMaxM2ForCausalLM):
+    takes_fp8 = True
+
+    def load_weights(self, checkpoint_path, device, cache_dir):
+        raise RuntimeError(f"loaded from {checkpoint_path}")
+"""
 
 
-@pytest.mark.slow
-def test_a_norm_for_each_rank_is_placed(run_ranks: Any) -> None:
-    done, record = run_ranks("NormPerRank")
-    assert (done.returncode, record["verdict"]) == (1, "fail"), done.stderr
-    first = record["findings"][0]
-    assert (first["number"], first["layer"]) == (0, 1)
-    assert "attn_delta" in first["sites"]
+@pytest.mark.parametrize(
+    ("name", "source", "texts"),
+    [
+        ("Unloaded", "", ("left weights without values: found model.norm.weight",)),
+        ("Norm", "", ("is no model for vLLM Neuron", "from_configs(hf_config, neuron_config)")),
+        ("TakesFp8", TAKES_FP8, ("loaded from {model}",)),
+    ],
+)
+def test_model_that_cannot_be_run_is_refused(
+    run_port: Any, small_fp8: Path, name: str, source: str, texts: tuple[str, ...]
+) -> None:
+    result, _ = run_port(name, source)
+    assert result.exit_code == 3
+    stderr = " ".join(result.stderr.split())
+    assert [text for text in texts if text.format(model=small_fp8) not in stderr] == []
 
 
 def test_cpu_that_the_plugin_was_not_told_of_is_refused(
@@ -151,13 +163,6 @@ def test_cpu_that_the_plugin_was_not_told_of_is_refused(
     result, _ = run_port("MiniMaxM2ForCausalLM")
     assert result.exit_code == 3
     assert "expected VLLM_NEURON_CPU_MODE=1, found VLLM_NEURON_CPU_MODE=0" in result.stderr
-
-
-def test_a_class_that_the_runner_cannot_call_is_refused(run_port: Any) -> None:
-    result, _ = run_port("Norm")
-    assert result.exit_code == 3
-    assert "is no model for vLLM Neuron" in result.stderr
-    assert "from_configs(hf_config, neuron_config)" in result.stderr
 
 
 def test_what_names_no_class_is_a_usage_error(on_small: Any, run: Any, vllm_neuron: Path) -> None:
@@ -185,3 +190,64 @@ def test_the_model_passes_on_the_plugin_itself(on_small: Any, forked_python: Any
     done = process(*given, "--target", f"vllm-neuron:{PORT}:MiniMaxM2ForCausalLM", VLLM_NEURON_CPU_MODE="1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "pass"
+
+
+class AddingNorm(nn.Module):
+    def forward(self, states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (states + residual).tanh(), states + residual
+
+
+class SummandLayer(nn.Module):
+    """Called as vLLM calls its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = nn.Identity()
+        self.post_attention_layernorm = AddingNorm()
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = torch.zeros_like(hidden_states)
+        return self.post_attention_layernorm(self.self_attn(hidden_states), residual)
+
+
+class WholeLayer(nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+def test_the_stream_is_shown_and_its_sum_stays() -> None:
+    layer, hooked = SummandLayer(), SummandLayer()
+    show_stream(hooked)
+    given: list[torch.Tensor] = []
+    hooked.register_forward_pre_hook(
+        lambda _, args, kwargs: given.extend((*args, *kwargs.values())), with_kwargs=True
+    )
+    states, residual, positions = torch.randn(3, 4), torch.randn(3, 4), torch.arange(3)
+    # With zeros beside it, the first norm sees the same sum.
+    before = layer(positions, states, residual)[1]
+    stream, zeros = hooked(positions, states, residual)
+    assert torch.equal(given[0], states + residual)
+    assert torch.equal(stream, before.tanh() + before)
+    assert not zeros.any()
+
+
+def test_the_first_layer_has_no_residual_yet() -> None:
+    layer = SummandLayer()
+    show_stream(layer)
+    stream, _ = layer(torch.arange(3), torch.ones(3, 4), None)
+    assert torch.allclose(stream, torch.ones(3, 4).tanh() + 1)
+
+
+def test_the_norm_behind_the_attention_shows_the_stream() -> None:
+    sites = find_stream_sites(SummandLayer())
+    assert sites["attn_residual"] == "post_attention_layernorm:output[1]"
+    assert sites["post_norm"] == "post_attention_layernorm:output[0]"
+    assert "input" not in sites
+
+
+def test_layers_are_told_apart_by_their_arguments() -> None:
+    assert passes_summands(SummandLayer())
+    assert not passes_summands(WholeLayer())
