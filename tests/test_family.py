@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import click.testing
 import pytest
 import torch
@@ -39,10 +37,7 @@ FP8 = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
-AUTO_MAP = {
-    "AutoConfig": "configuration_minimax_m2.MiniMaxM2Config",
-    "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM",
-}
+AUTO_MAP = {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}
 # Keys and values of MiniMaxAI/MiniMax-M2.1's and -M2.5's config.json.
 M21: dict[str, Any] = {
     "architectures": ["MiniMaxM2ForCausalLM"],
@@ -95,17 +90,19 @@ M2 = {
     "transformers_version": "4.57.1",
 }
 M27 = {**M21, "max_position_embeddings": 204800, "dtype": "bfloat16"}
+MINIMAX_KEYS = {
+    *(
+        "attn_type_list",
+        "auto_map",
+        "mtp_transformer_layers",
+        "num_mtp_modules",
+        "qk_norm_type",
+        "rope_theta",
+    ),
+    *("rotary_dim", "scoring_func", "shared_intermediate_size", "use_mtp", "use_qk_norm", "use_routing_bias"),
+}
 # As transformers 5 writes any of them: none of MiniMax's own keys.
-REWRITTEN = {
-    name: value
-    for name, value in M21.items()
-    if name
-    not in {
-        *("attn_type_list", "auto_map", "mtp_transformer_layers", "num_mtp_modules", "qk_norm_type"),
-        *("rope_theta", "rotary_dim", "scoring_func", "shared_intermediate_size"),
-        *("use_mtp", "use_qk_norm", "use_routing_bias"),
-    }
-} | {
+REWRITTEN = {name: value for name, value in M21.items() if name not in MINIMAX_KEYS} | {
     "dtype": "bfloat16",
     "pad_token_id": None,
     "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 5000000, "rope_type": "default"},
@@ -113,8 +110,7 @@ REWRITTEN = {
 }
 CONFIGS = {
     "M2": M2,
-    "M2.1": M21,
-    "M2.5": M21,
+    "M2.1 and M2.5": M21,
     "M2.7": M27,
     "written by transformers": REWRITTEN,
     "written by transformers that did not know rotary_dim": {
@@ -125,78 +121,71 @@ CONFIGS = {
 }
 
 TOY = SyntheticModel(num_hidden_layers=2)
+LENGTHS = "24,9"
 SIZES = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_local_experts"),
     *("num_experts_per_tok", "intermediate_size", "vocab_size", "num_hidden_layers"),
 )
 
-# What each refused config.json sets, and what the message says of it.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "lightning attention": (
-        {"attn_type_list": [0, 1]},
-        "sets attn_type_list: expected 1 (softmax attention)",
-    ),
-    "list of other length": ({"attn_type_list": [1] * 62}, "for each of 2 layers, found 62 entries"),
-    "shared expert": ({"shared_intermediate_size": 512}, "shared_intermediate_size: expected 0, found 512"),
-    "window": ({"sliding_window": 4096}, "sliding_window: expected 0, found 4096"),
-    "yarn": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        "rope_scaling.type: expected 'default', found 'yarn'. mm2 computes plain RoPE only",
-    ),
+OTHER_METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "bitsandbytes", "modelopt")
+YARN = {"type": "yarn", "factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 5e6}
+# The key that each refused config.json sets, its value, and what the message says of it.
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "lightning attention": ("attn_type_list", [0, 1], "sets attn_type_list: expected 1 (softmax attention)"),
+    "list of other length": ("attn_type_list", [1] * 62, "for each of 2 layers, found 62 entries"),
+    "shared expert": ("shared_intermediate_size", 512, "shared_intermediate_size: expected 0, found 512"),
+    "window": ("sliding_window", 4096, "sliding_window: expected 0, found 4096"),
+    "yarn": ("rope_scaling", YARN, "type: expected 'default', found 'yarn'. mm2 computes plain RoPE only"),
     "longrope": (
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e6}},
+        "rope_parameters",
+        LONGROPE,
         "rope_parameters.rope_type: expected 'default', found 'longrope'",
     ),
-    **{
-        method: (
-            {"quantization_config": {"quant_method": method, "bits": 4}},
-            f"found quant_method '{method}'",
-        )
-        for method in ("awq", "gptq", "compressed-tensors", "mxfp4", "bitsandbytes", "modelopt")
-    },
     "mlx": (
-        {"quantization": {"group_size": 64, "bits": 4}},
+        "quantization",
+        {"group_size": 64, "bits": 4},
         "found the format of MLX, bits 4, group_size 64",
     ),
     "other blocks": (
-        {"quantization_config": {**FP8, "weight_block_size": [64, 64]}},
+        "quantization_config",
+        {**FP8, "weight_block_size": [64, 64]},
         "quantization_config.weight_block_size: expected [128, 128], found [64, 64]",
     ),
     "static": (
-        {"quantization_config": {**FP8, "activation_scheme": "static"}},
+        "quantization_config",
+        {**FP8, "activation_scheme": "static"},
         "quantization_config.activation_scheme: expected 'dynamic', found 'static'",
     ),
+} | {
+    method: ("quantization_config", {"quant_method": method, "bits": 4}, f"found quant_method '{method}'")
+    for method in OTHER_METHODS
 }
-COMMANDS: dict[str, tuple[click.Command, tuple[str, ...]]] = {
-    "mm2-gpu extract-all": (mm2_gpu, ("extract-all",)),
-    "mm2-gpu full": (mm2_gpu, ("full",)),
-    "mm2-gpu single-layer": (mm2_gpu, ("single-layer", "--layer", "0")),
-    "mm2-gpu multi-layer": (mm2_gpu, ("multi-layer", "--start-layer", "0", "--end-layer", "1")),
-    "mm2-gpu --stream on": (mm2_gpu, ("extract-all", "--stream", "on")),
-    "mm2-gpu certify": (mm2_gpu, ("certify", "--golden", "GOLDEN")),
-    "mm2-test sweep": (mm2_test, ("sweep", "--golden", "GOLDEN")),
-    "mm2-test single-layer": (mm2_test, ("single-layer", "--layer", "0")),
-    "mm2-test multi-layer": (mm2_test, ("multi-layer", "--start-layer", "0", "--end-layer", "1")),
-    "mm2-test full": (mm2_test, ("full",)),
-    "mm2-test component": (
-        mm2_test,
-        ("component", "--component", "moe", "--layer", "0", "--golden", "GOLDEN"),
-    ),
-    "mm2-test bisect": (mm2_test, ("bisect", "--golden", "GOLDEN")),
-    "mm2-test weights": (mm2_test, ("weights", "--target", "builtin")),
-    "mm2-test trace": (mm2_test, ("trace", "--layer", "0", "--output", "traced.pt")),
-    "mm2-test check": (mm2_test, ("check",)),
-    "mm2-compare": (mm2_compare, ("--golden", "GOLDEN", "--run", "GOLDEN")),
-    "mm2-diagnose": (mm2_diagnose, ("--golden", "GOLDEN", "--run", "GOLDEN")),
+PROGRAMS = {
+    "mm2-compare": mm2_compare,
+    "mm2-diagnose": mm2_diagnose,
+    "mm2-gpu": mm2_gpu,
+    "mm2-test": mm2_test,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flavour:
-    """A toy with the keys of a published config, and its golden."""
-
-    model: Path
-    golden: Path
+COMMANDS = (
+    "mm2-gpu extract-all",
+    "mm2-gpu full",
+    "mm2-gpu single-layer --layer 0",
+    "mm2-gpu multi-layer --start-layer 0 --end-layer 1",
+    "mm2-gpu extract-all --stream on",
+    "mm2-gpu certify --golden GOLDEN",
+    "mm2-test sweep --golden GOLDEN",
+    "mm2-test single-layer --layer 0",
+    "mm2-test multi-layer --start-layer 0 --end-layer 1",
+    "mm2-test full",
+    "mm2-test component --component moe --layer 0 --golden GOLDEN",
+    "mm2-test bisect --golden GOLDEN",
+    "mm2-test weights --target builtin",
+    "mm2-test trace --layer 0 --output traced.pt",
+    "mm2-test check",
+    "mm2-compare --golden GOLDEN --run GOLDEN",
+    "mm2-diagnose --golden GOLDEN --run GOLDEN",
+)
 
 
 def toy_config(published: dict[str, Any]) -> dict[str, Any]:
@@ -207,6 +196,11 @@ def toy_config(published: dict[str, Any]) -> dict[str, Any]:
     if "attn_type_list" in config:
         config["attn_type_list"] = [1] * TOY.num_hidden_layers
     return config
+
+
+def refused_config(*names: str) -> dict[str, Any]:
+    """Return the first config with the keys of refused ones."""
+    return toy_config(M2) | {key: value for key, value, _ in (REFUSED[name] for name in names)}
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
@@ -232,119 +226,106 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def make_flavour(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Flavour]:
-    """Makes a flavour's checkpoint and golden, once."""
-    made: dict[str, Flavour] = {}
+def make_flavour(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a folder with a toy of a published config, its golden and a sweep of mm2's own layers, once."""
+    made: dict[str, Path] = {}
 
-    def make(name: str) -> Flavour:
+    def run(main: Any, *words: object) -> None:
+        result = click.testing.CliRunner().invoke(main, [*map(str, words), "--quiet"])
+        assert result.exit_code == 0, result.output
+
+    def make(name: str) -> Path:
         if name not in made:
-            root = tmp_path_factory.mktemp("flavour")
-            model = Path(shutil.copytree(checkpoint, root / "model"))
-            write_config(model, toy_config(CONFIGS[name]))
-            made[name] = Flavour(model=model, golden=root / "golden")
-            arguments = ["extract-all", "--model", str(model), "--seq-len", "24,9", "--quiet"]
-            result = click.testing.CliRunner().invoke(
-                mm2_gpu, [*arguments, "--output-dir", str(made[name].golden)]
-            )
-            assert result.exit_code == 0, result.output
+            root = made[name] = tmp_path_factory.mktemp("flavour")
+            model, golden = ("--model", root / "model"), root / "golden"
+            shutil.copytree(checkpoint, root / "model")
+            write_config(root / "model", toy_config(CONFIGS[name]))
+            run(mm2_gpu, "extract-all", *model, "--seq-len", LENGTHS, "--output-dir", golden)
+            judged = ("--golden", golden, "--backend", "cpu", "--output-dir", root / "run")
+            run(mm2_test, "sweep", *model, *judged)
         return made[name]
 
     return make
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_published_config_is_read(name: str) -> None:
-    config = CONFIGS[name]
-    spec = ModelSpec.from_config(config)
+def test_published_config_is_read_and_shown_to_a_port_however_it_is_written(name: str) -> None:
+    spec = ModelSpec.from_config(CONFIGS[name])
     positions = 204800 if name == "M2.7" else 196608
-    assert spec.quantities() == {
-        **SyntheticModel.m2().spec().quantities(),
-        "max_position_embeddings": positions,
-    }
-    assert spec.is_fp8
-    assert spec.rope_theta == 5e6
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_port_sees_one_config_however_it_is_written(name: str) -> None:
-    config = target_config(ModelSpec.from_config(CONFIGS[name]))
+    expected = {**SyntheticModel.m2().spec().quantities(), "max_position_embeddings": positions}
+    assert (spec.quantities(), spec.is_fp8, spec.rope_theta) == (expected, True, 5e6)
+    config = target_config(spec)
     assert (config.rotary_dim, config.partial_rotary_factor, config.rope_theta) == (64, 0.5, 5e6)
     assert config.rope_parameters["partial_rotary_factor"] == 0.5
     assert config.attn_type_list == [1] * 62
     assert (config.shared_intermediate_size, config.qk_norm_type) == (0, "per_layer")
+    assert (config.scoring_func, config.use_qk_norm, config.use_routing_bias) == ("sigmoid", True, True)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "M2"])
 def test_golden_and_device_layer_are_equal_however_the_config_is_written(
-    make_flavour: Callable[[str], Flavour], command: Command, tmp_path: Path, name: str
+    make_flavour: Callable[[str], Path], name: str
 ) -> None:
-    runs = []
-    for flavour in (make_flavour("M2"), make_flavour(name)):
-        run = tmp_path / f"run_{len(runs)}"
-        arguments = ("--golden", flavour.golden, "--backend", "cpu", "--output-dir", run, "--quiet")
-        swept = command(mm2_test, "sweep", "--model", flavour.model, *arguments)
-        assert swept.exit_code == 0, swept.output
-        runs.append((tensors(flavour.golden), tensors(run)))
-    for first, other in zip(*runs, strict=True):
+    for capture in ("golden", "run"):
+        first, other = (tensors(make_flavour(flavour) / capture) for flavour in ("M2", name))
         assert first
         assert first.keys() == other.keys()
         assert [key for key in first if not torch.equal(first[key], other[key])] == []
 
 
 def test_another_width_would_be_seen(
-    make_flavour: Callable[[str], Flavour], command: Command, tmp_path: Path
+    make_flavour: Callable[[str], Path], command: Command, tmp_path: Path
 ) -> None:
     flavour = make_flavour("written by transformers")
-    config = json.loads((flavour.model / "config.json").read_text())
+    config = json.loads((flavour / "model" / "config.json").read_text())
     config["rope_parameters"]["partial_rotary_factor"] = 0.25
-    model = Path(shutil.copytree(flavour.model, tmp_path / "model"))
-    write_config(model, config)
-    arguments = ("--seq-len", "24,9", "--quiet", "--output-dir", tmp_path / "golden")
-    assert command(mm2_gpu, "extract-all", "--model", model, *arguments).exit_code == 0
-    right, other = tensors(flavour.golden), tensors(tmp_path / "golden")
-    assert not torch.equal(right["layer_0.safetensors/attn_delta"], other["layer_0.safetensors/attn_delta"])
+    model = write_config(Path(shutil.copytree(flavour / "model", tmp_path / "model")), config)
+    arguments = ("--seq-len", LENGTHS, "--quiet", "--output-dir", tmp_path / "golden")
+    assert command(mm2_gpu, "single-layer", "--layer", 0, "--model", model, *arguments).exit_code == 0
+    right, other = (
+        tensors(folder)["layer_0.safetensors/attn_delta"]
+        for folder in (flavour / "golden", tmp_path / "golden")
+    )
+    assert not torch.equal(right, other)
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-@pytest.mark.parametrize("name", ["mm2-gpu extract-all", "mm2-test sweep"])
+@pytest.mark.parametrize("line", ["mm2-gpu extract-all", "mm2-test sweep --golden GOLDEN"])
 def test_what_mm2_does_not_do_is_named_from_config_alone(
-    command: Command, golden: Path, tmp_path: Path, name: str, refused: str
+    command: Command, golden: Path, tmp_path: Path, line: str, refused: str
 ) -> None:
-    changes, said = REFUSED[refused]
-    model = write_config(tmp_path / "model", {**toy_config(M2), **changes})
-    result = run_command(command, name, model, golden)
+    key, _, said = REFUSED[refused]
+    model = write_config(tmp_path / "model", refused_config(refused))
+    result = run_command(command, line, model, golden)
     assert result.exit_code == 3
-    assert f"{model}/config.json sets {next(iter(changes))}" in result.stderr
+    assert f"{model}/config.json sets {key}" in result.stderr
     assert said in result.stderr
     assert "nstall" not in result.stderr
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_refuses_before_anything_is_loaded(
-    command: Command, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    command: Command, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    changes, said = REFUSED["awq"]
-    model = write_config(tmp_path / "model", {**toy_config(M2), **changes})
-    result = run_command(command, name, model, golden)
+    result = run_command(command, line, write_config(tmp_path / "model", refused_config("awq")), golden)
     assert result.exit_code == 3, result.output
-    assert said in result.stderr
+    assert REFUSED["awq"][2] in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_all_refused_keys_are_named_at_once(command: Command, golden: Path, tmp_path: Path) -> None:
-    changes = {**REFUSED["yarn"][0], **REFUSED["shared expert"][0], **REFUSED["awq"][0]}
-    model = write_config(tmp_path / "model", {**toy_config(M2), **changes})
+    model = write_config(tmp_path / "model", refused_config("yarn", "shared expert", "awq"))
     result = run_command(command, "mm2-gpu extract-all", model, golden)
     for part in ("shared_intermediate_size is 512 instead of 0", "rope_scaling.type is 'yarn'", "'awq'"):
         assert part in result.stderr
 
 
-def run_command(command: Command, name: str, model: Path, golden: Path) -> click.testing.Result:
-    main, arguments = COMMANDS[name]
-    filled = [str(golden) if argument == "GOLDEN" else argument for argument in arguments]
-    return command(main, *filled, "--model", model)
+def run_command(command: Command, line: str, model: Path, golden: Path) -> click.testing.Result:
+    program, *arguments = line.split()
+    filled = [golden if argument == "GOLDEN" else argument for argument in arguments]
+    return command(PROGRAMS[program], *filled, "--model", model)
 
 
 # A golden, a diagnosis and the weights of a comparison, each of a model of its own: exit code and error of each.
@@ -376,7 +357,7 @@ def test_no_shard_of_a_refused_hub_model_is_fetched(
     hub: Any, checkpoint: Path, golden: Path, tmp_path: Path, forked_python: Any
 ) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "awq"))
-    write_config(folder, {**toy_config(M2), **REFUSED["awq"][0]})
+    write_config(folder, refused_config("awq"))
     names = ("golden", "diagnosis", "weights")
     for name in names:
         hub.add(f"owner/{name}", folder)
@@ -403,7 +384,7 @@ class TestSplitting:
         self, command: Command, checkpoint: Path, tmp_path: Path, refused: str
     ) -> None:
         folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
-        write_config(folder, {**toy_config(M2), **REFUSED[refused][0]})
+        write_config(folder, refused_config(refused))
         plan = tmp_path / "plan.json"
         planned = command(mm2_split, "plan", "--model", folder, *self.NODES, "--output", plan)
         assert planned.exit_code == 0, planned.output
@@ -413,7 +394,7 @@ class TestSplitting:
     def test_config_alone_does_not_tell_the_tensors_of_another_format(
         self, command: Command, tmp_path: Path
     ) -> None:
-        folder = write_config(tmp_path / "model", {**toy_config(M2), **REFUSED["gptq"][0]})
+        folder = write_config(tmp_path / "model", refused_config("gptq"))
         result = command(mm2_split, "plan", "--model", folder, *self.NODES)
         assert result.exit_code == 3
         assert "the config.json of a minimax_m2 in another format" in result.stderr
@@ -424,9 +405,8 @@ class TestSplitting:
         self, checkpoint: Path, tmp_path: Path, refused: str
     ) -> None:
         folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
-        write_config(folder, {**toy_config(M2), **REFUSED[refused][0]})
+        write_config(folder, refused_config(refused))
         for shard in folder.glob("*.safetensors"):
             shard.unlink()
-        (key,) = REFUSED[refused][0]
-        with pytest.raises(CheckpointError, match=f"config.json sets {key}"):
+        with pytest.raises(CheckpointError, match=f"config.json sets {REFUSED[refused][0]}"):
             ModelFactory.create_split_models("minimax_m2", str(folder), 1, 2)

@@ -6,9 +6,8 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -16,10 +15,9 @@ import click.testing
 import pytest
 
 from compare.cli import main as mm2_compare
+from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.cli import mm2_split
 from neuron.cli import main as mm2_test
-
-Run = Callable[..., click.testing.Result]
 
 NUM_DRAWS = 8  # of values, and of bytes, for each file
 WRONG = (
@@ -30,34 +28,40 @@ MARK = "@mutated@"
 # The words for an exception that no code foresaw.
 UNEXPECTED = re.compile(r"unexpected [A-Z]\w*:|--debug for the traceback")
 # Each file, below the world's folder, with the command that reads it.
-READERS: MappingProxyType[str, tuple[click.Command, tuple[str, ...]]] = MappingProxyType(
-    {
-        "golden/manifest.json": (mm2_compare, ("--golden", "golden", "--run", "run", "--model", "toy")),
-        "run/manifest.json": (mm2_test, ("show", "run")),
-        "toy/config.json": (mm2_split, ("plan", "--model", "toy", "--node", "a:memory=1GB")),
-        "toy/model.safetensors.index.json": (mm2_split, ("memory", "--model", "toy")),
-        "plan.json": (mm2_split, ("verify", "--plan", "plan.json", "--slices", "slices")),
-        "slices/a/slice.json": (mm2_split, ("verify", "--plan", "plan.json", "--slices", "slices")),
-        "limits.yaml": (mm2_compare, ("--golden", "golden", "--run", "run", "--criteria", "limits.yaml")),
-    }
+READERS: dict[str, tuple[click.Command, tuple[str, ...]]] = {
+    "golden/manifest.json": (mm2_compare, ("--golden", "golden", "--run", "run", "--model", "toy")),
+    "run/manifest.json": (mm2_test, ("show", "run")),
+    "toy/config.json": (mm2_split, ("plan", "--model", "toy", "--node", "a:memory=1GB")),
+    "toy/model.safetensors.index.json": (mm2_split, ("memory", "--model", "toy")),
+    "plan.json": (mm2_split, ("verify", "--plan", "plan.json", "--slices", "slices")),
+    "slices/a/slice.json": (mm2_split, ("verify", "--plan", "plan.json", "--slices", "slices")),
+    "limits.yaml": (mm2_compare, ("--golden", "golden", "--run", "run", "--criteria", "limits.yaml")),
+}
+
+
+SIZES = ("--num-hidden-layers", "2", "--vocab-size", "300", "--hidden-size", "64", "--num-local-experts", "8")
+SIDES = ("--model", "toy", "--golden", "golden", "--backend", "cpu")
+NODES = ("--node", "a:memory=1GB", "--node", "b:memory=1GB")
+# What writes the files, in this order.
+WRITERS: tuple[tuple[click.Command, tuple[str, ...]], ...] = (
+    (
+        mm2_split,
+        ("synthesize", "--output", "toy", *SIZES, "--num-experts-per-tok", "2", "--shard-size", "1MB"),
+    ),
+    (mm2_gpu, ("extract-all", "--model", "toy", "--seq-len", "12,7", "--output-dir", "golden")),
+    (mm2_test, ("sweep", *SIDES, "--output-dir", "run")),
+    (mm2_split, ("plan", "--model", "toy", *NODES, "--output", "plan.json")),
+    (mm2_split, ("extract", "--plan", "plan.json", "--all-nodes", "--output", "slices")),
 )
 
 
 @pytest.fixture(scope="module")
-def world(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a copy of the toy and its golden, a run, a plan and slices; the working folder meanwhile."""
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a small model and its golden, a run, a plan and slices; the working folder meanwhile."""
     folder = tmp_path_factory.mktemp("world")
-    shutil.copytree(toy, folder / "toy")
-    shutil.copytree(golden, folder / "golden")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        sides = ("--model", "toy", "--golden", "golden", "--backend", "cpu")
-        nodes = ("--node", "a:memory=1GB", "--node", "b:memory=1GB")
-        for command, words in (
-            (mm2_test, ("sweep", *sides, "--output-dir", "run")),
-            (mm2_split, ("plan", "--model", "toy", *nodes, "--output", "plan.json")),
-            (mm2_split, ("extract", "--plan", "plan.json", "--all-nodes", "--output", "slices")),
-        ):
+        for command, words in WRITERS:
             result = invoke(command, words)
             assert result.exit_code == 0, result.output
         shutil.copy(Path(__file__).parents[1] / "compare/limits/calibration.yaml", "limits.yaml")

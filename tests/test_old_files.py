@@ -31,9 +31,11 @@ _NEW_KEYS = {
     *("further", "is_hint", "formulas", "refilled_error", "partial_repairs", "partial_error"),
     *("operation", "begins_at", "port", "untested", "weights", "wrong_weights"),
     *("is_of_weights", "in_chunks", "explains_all", "headline", "own_input_metrics", "wrong_tokens"),
+    *("compiler", "graph_breaks", "recompiles"),
 }
 # Keys of schema version 1 that have another name since.
 _RENAMED_KEYS = {"weight": "severity"}
+FULL = ["full", "--seq-len", "7,4"]
 BOTH_SIDES = ["--golden", "golden", "--run"]
 
 
@@ -56,29 +58,19 @@ def _rename_keys(record: dict[str, Any]) -> dict[str, Any]:
     return {_RENAMED_KEYS.get(key, key): value for key, value in record.items()}
 
 
-def _without_new_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the keys that not all outputs had before; test_schemas.py holds them."""
-    if "graphs" in record:
-        new = ("compiler", "graph_breaks", "recompiles")
-        record["graphs"] = {key: value for key, value in record["graphs"].items() if key not in new}
-    return _without(record, _NEW_KEYS)
-
-
-def _without(value: Any, keys: set[str]) -> Any:
-    """Leave keys out of a value, however deep they are."""
+def _without_new_keys(value: Any) -> Any:
+    """Leave out the keys, however deep they are, that not all outputs had before; test_schemas.py holds them."""
     if isinstance(value, dict):
-        return {key: _without(one, keys) for key, one in value.items() if key not in keys}
-    return [_without(one, keys) for one in value] if isinstance(value, list) else value
+        return {key: _without_new_keys(one) for key, one in value.items() if key not in _NEW_KEYS}
+    return [_without_new_keys(one) for one in value] if isinstance(value, list) else value
 
 
 def shape_of(value: Any) -> Any:
     """Keys and kinds of values, however deep; a list by what its members have, and a figure whatever it is."""
     if isinstance(value, dict):
-        return {
-            # Which variables are set and which libraries are there, the machine decides.
-            key: type(one).__name__ if key in {"environment", "versions"} else shape_of(one)
-            for key, one in value.items()
-        }
+        # Which variables are set and which libraries are there, the machine decides.
+        of_machine = {"environment", "versions"}
+        return {key: type(one).__name__ if key in of_machine else shape_of(one) for key, one in value.items()}
     if isinstance(value, list):
         # Sentences come and go with what is known of a mistake.
         shapes = [shape_of(one) for one in value if not isinstance(one, str)]
@@ -114,9 +106,10 @@ def test_old_captures_are_judged_as_before(run_name: str, printed: str) -> None:
     assert code == (1 if before["verdict"] == "fail" else 0)
     for key in ("verdict", "compared", "of", "reference", "target", "criteria"):
         assert now[key] == before[key]
-    assert [(one["layer"], one["sites"]) for one in now["blame"]] == [
-        (one["layer"], one["sites"]) for one in before["blame"]
-    ]
+    blamed, blamed_before = (
+        [(one["layer"], one["sites"]) for one in record["blame"]] for record in (now, before)
+    )
+    assert blamed == blamed_before
     assert shape_of(now) == shape_of(before)
 
 
@@ -146,9 +139,8 @@ def test_plan_is_written_as_before(tmp_path: Path) -> None:
     nodes = ["--node", "a:memory=1GB,layers=0:1", "--node", "b:memory=1GB,layers=1:2", "--planner", "manual"]
     code, now = run(split, "plan", "--model", "toy", *nodes, "--output", str(tmp_path / "plan.json"))
     assert (code, shape_of(now)) == (0, shape_of(printed_before("plan")))
-    assert shape_of(json.loads((tmp_path / "plan.json").read_text())) == shape_of(
-        json.loads((OLD / "plan.json").read_text())
-    )
+    written, old = (json.loads((folder / "plan.json").read_text()) for folder in (tmp_path, OLD))
+    assert shape_of(written) == shape_of(old)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +148,7 @@ def test_plan_is_written_as_before(tmp_path: Path) -> None:
     [
         (mm2_test, ["weights", "--layer", "1"], "weights"),
         (mm2_test, ["bisect", "--golden", "golden", "--output-dir", "{tmp}"], "bisect"),
-        (
-            gpu,
-            ["full", "--seq-len", "7,4", "--max-new-tokens", "3", "--certify", "--output-dir", "{tmp}"],
-            "golden",
-        ),
+        (gpu, [*FULL, "--max-new-tokens", "3", "--certify", "--output-dir", "{tmp}"], "golden"),
     ],
 )
 def test_commands_print_the_keys_that_they_did(
