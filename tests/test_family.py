@@ -248,6 +248,11 @@ def make_flavour(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return make
 
 
+@pytest.fixture(scope="module")
+def golden(make_flavour: Callable[[str], Path]) -> Path:
+    return make_flavour("M2") / "golden"
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_config_is_read_and_shown_to_a_port_however_it_is_written(name: str) -> None:
     spec = ModelSpec.from_config(CONFIGS[name])

@@ -99,7 +99,7 @@ class Port(ReferenceLayer):
         assert torch.equal(tensors_of(write_port(source))["output"], tensors_of("reference")["output"])
 
     def test_tensors_come_dequantised_under_the_hubs_relative_names_with_a_float32_router(
-        self, run: Any, write_port: Any, toy: Path
+        self, run: Any, write_port: Any, small_fp8: Path
     ) -> None:
         source = """
 class Port(ReferenceLayer):
@@ -113,7 +113,7 @@ class Port(ReferenceLayer):
         return tensors
 """
         target = write_port(source)
-        result = run("single-layer", "--layer", 0, "--model", toy, "--target", target, "--seq-len", 4)
+        result = run("single-layer", "--layer", 0, "--model", small_fp8, "--target", target, "--seq-len", 4)
         assert result.exit_code == 0, result.stderr
 
     NO_STATE = "convert_state_dict returned no state dict"
@@ -147,9 +147,9 @@ class Port(ReferenceLayer):
         assert text in result.stderr
 
     def test_damaged_tensor_is_not_called_the_ports_fault(
-        self, run: Any, write_port: Any, toy: Path, tmp_path: Path
+        self, run: Any, write_port: Any, small_fp8: Path, tmp_path: Path
     ) -> None:
-        folder = shutil.copytree(toy, tmp_path / "toy")
+        folder = shutil.copytree(small_fp8, tmp_path / "model")
         source = f"""
 class Port(ReferenceLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
@@ -166,21 +166,21 @@ class Port(ReferenceLayer):
 
 
 class TestConfig:
-    def test_keys_of_config_json_under_both_names(self, toy: Path) -> None:
-        spec = ModelSpec.from_folder(toy)
+    def test_keys_of_config_json_under_both_names(self, small_fp8: Path) -> None:
+        spec = ModelSpec.from_folder(small_fp8)
         config = target_config(spec)
         for name, value in spec.raw.items():
             assert getattr(config, name) == value
-        assert config.num_experts == config.num_local_experts == 32
+        assert config.num_experts == config.num_local_experts == 8
         assert config.rope_parameters["rope_theta"] == config.rope_theta == 5_000_000
         assert config.rope_parameters["partial_rotary_factor"] * config.head_dim == config.rotary_dim
 
-    def test_is_writable_and_the_next_call_gets_a_fresh_one(self, toy: Path) -> None:
-        spec = ModelSpec.from_folder(toy)
+    def test_is_writable_and_the_next_call_gets_a_fresh_one(self, small_fp8: Path) -> None:
+        spec = ModelSpec.from_folder(small_fp8)
         config = target_config(spec)
         config.hidden_size = 3
         config.quantization_config["fmt"] = "changed"
-        assert target_config(spec).hidden_size == 256
+        assert target_config(spec).hidden_size == 64
         assert target_config(spec).quantization_config["fmt"] == "float8_e4m3fn"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from minimax_tools.errors import TargetError
-from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.ports.nxdi import NxdiLayer, convert_by_table
 from neuron.ports.nxdi_layout import NxdiLayout
 
@@ -40,7 +40,8 @@ class Layer(nn.Module):
         return hidden_states, hidden_states
 
 
-def wrapped(layer: nn.Module, layout: NxdiLayout, *, is_cpu_mode: bool = True) -> NxdiLayer:
+def wrapped(layer: nn.Module, *, is_cpu_mode: bool = True) -> NxdiLayer:
+    layout = NxdiLayout(spec=SyntheticModel().spec(), tp_degree=1, rank=0)
     return NxdiLayer(
         layer,
         conversion=convert_by_table(layer, layout),
@@ -51,9 +52,8 @@ def wrapped(layer: nn.Module, layout: NxdiLayout, *, is_cpu_mode: bool = True) -
 
 
 @pytest.fixture
-def layer(toy: Path) -> NxdiLayer:
-    layout = NxdiLayout(spec=ModelSpec.from_folder(toy), tp_degree=1, rank=0)
-    return wrapped(Layer(), layout)
+def layer() -> NxdiLayer:
+    return wrapped(Layer())
 
 
 def given(layer: NxdiLayer) -> dict[str, Any]:
@@ -100,18 +100,15 @@ def test_sites_are_found_where_layers_on_nxdi_show_them(layer: NxdiLayer) -> Non
     }
 
 
-def test_sites_of_the_class_come_first(toy: Path) -> None:
+def test_sites_of_the_class_come_first() -> None:
     class Declaring(Layer):
         sites = {"moe_delta": "mlp:output[1]"}  # noqa: RUF012 - what a porter writes
 
-    layout = NxdiLayout(spec=ModelSpec.from_folder(toy), tp_degree=1, rank=0)
-    layer = wrapped(Declaring(), layout)
-    assert layer.sites == {"moe_delta": "layer.mlp:output[1]"}
+    assert wrapped(Declaring()).sites == {"moe_delta": "layer.mlp:output[1]"}
 
 
-def test_cpu_that_nxd_was_not_told_of_is_refused(toy: Path) -> None:
-    layout = NxdiLayout(spec=ModelSpec.from_folder(toy), tp_degree=1, rank=0)
-    layer = wrapped(Layer(), layout, is_cpu_mode=False)
+def test_cpu_that_nxd_was_not_told_of_is_refused() -> None:
+    layer = wrapped(Layer(), is_cpu_mode=False)
     with pytest.raises(TargetError, match="expected NXD_CPU_MODE=1, found NXD_CPU_MODE=0"):
         layer(torch.zeros(1, 2, 4), torch.ones(1, 2), torch.arange(2)[None])
 

@@ -83,7 +83,10 @@ def results(
     return dict(zip(commands, done, strict=True))
 
 
-CONVERTED = "convert_hf_to_neuron_state_dict, then NxDI's cast and NxD's sharding"
+BASE, CONVERSION = "NeuronBaseForCausalLM", "convert_hf_to_neuron_state_dict"
+CONVERTED = f"{CONVERSION}, then NxDI's cast and NxD's sharding"
+WAY_OUT = "mm2_causal_lm = None"
+ROUNDED = ("gate (router) is bfloat16: the router decides in float32", "e_score_correction_bias is bfloat16")
 
 
 def record_of(result: dict[str, Any]) -> dict[str, Any]:
@@ -146,54 +149,42 @@ class TestSweep:
         assert "a mistake in the port's own conversion does not show" in notes[2][0]
 
     @pytest.mark.parametrize(
-        ("run", "sites"),
+        ("run", "sites", "lost"),
         [
-            ("sweep SwappedGateUp", {"moe_delta"}),
-            ("experts SwappedGateUp", {"moe_delta"}),
-            ("sweep LostBias", {"router_experts"}),
-            ("sweep LostOutput", {"attn_delta"}),
-            ("sweep NotNormalised", {"router_weights"}),
+            ("sweep SwappedGateUp", {"moe_delta"}, ""),
+            ("experts SwappedGateUp", {"moe_delta"}, ""),
+            ("sweep LostBias", {"router_experts"}, "router.e_score_correction_bias"),
+            ("sweep LostOutput", {"attn_delta"}, "o_proj.o_proj.weight"),
+            ("sweep NotNormalised", {"router_weights"}, ""),
             # The norm of each head is shown.
-            ("sweep AveragedNorms", {"q_norm", "k_norm"}),
+            ("sweep AveragedNorms", {"q_norm", "k_norm"}, ""),
         ],
     )
-    def test_mistake_is_blamed(self, results: dict[str, Any], run: str, sites: set[str]) -> None:
-        assert blamed(results[run]) == sites
-
-    @pytest.mark.parametrize(
-        ("name", "lost"),
-        [("LostBias", "router.e_score_correction_bias"), ("LostOutput", "o_proj.o_proj.weight")],
-    )
-    def test_weights_that_no_tensor_fills_are_told(
-        self, results: dict[str, Any], name: str, lost: str
+    def test_mistake_is_blamed_and_weights_that_no_tensor_fills_are_told(
+        self, results: dict[str, Any], run: str, sites: set[str], lost: str
     ) -> None:
-        stderr = results[f"sweep {name}"]["stderr"]
-        assert "The port's conversion gives nothing for" in stderr
+        assert blamed(results[run]) == sites
+        stderr = results[run]["stderr"]
+        assert ("The port's conversion gives nothing for" in stderr) is bool(lost)
         assert lost in stderr
 
     @pytest.mark.parametrize(
         ("name", "texts"),
         [
-            (
-                "Failing",
-                (
-                    "FailingForCausalLM.convert_hf_to_neuron_state_dict failed",
-                    "KeyError: 'layers.7.nothing'",
-                    "mm2_causal_lm = None",
-                ),
-            ),
+            ("Failing", (f"FailingForCausalLM.{CONVERSION} failed", "KeyError: 'layers.7.nothing'", WAY_OUT)),
             (
                 "Misfit",
                 (
-                    "UntransposingForCausalLM.convert_hf_to_neuron_state_dict gives weights",
+                    f"UntransposingForCausalLM.{CONVERSION} gives weights",
                     "down_proj.weight (expected [8, 32, 64], found [8, 64, 32])",
-                    "mm2_causal_lm = None",
+                    WAY_OUT,
                 ),
             ),
+            # A function, among several applications.
             (
-                "Made",  # a function, among several applications
+                "Made",
                 (
-                    "several subclasses of NeuronBaseForCausalLM",
+                    f"several subclasses of {BASE}",
                     "FirstForCausalLM, OtherForCausalLM",
                     "mm2_causal_lm = CLASS",
                 ),
@@ -224,16 +215,9 @@ def test_layer_is_compiled_and_passes(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "exit_code", "texts"),
     [
-        ("AsDeclared", 0, ("Converted by ForCausalLM.convert_hf_to_neuron_state_dict",)),
+        ("AsDeclared", 0, (f"Converted by ForCausalLM.{CONVERSION}",)),
         ("ByTable", 0, ("Converted by mm2's table of NxDI's names, not the port",)),
-        (
-            "DecoderLayer",
-            1,
-            (
-                "gate (router) is bfloat16: the router decides in float32",
-                "e_score_correction_bias is bfloat16",
-            ),
-        ),
+        ("DecoderLayer", 1, ROUNDED),
         ("SwappedGateUp", 1, ("w1 (gate) and w3 (up) are swapped",)),
         ("LostBias", 1, ("missing: e_score_correction_bias lands nowhere",)),
         ("LostOutput", 1, ("missing: o_proj lands nowhere",)),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from minimax_tools.errors import TargetError
 from minimax_tools.model.inputs import pad_rows
-from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.ports.cpu_mode import ModelClasses
 from neuron.ports.nxdi_model import NxdiModelTarget, captured_modules
 from neuron.ports.target import ModelBatch
@@ -191,9 +191,7 @@ class TestRefusals:
             (0, 90, "found positions from 90 on"),
         ],
     )
-    def test_prompts_that_nxdi_computes_wrongly(
-        self, toy: Path, num_decoded: int, first: int, message: str
-    ) -> None:
+    def test_prompts_that_nxdi_computes_wrongly(self, num_decoded: int, first: int, message: str) -> None:
         inputs = pad_rows(
             [[5, 6, 7], [1, 2]], padding_side="right", buckets=(3,), pad_token_id=0, source="a test"
         )
@@ -201,7 +199,7 @@ class TestRefusals:
         target = NxdiModelTarget(name="nxdi:port.py:Port", factory=object, source_digest="")
         batch = ModelBatch.of(inputs, num_decoded=num_decoded, max_new_tokens=1)
         with pytest.raises(TargetError, match=message):
-            target.build(ModelSpec.from_folder(toy), dtype=torch.bfloat16, batch=batch)
+            target.build(SyntheticModel().spec(), dtype=torch.bfloat16, batch=batch)
 
 
 def test_compiled_application_gives_what_the_cpu_gives(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from minimax_tools.capture.further import parse_further
 from minimax_tools.capture.taps import Tap
 from minimax_tools.model.sites import Site
 from neuron.devices.compiler import Compiler, count_torch_compiles
@@ -51,38 +50,11 @@ def call(make: Any, layer: nn.Module, taps: dict[Site, Tap], feeds: dict[Site, t
         return result, {site: calls.tensors[-1] for site, calls in sites.items()}
 
 
-def test_result_and_sites_are_those_of_the_layer(make: Any) -> None:
-    layer = Layer()
-    result, tensors = call(make, layer, TAPS, {})
-    with torch.no_grad():
-        assert result.equal(layer(STATES))
-        assert tensors[Site.Q_PROJ].equal(layer.first(STATES))
-        assert tensors[Site.MOE_DELTA].equal(layer.first(STATES) * 2)
-
-
-def test_value_that_is_fed_replaces_the_layers_own(make: Any) -> None:
-    layer, fed = Layer(), torch.full((1, 2, 4), 3.0)
-    result, tensors = call(make, layer, TAPS, {Site.MOE_DELTA: fed})
-    with torch.no_grad():
-        assert result.equal(layer.second(fed))
-    assert tensors[Site.MOE_DELTA].equal(fed)
-
-
 def test_site_that_no_tensor_reaches_is_left_out(make: Any) -> None:
     layer = Layer()
     layer.unused = nn.Linear(4, 4)
     _, tensors = call(make, layer, {**TAPS, Site.ATTN_DELTA: Tap(path="unused")}, {})
     assert set(tensors) == set(TAPS)
-
-
-def test_further_outputs_come_beside_the_sites(make: Any) -> None:
-    layer = Layer()
-    recorded = RecordedLayer(layer, TAPS, parse_further(["first=first", "given=second:input"]))
-    with torch.no_grad(), recorded.recorder, recorded.further:
-        _, sites, further = make(recorded)({}, STATES)
-    assert set(sites) == set(TAPS)
-    assert further["first"].equal(sites[Site.Q_PROJ].tensors[0])
-    assert further["given"].equal(sites[Site.MOE_DELTA].tensors[0])
 
 
 def test_hooks_are_gone_after_the_block(make: Any) -> None:

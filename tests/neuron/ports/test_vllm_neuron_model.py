@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-
-from neuron.ports.vllm_neuron_model import find_stream_sites, passes_summands, show_stream
 
 PORTS = Path(__file__).parents[2] / "ports"
 PORT, STAND_IN = PORTS / "vllm_neuron_port.py", PORTS / "vllm_neuron_stand_in"
@@ -190,64 +186,3 @@ def test_the_model_passes_on_the_plugin_itself(on_small: Any, forked_python: Any
     done = process(*given, "--target", f"vllm-neuron:{PORT}:MiniMaxM2ForCausalLM", VLLM_NEURON_CPU_MODE="1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "pass"
-
-
-class AddingNorm(nn.Module):
-    def forward(self, states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (states + residual).tanh(), states + residual
-
-
-class SummandLayer(nn.Module):
-    """Called as vLLM calls its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attn = nn.Identity()
-        self.post_attention_layernorm = AddingNorm()
-
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            residual = torch.zeros_like(hidden_states)
-        return self.post_attention_layernorm(self.self_attn(hidden_states), residual)
-
-
-class WholeLayer(nn.Module):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states
-
-
-def test_the_stream_is_shown_and_its_sum_stays() -> None:
-    layer, hooked = SummandLayer(), SummandLayer()
-    show_stream(hooked)
-    given: list[torch.Tensor] = []
-    hooked.register_forward_pre_hook(
-        lambda _, args, kwargs: given.extend((*args, *kwargs.values())), with_kwargs=True
-    )
-    states, residual, positions = torch.randn(3, 4), torch.randn(3, 4), torch.arange(3)
-    # With zeros beside it, the first norm sees the same sum.
-    before = layer(positions, states, residual)[1]
-    stream, zeros = hooked(positions, states, residual)
-    assert torch.equal(given[0], states + residual)
-    assert torch.equal(stream, before.tanh() + before)
-    assert not zeros.any()
-
-
-def test_the_first_layer_has_no_residual_yet() -> None:
-    layer = SummandLayer()
-    show_stream(layer)
-    stream, _ = layer(torch.arange(3), torch.ones(3, 4), None)
-    assert torch.allclose(stream, torch.ones(3, 4).tanh() + 1)
-
-
-def test_the_norm_behind_the_attention_shows_the_stream() -> None:
-    sites = find_stream_sites(SummandLayer())
-    assert sites["attn_residual"] == "post_attention_layernorm:output[1]"
-    assert sites["post_norm"] == "post_attention_layernorm:output[0]"
-    assert "input" not in sites
-
-
-def test_layers_are_told_apart_by_their_arguments() -> None:
-    assert passes_summands(SummandLayer())
-    assert not passes_summands(WholeLayer())

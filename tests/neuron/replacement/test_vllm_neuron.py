@@ -19,7 +19,7 @@ from neuron.devices.runtime import open_runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.packed_request import bucket_of
 from neuron.ports.targets import find_model_target
-from neuron.ports.vllm_neuron_stream import point_name, replace_stream, replace_summands
+from neuron.ports.vllm_neuron_stream import point_name, replace_stream
 from neuron.replacement.vllm_neuron_run import run_replaced
 
 PORTS = Path(__file__).parents[2] / "ports"
@@ -170,12 +170,6 @@ class TestReplaceStream:
         assert torch.equal(torch.cat(parts), replace_stream(self.STATES, name))
         # In a decoding step each rank has all tokens.
         assert torch.equal(replace_stream(self.STATES, name, rank=1), replace_stream(self.STATES, name))
-
-    def test_sum_of_two_summands_is_replaced(self, context: Any) -> None:
-        context(self.values())
-        states, residual = replace_summands(self.STATES, self.STATES, point_name(1, num_layers=2))
-        assert residual is not None
-        assert (states + residual).tolist() == [[-1.0, -1.0]] * 3 + [[12.0, 14.0]]
 
 
 def test_engine_without_the_whole_vocabulary_is_refused(

@@ -54,11 +54,6 @@ def failing_after(num_runs: int, error: Exception) -> Run:
     return run
 
 
-def test_the_repair_of_a_swap_is_found() -> None:
-    outcome = trial_of(swapped_output, CANDIDATES)
-    assert outcome.repairs == (SWAP,)
-
-
 def test_a_repair_that_is_a_candidate_twice_is_tried_twice() -> None:
     def run(tensors: Tensors, states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         # Off by a twentieth even when repaired: the search goes on after its first repair.
