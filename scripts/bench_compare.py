@@ -4,8 +4,6 @@ The seeds are the comparison scripts that came before mm2. A ratio `a_over_b` is
 
 - `seed_over_ours`: the seeds' `compute_difference_metrics` (torch) over mm2's figures of a pair. Both read all sites of
   the same two captures from memory, and leave medians out.
-- `seed_over_ours_with_medians`: the same with medians, two in the seeds and one in mm2
-- `polygraphy_over_ours_with_medians`: Polygraphy's simple comparison over mm2's, if Polygraphy is installed
 - `share_of_memory_bandwidth`: rate at which mm2 reads the pair, over the rate of a copy of 1 GiB
 - `peak_of_16_layers_over_2`: anonymous memory of the whole command, which must not grow with a capture
 
@@ -18,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +26,7 @@ from figures import Figure, benchmark_parser, print_figures
 from peaks import watch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.metrics.pair_metrics import PairSums, compare_tensors, sample_centres, sum_pair
+from minimax_tools.metrics.pair_metrics import PairSums, sample_centres, sum_pair
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest
 
@@ -45,11 +42,7 @@ SCALES = {
 
 def main() -> int:
     """Measure and print."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument(
-        "--scale", choices=list(SCALES), default="full", help="size of the captures (default: %(default)s)"
-    )
-    arguments = parser.parse_args()
+    arguments = benchmark_parser(__doc__, scale=True).parse_args()
     figures = [*measure_speed(arguments.scale), *measure_memory(arguments.scale)]
     return print_figures("compare", figures, as_json=arguments.json)
 
@@ -71,17 +64,12 @@ def measure_speed(scale: str) -> Iterator[Figure]:
             for name, experts in IMPLEMENTATIONS
         ]
         pairs = list(read_pairs(*captures))
-    ways: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-        "ours": sums_without_median,
-        "seed": seed_figures,
-        "ours_with_medians": partial(compare_tensors, rtol=RTOL, atol=ATOL),
-        "seed_with_medians": lambda *pair: (seed_figures(*pair), seed_medians(*pair)),
-    }
-    polygraphy = find_polygraphy()
-    if polygraphy is not None:
-        ways["polygraphy"] = polygraphy
     rounds = [
-        {"copy": time_copy()} | {name: time_way(way, pairs) for name, way in ways.items()}
+        {
+            "copy": time_copy(),
+            "ours": time_way(sums_without_median, pairs),
+            "seed": time_way(seed_figures, pairs),
+        }
         for _ in range(num_rounds)
     ]
 
@@ -90,9 +78,6 @@ def measure_speed(scale: str) -> Iterator[Figure]:
 
     num_bytes = sum(tensor.nbytes for pair in pairs for tensor in pair)
     yield Figure.at_least("seed_over_ours", ratio("seed", "ours"), 12)
-    yield Figure.plain("seed_over_ours_with_medians", ratio("seed_with_medians", "ours_with_medians"))
-    if polygraphy is not None:
-        yield Figure.plain("polygraphy_over_ours_with_medians", ratio("polygraphy", "ours_with_medians"))
     # The copy moves 2 GiB: it reads one and writes one.
     yield Figure.plain("share_of_memory_bandwidth", num_bytes / 2**31 * ratio("copy", "ours"))
     yield Figure.plain("mb_compared", num_bytes / 1e6)
@@ -150,31 +135,6 @@ def seed_figures(reference: torch.Tensor, target: torch.Tensor) -> dict[str, Any
     flat, other = flat - flat.mean(), other - other.mean()
     figures["pearson"] = float((flat * other).sum() / (flat.norm() * other.norm() + 1e-8))
     return figures
-
-
-def seed_medians(reference: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-    """Compute the medians of the seeds' script, of absolute and of relative differences."""
-    reference = reference.float()
-    distance = (reference - target.float()).abs()
-    return float(distance.median()), float((distance / (reference.abs() + 1e-8)).median())
-
-
-def find_polygraphy() -> Callable[[torch.Tensor, torch.Tensor], object] | None:
-    """Return Polygraphy's simple comparison of two outputs; None if Polygraphy is not installed."""
-    try:
-        from polygraphy.comparator import IterationResult, SimpleCompareFunc
-        from polygraphy.logger import G_LOGGER
-    except ImportError:
-        print("Polygraphy is not installed: pip install polygraphy", file=sys.stderr)
-        return None
-    G_LOGGER.module_severity = G_LOGGER.CRITICAL
-    compare = SimpleCompareFunc(rtol=RTOL, atol=ATOL)
-
-    def run(reference: torch.Tensor, target: torch.Tensor) -> object:
-        sides = [IterationResult({"site": side.float().numpy()}) for side in (reference, target)]
-        return compare(*sides)
-
-    return run
 
 
 def time_way(way: Callable[[torch.Tensor, torch.Tensor], object], pairs: list[Pair]) -> float:

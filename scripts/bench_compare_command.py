@@ -51,7 +51,6 @@ class Scale:
 
 SCALES = {
     "full": Scale(model=_WIDE, lengths="2048"),
-    "padded": Scale(model=_WIDE, lengths="1200,848"),
     # Values inside attention are not captured: few heads do.
     "component": Scale(
         model=replace(WIDE, num_hidden_layers=62, num_attention_heads=4, num_key_value_heads=2),
@@ -68,11 +67,10 @@ MOST_COLD_OVER_READING, LEAST_SHARE_OF_BANDWIDTH, MOST_PEAK_GB = 1.3, 0.3, 2.0
 
 def main() -> int:
     """Measure and print."""
-    parser = benchmark_parser(__doc__)
+    parser = benchmark_parser(__doc__, scratch="room for the captures")
     parser.add_argument(
         "--scale", choices=list(SCALES), default="full", help="size of the captures (default: %(default)s)"
     )
-    parser.add_argument("--scratch", type=Path, help="folder for the captures (default: a temporary one)")
     arguments = parser.parse_args()
     scale = SCALES[arguments.scale]
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:

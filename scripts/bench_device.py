@@ -14,20 +14,9 @@ from __future__ import annotations
 
 import sys
 
-from groups import run_groups
-
-# Figures by group, for --only. A group is a file in device/, and yields more figures than these.
-GROUPS = {
-    "sweeping": (
-        "graphs_for_62_layers",
-        "compiles_after_first_layer",
-        "sweep_over_bare",
-        "sweep_over_uncompared",
-    ),
-    "true_size": ("true_size_sweep_over_bound",),
-    "regrouping": ("regroup_peak_over_output", "regroup_over_memcpy", "regroup_transposed_over_memcpy"),
-    "bisection": ("bisect_runs_62", "bisect_found_of_three", "bisect_runs_62_clean"),
-}
+from device import bisection, regrouping, sweeping, true_size
+from figures import run_groups
 
 if __name__ == "__main__":
-    sys.exit(run_groups("device", __doc__, GROUPS))
+    modules = {"sweeping": sweeping, "true_size": true_size, "regrouping": regrouping, "bisection": bisection}
+    sys.exit(run_groups("device", __doc__, {name: module.measure for name, module in modules.items()}))

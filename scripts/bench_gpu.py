@@ -4,16 +4,12 @@ Writes a synthetic MiniMax-M2 of a few layers of true size, in FP8 (3.6 GB a lay
 its own, and seconds begin after its imports. The bound of a stream is the longer of two times: the stored bytes of the
 layers over the rate of a copy from pinned memory to the GPU, and a plain warm read of the same bytes.
 
-Then the golden of mm2's default rows, with all defaults: over the same golden of the same rows without expert tokens,
-and the experts of a layer that none of its tokens chose.
-
 Needs a GPU with room for the layers in BF16 (7.3 GB each), and memory for the page cache to hold the checkpoint.
 Exit code: 1 if a goal is missed, 3 if a measurement could not run.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,27 +19,25 @@ from statistics import median
 
 import torch
 from figures import Figure, benchmark_parser, print_figures
-from loading.bench import READ_PLAINLY, Checkpoint, LoadingBench, say, stop
-from loading.scales import SCALES
+from loading.bench import READ_PLAINLY, SCALES, Checkpoint, LoadingBench, say, stop
 from page_cache import CacheState
 
-from minimax_tools.capture.reader import Capture
 from minimax_tools.synthetic.checkpoint import FP8
 from minimax_tools.synthetic.toy_model import PRESETS
 
 _GPU = "cuda:0"
 # One copy to the GPU, and how often it is timed.
 _COPIED_BYTES, _COPIES = 2 << 30, 5
-# The default rows without expert tokens: their lengths and positions.
-_FEWER_LENGTHS = (144, 16, 16, 16)
-_FEWER_STARTS = ("--start-positions", "0,4088,65528,196592")
 # More threads than this gain nothing when a file is read from the page cache.
 _READING_THREADS = 8
 
 
 def main() -> int:
     """Measure and print; return 1 if a goal is missed, else 0. `loading.bench.stop` ends the script with 3."""
-    arguments = _parse_arguments()
+    parser = benchmark_parser(__doc__, scale=True, scratch="room for the checkpoint")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: %(default)s)")
+    arguments = parser.parse_args()
     if not torch.cuda.is_available():
         stop("this machine has no CUDA device that torch sees")
     toy = arguments.scale == "toy"
@@ -73,37 +67,12 @@ def _measure(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
         yield Figure.plain(f"whole_{floor}_s", whole_s)
         yield Figure.at_most(f"stream_over_bound_{floor}", stream_s / bound_s, 1.3)
         yield Figure.plain(f"whole_over_bound_{floor}", whole_s / bound_s)
-    yield from _measure_default_rows(bench, checkpoint)
-    last = str(checkpoint.num_layers - 1)
-    layer_s = _golden_s(bench, checkpoint, "--layer", last, "--device-map", "auto", command=("single-layer",))
-    yield Figure.plain("single_layer_by_device_map_s", layer_s)
 
 
-def _measure_default_rows(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    options = ("--stream", "off", "--device-map", _GPU)
-    # The same rows without expert tokens.
-    fewer_s = _golden_s(replace(bench, seq_lens=_FEWER_LENGTHS), checkpoint, *_FEWER_STARTS, *options)
-    default_s = _golden_s(replace(bench, seq_lens=()), checkpoint, *options)
-    yield Figure.plain("default_rows_s", default_s)
-    yield Figure.at_most("default_rows_over_without_expert_tokens", default_s / fewer_s, 1.5)
-    golden = Capture.open(_golden_folder(bench))
-    unreached = [len(golden.unreached_experts(layer) or ()) for layer in range(checkpoint.num_layers)]
-    yield Figure.at_most("unreached_experts_of_a_layer_at_most", max(unreached), 2)
-
-
-def _golden_folder(bench: LoadingBench) -> Path:
-    return bench.scratch / "captures" / "golden"
-
-
-def _golden_s(
-    bench: LoadingBench,
-    checkpoint: Checkpoint,
-    *options: str,
-    command: tuple[str, ...] = ("extract-all",),
-) -> float:
+def _golden_s(bench: LoadingBench, checkpoint: Checkpoint, *options: str) -> float:
+    golden = bench.scratch / "captures" / "golden"
     runs = [
-        bench.golden(checkpoint, _golden_folder(bench), *options, cache=CacheState.WARM, command=command)
-        for _ in range(bench.scale.rounds)
+        bench.golden(checkpoint, golden, *options, cache=CacheState.WARM) for _ in range(bench.scale.rounds)
     ]
     return median(run.seconds for run in runs)
 
@@ -135,17 +104,6 @@ def _copy_rate() -> float:
         seconds.append(began.elapsed_time(ended) / 1e3)
     fastest: float = min(seconds)
     return _COPIED_BYTES / fastest
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = benchmark_parser(__doc__)
-    parser.add_argument(
-        "--scratch", type=Path, help="folder with room for the checkpoint (default: the system's)"
-    )
-    parser.add_argument("--layers", type=int, default=4, help="number of layers (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: %(default)s)")
-    parser.add_argument("--scale", choices=list(SCALES), default="full", help="size (default: %(default)s)")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ all tensors for each layer shows. Libraries' own loops do not.
 A golden is streamed on the CPU; a sweep runs on the CPU; `diagnose` looks at every layer of a run whose gate and up
 weights are swapped. Tokens come in prompts of 64, because attention alone grows with the square of a prompt's length.
 
-    python scripts/bench_growth.py --axes layers,experts
+    python scripts/bench_growth.py --axes layers experts
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpu_golden import write_model
-from figures import Figure, benchmark_parser, names_among, print_figures
+from figures import Figure, benchmark_parser, print_figures
 from peaks import package_environment
 from port_runs import EXAMPLES
 
@@ -76,17 +76,13 @@ COMMANDS = ("golden", "sweep", "compare", "diagnose", "show")
 
 def main() -> int:
     """Count, print, and return 1 if a goal is missed, else 0."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument(
-        "--axes", type=names_among(AXES), default=set(AXES), help="axes to measure (default: all)"
-    )
-    parser.add_argument("--scratch", type=Path, help="folder with 4 GB free (default: the system's)")
+    parser = benchmark_parser(__doc__, scratch="4 GB free")
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="axes (default: all)")
     arguments = parser.parse_args()
     figures: list[Figure] = []
-    for axis in AXES:
-        if axis in arguments.axes:
-            with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-                figures += count_axis(axis, Path(scratch))
+    for axis in arguments.axes:
+        with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+            figures += count_axis(axis, Path(scratch))
     return print_figures("growth", figures, as_json=arguments.json)
 
 

@@ -35,9 +35,8 @@ LARGEST_MB, LONGEST_S = 6.0, 10.0
 
 def main() -> int:
     """Measure and print; return 1 if a goal is missed, else 0."""
-    parser = benchmark_parser(__doc__)
+    parser = benchmark_parser(__doc__, scratch="room for the captures")
     parser.add_argument("--layers", type=int, default=62, help="number of layers (default: %(default)s)")
-    parser.add_argument("--scratch", type=Path, help="folder for the captures (default: the system's)")
     parser.add_argument("--output-dir", type=Path, help="keep the report in this folder (default: removed)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mm2-report-", dir=arguments.scratch) as scratch:

@@ -13,19 +13,9 @@ from __future__ import annotations
 
 import sys
 
-from groups import run_groups
-
-# Figures by group, for --only. A group is a file in slices/, and yields more figures than these.
-GROUPS = {
-    "planning": (
-        "feasible_plans_found",
-        "invalid_plans",
-        "slowest_stage_over_optimum",
-        "plan_62_layers_64_nodes_ms",
-    ),
-    "extracting": ("extract_over_cp", "extract_peak_anonymous_mb"),
-    "running": ("bytes_read_over_slice", "two_ranks_over_one"),
-}
+from figures import run_groups
+from slices import extracting, planning, running
 
 if __name__ == "__main__":
-    sys.exit(run_groups("slices", __doc__, GROUPS))
+    modules = {"planning": planning, "extracting": extracting, "running": running}
+    sys.exit(run_groups("slices", __doc__, {name: module.measure for name, module in modules.items()}))

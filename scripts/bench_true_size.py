@@ -39,8 +39,7 @@ SWAPPED = EXAMPLES / "swapped_device_layer.py"
 
 def main() -> int:
     """Run and print; return 1 if a goal is missed, else 0."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--scratch", type=Path, help="folder with 10 GB free (default: the system's)")
+    parser = benchmark_parser(__doc__, scratch="10 GB free")
     parser.add_argument("--seq-len", default="40,24", help="tokens of each prompt (default: %(default)s)")
     parser.add_argument(
         "--diagnosis",

@@ -6,8 +6,10 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import psutil
 
@@ -53,28 +55,51 @@ class Figure:
         return cls(figure=figure, value=round(value, 4), goal=f"= {wanted:g}", holds=holds)
 
 
-def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
-    """Build the parser of a benchmark, whose help is the script's docstring; it has the option `--json`."""
+def benchmark_parser(
+    description: str | None, *, scale: bool = False, scratch: str = ""
+) -> argparse.ArgumentParser:
+    """Build the parser of a benchmark, whose help is the script's docstring; it has the option `--json`.
+
+    With `scale` it has the option `--scale`. `scratch` says what the folder of the option `--scratch` must have.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    if scale:
+        parser.add_argument(
+            "--scale",
+            choices=("full", "toy"),
+            default="full",
+            help="size of the measurement; toy tries the script out quickly (default: %(default)s)",
+        )
+    if scratch:
+        parser.add_argument("--scratch", type=Path, help=f"folder with {scratch} (default: the system's)")
     return parser
 
 
-def names_among(known: Collection[str]) -> Callable[[str], set[str]]:
-    """Build the type of an option that takes names separated by commas, each among those known."""
+def run_groups(
+    name: str, description: str | None, groups: Mapping[str, Callable[[str], Iterator[Figure]]]
+) -> int:
+    """Measure groups of figures at a scale, and print them.
 
-    def parse(text: str) -> set[str]:
-        names = {name for name in text.split(",") if name}
-        unknown = names - set(known)
-        if unknown:
-            raise argparse.ArgumentTypeError(
-                f"no figure {', '.join(sorted(unknown))}: choose of {', '.join(sorted(known))}"
-            )
-        return names
+    Returns:
+        The benchmark's exit code: 1 if a goal is missed, 3 if a measurement could not run, else 0.
+    """
+    from minimax_tools.errors import Mm2Error
 
-    return parse
+    parser = benchmark_parser(description, scale=True)
+    parser.add_argument("--only", nargs="+", choices=groups, default=groups, help="groups (default: all)")
+    arguments = parser.parse_args()
+    figures: list[Figure] = []
+    try:
+        for group in arguments.only:
+            print(f"{group} …", file=sys.stderr)
+            figures += groups[group](arguments.scale)
+    except Mm2Error as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 3
+    return print_figures(name, figures, as_json=arguments.json)
 
 
 def print_figures(benchmark: str, figures: Sequence[Figure], *, as_json: bool) -> int:

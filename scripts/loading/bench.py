@@ -21,7 +21,6 @@ import torch
 from page_cache import CacheState
 from peaks import tree_bytes, watch
 
-from loading.scales import LoadingScale
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.model.weight_names import layer_of
@@ -44,8 +43,48 @@ LOAD_WHOLE = "loading.rivals:load_whole"
 READ_PLAINLY = "loading.reads:read_plainly"
 LOAD_LAYERS = "loading.reads:load_layers"
 DEQUANTISE = "loading.reads:dequantise_experts"
-SPLIT = "loading.splits:split"
-WRITE_QWEN2 = "loading.splits:write_qwen2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingScale:
+    """Sizes of a measurement."""
+
+    model: SyntheticModel  # the model that is loaded, streamed and offloaded
+    large: SyntheticModel  # a model of few large layers, for packed experts
+    shard_bytes: int  # largest size of a BF16 shard; FP8 shards have half of it
+    expert: tuple[int, int, int]  # experts that are dequantised: their number, intermediate and hidden size
+    rounds: int  # number of times that each ratio is measured
+
+
+SCALES: Mapping[str, LoadingScale] = {
+    # 5.05 GB in BF16: 16 layers of 307 MB.
+    "full": LoadingScale(
+        model=SyntheticModel(
+            num_hidden_layers=16,
+            hidden_size=1024,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=64,
+            rotary_dim=32,
+            num_local_experts=64,
+            num_experts_per_tok=8,
+            intermediate_size=768,
+            vocab_size=32000,
+        ),
+        # Two of MiniMax-M2's own layers, 3.7 GB each in FP8, between its embedding and its head.
+        large=replace(SyntheticModel.m2(), num_hidden_layers=2),
+        shard_bytes=900_000_000,
+        expert=(64, 1536, 3072),
+        rounds=3,
+    ),
+    "toy": LoadingScale(
+        model=SyntheticModel(num_local_experts=16, num_experts_per_tok=2),
+        large=SyntheticModel(num_hidden_layers=2),
+        shard_bytes=4_000_000,
+        expert=(2, 256, 256),
+        rounds=1,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,21 +135,13 @@ class LoadingBench:
 
     @contextmanager
     def checkpoint(
-        self,
-        name: str,
-        *,
-        dtype: torch.dtype,
-        model: SyntheticModel | None = None,
-        num_layers: int | None = None,
+        self, name: str, *, dtype: torch.dtype, model: SyntheticModel | None = None
     ) -> Iterator[Checkpoint]:
         """Write a synthetic checkpoint, of the scale's model or another, and delete it when the block ends."""
-        model = self.scale.model if model is None else model
-        if num_layers is not None:
-            model = replace(model, num_hidden_layers=num_layers)
         folder = self.scratch / name
         shard_bytes = self.scale.shard_bytes // (2 if dtype == FP8 else 1)  # as many shards as in BF16
         say(f"writing {name}")
-        synthesize(folder, model=model, dtype=dtype, shard_size_bytes=shard_bytes, seed=0)
+        synthesize(folder, model=model or self.scale.model, dtype=dtype, shard_size_bytes=shard_bytes, seed=0)
         try:
             yield Checkpoint.of(folder)
         finally:

@@ -33,7 +33,7 @@ import minimax_tools.reference.twin  # noqa: F401
 from gpu_reference.cli import main as mm2_gpu
 from gpu_reference.golden.golden import open_golden
 from gpu_reference.streaming.streaming import OnceReader, Streaming
-from loading.inputs import digest_of, open_inputs
+from loading.reads import digest_of, open_inputs
 from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.reader import CheckpointReader

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from figures import Figure
 
-from loading.bench import LOAD_LAYERS, LOAD_WHOLE, Checkpoint, LoadingBench, bf16_layer_bytes, say
+from loading.bench import LOAD_WHOLE, Checkpoint, LoadingBench, bf16_layer_bytes, say
 from minimax_tools.synthetic.checkpoint import FP8
 
 # Packed experts compute eagerly. The goldens that they are held against must do so too, to be equal byte for byte.
@@ -26,10 +26,8 @@ def measure_peaks(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figur
         equal = _are_equal(captures / "alone", captures / "whole")
         equal &= _are_equal(captures / "prefetching", captures / "whole")
     model = str(checkpoint.folder)
-    load_pass = bench.probe(LOAD_LAYERS, model=model, prefetch=False)
     loaded = bench.probe(LOAD_WHOLE, needs_bytes=checkpoint.whole_bytes, model=model)
     yield Figure.at_most("peak_anonymous_over_layer", alone.peak_bytes / layer_bytes, 1.25)
-    yield Figure.plain("peak_anonymous_over_layer_load_pass", load_pass.peak_bytes / layer_bytes)
     yield Figure.at_most("peak_anonymous_over_layer_prefetching", prefetching.peak_bytes / layer_bytes, 2.2)
     yield Figure.plain("peak_anonymous_over_layer_golden_whole", whole.peak_bytes / layer_bytes)
     yield Figure.plain("peak_anonymous_over_layer_from_pretrained", loaded.peak_bytes / layer_bytes)

@@ -1,11 +1,12 @@
-"""Measurements of reading a checkpoint's layers and of dequantising, without a model.
+"""Probes of reading a checkpoint's layers and of dequantising, without a model; inputs and digests of other probes.
 
-Each function is a probe of the benchmark: `loading/probe.py` calls it in a process of its own, and it returns numbers
-by name.
+A probe is a function that `loading/probe.py` calls in a process of its own; it returns numbers and digests by name.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import mmap
 import os
@@ -24,10 +25,13 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_loader import LayerLoader, grouped_storage
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.quantisation import scale_shape
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_of
 from minimax_tools.synthetic.random_weights import LEVELS
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
 
 # Bytes of one call of a plain read: they fit the processor's cache, and calls cost little.
 _PIECE_BYTES = 1 << 20
@@ -180,3 +184,15 @@ def _extents(entries: Iterable[TensorEntry]) -> Iterator[tuple[Path, int, int]]:
         stop += entry.size_bytes
     if stop > start:
         yield path, start, stop - start
+
+
+def open_inputs(folder: Path, seq_lens: list[int]) -> tuple[ModelSpec, Inputs]:
+    """Return the model's quantities, and rows of random tokens of these lengths."""
+    spec = ModelSpec.from_folder(folder)
+    return spec, build_inputs(InputRequest(seq_lens=tuple(seq_lens)), folder=folder, spec=spec)
+
+
+def digest_of(logits: torch.Tensor) -> str:
+    """Compute a digest of the logits' shape and bits."""
+    bits = logits.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(json.dumps(list(logits.shape)).encode() + bits).hexdigest()

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 # isort: split
 from gpu_reference.model.model import restore_router
-from loading.inputs import digest_of, open_inputs
+from loading.reads import digest_of, open_inputs
 from minimax_tools.checkpoint.reader import CheckpointReader
 
 transformers_logging.disable_progress_bar()

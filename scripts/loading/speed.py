@@ -1,4 +1,4 @@
-"""Figures of time: loading, dequantising, streaming, offloading.
+"""Figures of time: loading, dequantising, streaming, offloading; and those of a golden of the true size.
 
 A ratio compares two runs of one round, which follow each other; the figure is the median of the rounds. Seconds begin
 after the imports of a process, on both sides of a ratio.
@@ -7,12 +7,14 @@ after the imports of a process, on both sides of a ratio.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from figures import Figure
-from page_cache import CacheState
+from page_cache import CacheState, drop_cache
+from peaks import tree_bytes
 
 from loading.bench import (
     DEQUANTISE,
@@ -23,16 +25,23 @@ from loading.bench import (
     Checkpoint,
     LoadingBench,
     ProbeResult,
+    bf16_layer_bytes,
 )
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.model.weight_names import EMBEDDING, layer_of
+from minimax_tools.synthetic.toy_model import PRESETS
+
+# A golden "without reads" still reads two layers. So the time of a layer is taken from goldens of two lengths.
+_FEW_LAYERS, _MORE_LAYERS = 2, 6
 
 
 def measure_warm_load(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
     """Yield the time of `LayerLoader` for all layers over that of a plain read of the same bytes from the page cache.
 
     The plain read is the faster of two: one thread with a buffer that fits the processor's cache, or all threads with
-    as much memory as a layer takes. The rate of all threads with such small buffers is a figure of its own.
+    as much memory as a layer takes.
     """
-    rates, ratios, raw_rates, cached_rates = [], [], [], []
+    rates, ratios, raw_rates = [], [], []
     for _ in range(bench.scale.rounds):
         load = bench.probe(
             LOAD_LAYERS,
@@ -48,12 +57,10 @@ def measure_warm_load(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[F
         num_bytes, load_s = load.values["bytes_read"], load.values["pass_s"]
         rates.append(num_bytes / load_s)
         raw_rates.append(num_bytes / read_s)
-        cached_rates.append(num_bytes / _read_s(bench, checkpoint, CacheState.WARM))
         ratios.append(load_s / read_s)
     yield Figure.at_most("warm_load_over_raw_read", median(ratios), 1.3)
     yield Figure.plain("warm_load_gb_per_s", median(rates) / 1e9)
     yield Figure.plain("raw_warm_read_gb_per_s", median(raw_rates) / 1e9)
-    yield Figure.plain("raw_warm_read_into_cache_gb_per_s", median(cached_rates) / 1e9)
 
 
 def measure_dequantising(bench: LoadingBench) -> Iterator[Figure]:
@@ -160,3 +167,68 @@ def _read_s(
         past_cache=past_cache,
     )
     return float(measured.values["pass_s"])
+
+
+def measure_full_size(bench: LoadingBench, folder: Path, *, num_layers: int | None) -> Iterator[Figure]:
+    """Yield the figures of a streamed, cold golden of a checkpoint of the true size.
+
+    `full_size_stream_over_bound` is the golden's time over the longer of two times: a plain read past the cache, at the
+    speed of the first layers, and the layers without their reads. Memory counts in layers of BF16 weights. The golden
+    has the first `num_layers` layers; None stands for all layers and the head.
+    """
+    checkpoint = Checkpoint.of(folder)
+    wanted = range(checkpoint.num_layers if num_layers is None else num_layers)
+    stored_bytes = _stored_bytes(checkpoint, wanted)
+    run, capture_bytes = _golden_of(bench, checkpoint, num_layers)
+    few, more = (
+        _golden_of(bench, checkpoint, count, idle=True)[0].seconds for count in (_FEW_LAYERS, _MORE_LAYERS)
+    )
+    without_reads_s = len(wanted) * (more - few) / (_MORE_LAYERS - _FEW_LAYERS)
+    drop_cache(checkpoint.shards)
+    read = bench.probe(
+        READ_PLAINLY,
+        model=str(folder),
+        num_threads=torch.get_num_threads(),
+        memory_bytes=0,
+        layers_only=True,
+        num_layers=_FEW_LAYERS,
+        past_cache=True,
+    ).values
+    read_s = stored_bytes * read["pass_s"] / read["bytes_read"]
+    peak = run.peak_bytes / bf16_layer_bytes(PRESETS["m2"])
+    yield Figure.plain("full_size_num_layers", len(wanted))
+    yield Figure.plain("full_size_s", run.seconds)
+    yield Figure.plain("full_size_gb_per_s", run.values["bytes_read"] / run.seconds / 1e9)
+    yield Figure.plain("full_size_raw_cold_read_s", read_s)
+    yield Figure.plain("full_size_without_reads_s", without_reads_s)
+    yield Figure.plain("full_size_stream_over_bound", run.seconds / max(read_s, without_reads_s))
+    yield Figure.plain("full_size_peak_anonymous_over_layer", peak)
+    yield Figure.plain("full_size_bytes_read_over_stored", run.values["bytes_read"] / stored_bytes)
+    yield Figure.plain("full_size_disk_read_over_stored", run.disk_bytes / stored_bytes)
+    yield Figure.plain("full_size_capture_gb", capture_bytes / 1e9)
+
+
+def _golden_of(
+    bench: LoadingBench, checkpoint: Checkpoint, num_layers: int | None, *, idle: bool = False
+) -> tuple[ProbeResult, int]:
+    """Make a cold golden of the first layers, None for all; return the result and the size of the capture.
+
+    An `idle` golden leaves out most of its reading.
+    """
+    command = ("extract-all",) if num_layers is None else ("multi-layer", "--layers", f"0:{num_layers}")
+    drop_cache(checkpoint.shards)
+    with bench.folder("captures") as captures:
+        options = ("--stream", "on", "--noise-floor", "stats")
+        run = bench.golden(checkpoint, captures / "golden", *options, command=command, idle=idle)
+        return run, tree_bytes(captures)
+
+
+def _stored_bytes(checkpoint: Checkpoint, layers: range) -> int:
+    """Compute the stored size of these layers and the embedding; for all layers, of the whole checkpoint."""
+    if len(layers) == checkpoint.num_layers:
+        return checkpoint.stored_bytes
+    return sum(
+        entry.size_bytes
+        for entry in TensorIndex.from_folder(checkpoint.folder).entries.values()
+        if entry.name == EMBEDDING or layer_of(entry.name) in layers
+    )

@@ -52,10 +52,6 @@ TOYS = {
                 "bytes_read_over_stored",
                 "extra_disk_bytes",
             ),
-            *(
-                "split_qwen2_peak_anonymous_over_model",
-                "split_minimax_m2_load_s",
-            ),
         },
     ),
     "bench_logits.py": (("--goldens", "1", "--ports", "3"), {"prompts: right ports that fail"}),
