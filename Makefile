@@ -64,7 +64,7 @@ test-wheel: ## Install a wheel of mm2 in a fresh environment, and run the demo t
 slow: $(STAMP) ## Run the slow tests: about half an hour on 2 cores
 	$(BIN)/python $(PYTEST) -n 2 -m slow
 
-torture: $(STAMP) ## Killed and stopped commands, odd streams, great sizes: count what breaks
+torture: $(STAMP) ## Killed commands, great sizes, many runs in one process: count what breaks
 	$(BIN)/python scripts/bench_torture.py
 
 models: $(STAMP) ## Train the learned models again (output: mm2-models)

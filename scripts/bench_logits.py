@@ -13,9 +13,10 @@ alone. What the journal holds is not run again.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import click.testing
 import torch
 from faults.journal import Journal
 from figures import Figure, benchmark_parser, print_figures
+from peaks import package_environment
 
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.model.spec import ModelSpec
@@ -85,31 +87,52 @@ class Ground:
     scratch: Path
 
     @classmethod
-    def make(
-        cls, model: Path, scratch: Path, *, seed: int, rows: list[list[int]], words: Sequence[str] = ()
-    ) -> Ground:
-        """Make a golden of rows, named by its seed."""
-        golden, written = scratch / f"golden_{seed}", scratch / f"rows_{seed}.json"
-        written.write_text(json.dumps(rows), encoding="utf-8")
-        made = ["extract-all", "--model", str(model), "--input-ids", str(written), *words]
-        result = click.testing.CliRunner().invoke(mm2_gpu, [*made, "--output-dir", str(golden), "--quiet"])
+    def make(cls, model: Path, scratch: Path, command: str, *words: str, name: str) -> Ground:
+        """Make a golden by a command of `mm2-gpu`."""
+        golden = scratch / f"golden_{name}"
+        line = [command, "--model", str(model), *words, "--output-dir", str(golden), "--quiet"]
+        result = click.testing.CliRunner().invoke(mm2_gpu, line)
         if result.exit_code:
-            raise SystemExit(f"golden {seed} of {model} could not be made: {result.stderr}")
+            raise SystemExit(f"golden {name} of {model} could not be made: {result.stderr}")
         return cls(model=model, golden=golden, scratch=scratch)
 
-    def run(self, command: str, target: str, *words: str, variables: dict[str, str] | None = None) -> Any:
+    @classmethod
+    def of_rows(cls, model: Path, scratch: Path, rows: list[list[int]], *words: str, seed: int) -> Ground:
+        """Make a golden of rows of tokens, named by their seed."""
+        written = scratch / f"rows_{seed}.json"
+        written.write_text(json.dumps(rows), encoding="utf-8")
+        return cls.make(model, scratch, "extract-all", "--input-ids", str(written), *words, name=str(seed))
+
+    def run(
+        self,
+        command: str,
+        target: str,
+        *words: str,
+        backend: str = "cpu",
+        variables: Mapping[str, str] | None = None,
+        must_run: bool = True,
+    ) -> Any:
         """Run a command of `mm2-test` on a port, and return its JSON.
 
         Raises:
-            SystemExit: The port could not be judged.
+            SystemExit: The port could not be judged; without `must_run` the JSON is an empty object then.
         """
         sides = ("--model", str(self.model), "--golden", str(self.golden), "--target", target)
-        captures = ("--captures", str(self.scratch / "captures"), "--backend", "cpu")
+        captures = ("--captures", str(self.scratch / "captures"), "--backend", backend)
         line = [command, *sides, *captures, *words, "--json", "--quiet"]
-        result = click.testing.CliRunner(env=variables).invoke(mm2_test, line)
-        if result.exit_code not in (0, 1):
-            raise SystemExit(f"{target} could not be judged by {command}: {result.stderr}")
-        return json.loads(result.stdout)
+        if "--tp-degree" in words:
+            # Ranks need a process of their own.
+            started = [sys.executable, "-m", "neuron", *line]
+            done = subprocess.run(
+                started, env=package_environment(), capture_output=True, text=True, check=False
+            )
+            exit_code, stdout, stderr = done.returncode, done.stdout, done.stderr
+        else:
+            result = click.testing.CliRunner(env=variables).invoke(mm2_test, line)
+            exit_code, stdout, stderr = result.exit_code, result.stdout, result.stderr
+        if must_run and exit_code not in (0, 1):
+            raise SystemExit(f"{target} could not be judged by {command}: {stderr}")
+        return json.loads(stdout) if stdout.strip() else {}
 
 
 def judge_port(ground: Ground, target: str, number: int) -> Iterator[Judged]:
@@ -172,13 +195,9 @@ def main() -> int:
             found = journal.find(run)
             if found is None:
                 with tempfile.TemporaryDirectory() as scratch:
-                    ground = Ground.make(
-                        model,
-                        Path(scratch),
-                        seed=number,
-                        rows=draw_rows(model, number, number=2 if number % 3 == 0 else 1),
-                        words=("--noise-floor", "off", *(_EAGER if number % 2 else ())),
-                    )
+                    rows = draw_rows(model, number, number=2 if number % 3 == 0 else 1)
+                    words = ("--noise-floor", "off", *(_EAGER if number % 2 else ()))
+                    ground = Ground.of_rows(model, Path(scratch), rows, *words, seed=number)
                     found = tuple(
                         one
                         for target in (*right, *arguments.wrong)

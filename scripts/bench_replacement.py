@@ -62,11 +62,11 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         grounds = [
-            Ground.make(
+            Ground.of_rows(
                 arguments.model,
                 Path(scratch),
+                draw_rows(arguments.model, seed, number=_NUM_ROWS, lengths=_LENGTHS),
                 seed=seed,
-                rows=draw_rows(arguments.model, seed, number=_NUM_ROWS, lengths=_LENGTHS),
             )
             for seed in range(arguments.seeds)
         ]

@@ -1,8 +1,7 @@
-"""Processor time and memory of a command before it works, and of the work that needs no torch.
+"""Processor time and memory of a command before it works.
 
 Every command of every program is started in its own process, several times. A command's figure is the median of its
 starts, and the printed figures are the worst of all commands: of its help, an error of usage and a completion.
-`mm2-split` plans a model of the true size from its config.json, and plans, cuts out and verifies slices of a toy.
 Beside them stand Python alone, and Python with torch, as of a command that loads its libraries. Linux counts this
 script's own memory, some 25 MB, in each peak as the least.
 
@@ -14,12 +13,9 @@ from __future__ import annotations
 import importlib
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 from figures import Figure, benchmark_parser, print_figures
@@ -33,20 +29,8 @@ PROGRAMS = {
     "mm2-compare": ("compare", "compare.cli", "main"),
     "mm2-diagnose": ("compare.diagnosis", "compare.diagnosis.cli", "main"),
 }
-# Writes the config.json of MiniMax-M2 in FP8 to a path.
-_CONFIG_PROGRAM = """
-import json, sys, torch
-from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.synthetic.toy_tokenizer import TokenIds
-ids = TokenIds(bos_token_id=0, eos_token_id=0)
-with open(sys.argv[1], "w") as file:
-    json.dump(SyntheticModel.m2().config(dtype=torch.float8_e4m3fn, token_ids=ids), file)
-"""
-SPLIT = (sys.executable, "-m", "minimax_tools")
 # Goals of each command.
 MOST_CPU_S, MOST_MB = 0.35, 80.0
-# Goals of the work without torch; the time is that of a plan of the true size.
-MOST_PLAN_S, MOST_WORK_MB = 1.5, 150.0
 _MB = 1e6
 
 
@@ -77,7 +61,6 @@ def main() -> int:
         for line, words in commands.items()
     ]
     figures += worst_figures("completion", starts)
-    figures += work_figures(num_starts=arguments.starts)
     for what, program in (("Python alone", "pass"), ("Python with torch", "import torch")):
         start = measure(what, [sys.executable, "-c", program], num_starts=arguments.starts)
         figures += [
@@ -132,52 +115,6 @@ def measure(
         cpu_s=statistics.median(one.cpu_s for one in watched),
         resident_mb=statistics.median(one.peak_resident_bytes for one in watched) / _MB,
     )
-
-
-def work_figures(*, num_starts: int) -> list[Figure]:
-    """Return time and memory of the plan of a true-size model, and the most memory of plan, extract and verify."""
-    with tempfile.TemporaryDirectory(prefix="mm2-bench-") as name:
-        folder = Path(name)
-        write_config(folder / "m2")
-        subprocess.run(
-            [*SPLIT, "synthesize", "--output", str(folder / "toy"), "--quiet"],
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
-        plans = {model: str(folder / f"{model}.json") for model in ("m2", "toy")}
-        planning = {
-            model: ["plan", "--model", str(folder / model), *nodes_of(memory), "--output", plans[model]]
-            for model, memory in (("m2", "260GB"), ("toy", "1GB"))
-        }
-        slices = str(folder / "slices")
-        work = [
-            measure(line, [*SPLIT, *words], num_starts=num_starts)
-            for line, words in (
-                ("plan of 96 103 tensors", planning["m2"]),
-                ("plan of the toy", planning["toy"]),
-                ("extract", ["extract", "--plan", plans["toy"], "--all-nodes", "--output", slices]),
-                ("verify", ["verify", "--plan", plans["toy"], "--slices", slices]),
-            )
-        ]
-        largest = max(work, key=lambda start: start.resident_mb)
-        return [
-            Figure.at_most(f"{work[0].line}, s of processor time", work[0].cpu_s, MOST_PLAN_S),
-            Figure.at_most(
-                f"plan, extract and verify, MB resident ({largest.line})", largest.resident_mb, MOST_WORK_MB
-            ),
-        ]
-
-
-def write_config(folder: Path) -> None:
-    """Write the config.json of MiniMax-M2 in FP8 to a new folder."""
-    folder.mkdir()
-    # In another process: torch would count in the memory of all that is started afterwards.
-    subprocess.run([sys.executable, "-c", _CONFIG_PROGRAM, str(folder / "config.json")], check=True)
-
-
-def nodes_of(memory: str) -> list[str]:
-    """Return the options of two nodes with so much memory each."""
-    return [word for name in "ab" for word in ("--node", f"{name}:memory={memory}")]
 
 
 def worst_figures(what: str, starts: Sequence[Start]) -> list[Figure]:

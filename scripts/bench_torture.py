@@ -1,4 +1,4 @@
-"""Killed and stopped commands, odd streams and great sizes: what mm2 promises of each, tried many times.
+"""Killed commands, great sizes and many runs: what mm2 promises of each, tried many times.
 
 Every part keeps one promise. It makes what it needs, damages it, runs the commands, and counts the checks and those
 that broke the promise. Each broken check is told on stderr. Parts: see `torture/`.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from figures import Figure, benchmark_parser, print_figures
-from torture.commands import run_stops, run_streams
 from torture.deaths import run_deaths
 from torture.memory import run_memory
 from torture.soak import run_soak
@@ -20,8 +19,6 @@ from torture.tally import Tally
 
 # A part takes an empty folder and a seed.
 PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
-    "streams": run_streams,
-    "stops": run_stops,
     "deaths": run_deaths,
     "memory": run_memory,
     "soak": run_soak,
@@ -30,10 +27,9 @@ PARTS: Mapping[str, Callable[[Path, int], Tally]] = {
 
 def main() -> int:
     """Run the parts and print their counts; return 1 if a promise was broken, else 0."""
-    parser = benchmark_parser(__doc__)
+    parser = benchmark_parser(__doc__, scratch="room for large files")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS), help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: 0)")
-    parser.add_argument("--scratch", type=Path, help="folder for large files (default: the system's)")
     arguments = parser.parse_args()
     figures = []
     for name in arguments.parts:

@@ -1,96 +1,80 @@
-"""Write ten planted ports for a measurement of skills/mm2, and judge a repaired one.
+"""Write ten planted ports for a measurement of skills/mm2.
 
-    python scripts/measure_skill.py write --output FOLDER      # cases, and what the evaluator keeps to himself
-    python scripts/measure_skill.py judge --output FOLDER 3    # exits with 0 if case 3 is repaired
+    python scripts/measure_skill.py --output FOLDER     # cases, and what the evaluator keeps to himself
+    mm2-test sweep --backend cpu --model FOLDER/evaluator/model --golden FOLDER/evaluator/hidden_golden \
+        --target FOLDER/case_3/port.py:DecoderLayer     # passes at all sites if case 3 is repaired
 
 An agent gets one folder, `FOLDER/case_3`: a checkpoint, its golden, and `port.py` with one mistake. It works in that
-folder, with `FOLDER/bin` first in its PATH: there are mm2's commands, which are counted. It must not see the other
-cases, since their differences tell the mistakes, nor `FOLDER/evaluator`: the key, and a golden of other tokens by which
-a repaired port is judged. A repaired port lies where the wrong one lay.
+folder. It must not see the other cases, since their differences tell the mistakes, nor `FOLDER/evaluator`: the key, and
+a golden of other tokens by which a repaired port is judged. A repaired port lies where the wrong one lay.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import click
-
-sys.path.insert(0, str(Path(__file__).parent))
-
+from peaks import package_environment
 from skill_ports.cases import CASES, right_source
-from skill_ports.command_log import read_commands, write_commands
-from skill_ports.judging import GOLDEN, HIDDEN_GOLDEN, MODEL, PORT, judge_repair, make_material
 
-_EVALUATOR, _MATERIAL, _KEY, _LOG = "evaluator", "material", "key.json", "commands.tsv"
-_output_option = click.option(
-    "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder of all cases."
-)
+# Lengths of the random prompts, in tokens, and their seeds. Those of the hidden golden are others.
+_GOLDENS = {"golden": ("48,33", "0"), "hidden_golden": ("61,40", "7")}
 
 
-@click.group()
-def main() -> None:
-    """Write planted ports, and judge repaired ones."""
-
-
-@main.command("write")
-@_output_option
-def write_command(output: Path) -> None:
+def main() -> int:
     """Write ten cases, a checkpoint with a golden for each, and the evaluator's key."""
-    evaluator = output / _EVALUATOR
-    evaluator.mkdir(parents=True)
-    write_commands(output / "bin", evaluator / _LOG)
-    make_material(evaluator / _MATERIAL, evaluator)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="new folder of all cases")
+    output = parser.parse_args().output
+    evaluator = output / "evaluator"
+    make_material(evaluator)
     for number, case in enumerate(CASES, start=1):
         folder = output / f"case_{number}"
         folder.mkdir()
-        (folder / PORT).write_text(case.source, encoding="utf-8")
-        for name in (MODEL, GOLDEN):
-            shutil.copytree(evaluator / _MATERIAL / name, folder / name)
-    (evaluator / "right_port.py").write_text(right_source(), encoding="utf-8")
-    (evaluator / _KEY).write_text(json.dumps(list(_key()), indent=2) + "\n", encoding="utf-8")
-    click.echo(f"{output}: {len(CASES)} cases; the key is {evaluator / _KEY}")
-
-
-@main.command("judge")
-@_output_option
-@click.argument("number", type=click.IntRange(1, len(CASES)))
-def judge_command(output: Path, number: int) -> None:
-    """Judge the port of a case on tokens that the agent has not seen. Exits with 0 if it is repaired, else with 1."""
-    evaluator = output / _EVALUATOR
-    with tempfile.TemporaryDirectory(prefix="mm2-judge-") as directory:
-        judged = judge_repair(
-            output / f"case_{number}" / PORT,
-            # The evaluator's own copy: an agent may have changed the other.
-            model=evaluator / _MATERIAL / MODEL,
-            golden=evaluator / HIDDEN_GOLDEN,
-            directory=Path(directory) / "run",
-        )
-    state = "repaired" if judged.is_repaired else "not repaired"
-    error = f" ({judged.error})" if judged.error else ""
-    commands = len(read_commands(output / f"case_{number}", evaluator / _LOG))
-    click.echo(
-        f"case {number}: {state}: {judged.verdict}, {judged.compared} of {judged.of} sites, "
-        f"{commands} commands of mm2{error}"
-    )
-    sys.exit(0 if judged.is_repaired else 1)
-
-
-def _key() -> Iterator[dict[str, Any]]:
-    for number, case in enumerate(CASES, start=1):
-        yield {
+        (folder / "port.py").write_text(case.source, encoding="utf-8")
+        for name in ("model", "golden"):
+            shutil.copytree(evaluator / name, folder / name)
+    key = [
+        {
             "case": number,
             "what": case.what,
-            "mistake": case.mistake or None,
+            "mistake": case.mistake,
             "wrong": case.wrong,
             "repair": case.right,
         }
+        for number, case in enumerate(CASES, start=1)
+    ]
+    (evaluator / "key.json").write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
+    (evaluator / "right_port.py").write_text(right_source(), encoding="utf-8")
+    print(f"{output}: {len(CASES)} cases; the key is {evaluator / 'key.json'}")
+    return 0
+
+
+def make_material(folder: Path) -> None:
+    """Make the toy checkpoint, its golden, and a second golden for the evaluator."""
+    folder.mkdir(parents=True)
+    commands: list[tuple[str, ...]] = [
+        ("minimax_tools", "synthesize", "--output", "model", "--num-hidden-layers", "3")
+    ]
+    for golden, (lengths, seed) in _GOLDENS.items():
+        rows = ("--seq-len", lengths, "--seed", seed, "--output-dir", golden)
+        commands.append(("gpu_reference", "extract-all", "--model", "model", *rows, "--certify"))
+    for package, *words in commands:
+        # In this folder: a golden records its checkpoint as it was named, and must not name another folder.
+        subprocess.run(
+            [sys.executable, "-m", package, *words, "--quiet"],
+            cwd=folder,
+            env=package_environment(),
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -148,26 +148,15 @@ def read_recipe(line: str, **given: Any) -> Recipe:
 
 
 def _describe(learned: LearnedModel) -> list[str]:
-    """Return lines on the training, and on held-out text, which `rivals` compress without a model."""
-    course, after = learned.course, learned.after
-    lines = [
+    """Return lines on the training, and on held-out text."""
+    course, before, after = learned.course, learned.before, learned.after
+    return [
         f"{', '.join(str(folder) for folder in learned.folders)}: "
         f"{format_count(course.num_steps, 'step')}, {course.num_tokens} tokens, {course.duration_s:.0f} s",
         f"loss {course.loss:.3f} nats per token over the last steps",
-        f"held-out text: {after.bits_per_byte:.3f} bits per byte "
-        f"({learned.before.bits_per_byte:.2f} before training; unigrams {learned.rivals.unigram:.2f}, "
-        f"lzma {learned.rivals.lzma:.2f})",
+        f"held-out text: {after.bits_per_byte:.3f} bits per byte ({before.bits_per_byte:.2f} before training)",
         f"with the experts of another token: {after.bits_per_byte_random_experts:.3f} bits per byte",
-        "layer  load (1 is even)  bits of the token in an expert, before → after  of the next token",
     ]
-    for index, (untrained, trained) in enumerate(zip(learned.before.layers, after.layers, strict=True)):
-        low, high = trained.load_range
-        lines.append(
-            f"{index:5}  {low:.2f} to {high:.2f}      {untrained.token_information:.2f} → "
-            f"{trained.token_information:.2f}  {untrained.next_token_information:.2f} → "
-            f"{trained.next_token_information:.2f}"
-        )
-    return lines
 
 
 if __name__ == "__main__":

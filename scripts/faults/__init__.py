@@ -12,7 +12,6 @@ The port and its mistakes:
 - `lookalikes`: mistakes that look like entries of the catalogue and are none, for `bench_names.py`
 - `equivalents`: changes that give the same layer
 - `model_ports`: all planted whole ports; their code lies in `scripts/whole_ports`
-- `model_judging`: a planted whole port run and judged
 
 Runs:
 

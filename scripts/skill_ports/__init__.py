@@ -2,6 +2,4 @@
 
 - `layer`: the right port, whose text every case changes at one place
 - `cases`: the ten changes, their names and their repairs
-- `command_log`: mm2's commands as an agent starts them, counted
-- `judging`: a repaired port, judged on tokens that the repair has not seen
 """

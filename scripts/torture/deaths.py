@@ -17,20 +17,77 @@ import hashlib
 import random
 import shutil
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from peaks import package_environment
+from port_runs import EXAMPLES
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import inspect_capture
 from minimax_tools.errors import Mm2Error
-from torture.commands import DEADLINE_S, CommandLine, make_commands, name_command
 from torture.tally import Tally
 
+# Longest run of one command in seconds: more is a hang.
+_DEADLINE_S = 300.0
 _NUM_ROUNDS = 10  # of each command
 _MOST_KILLS = 4  # one after the other, before a run comes to its end
 Content = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """A command: the package that holds it, and its words, of which the last is the folder that it writes."""
+
+    package: str
+    words: tuple[str, ...]
+
+    def start(self, folder: Path) -> subprocess.Popen[str]:
+        """Start it in a folder, with pipes for its output."""
+        return subprocess.Popen(
+            [sys.executable, "-m", self.package, *self.words],
+            cwd=folder,
+            env={**package_environment(), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, folder: Path) -> tuple[int, str]:
+        """Run it in a folder to its end; return its exit code and its stderr."""
+        process = self.start(folder)
+        _, errors = process.communicate(timeout=_DEADLINE_S)
+        return process.returncode, errors
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.words[0]}"
+
+
+def make_commands(folder: Path) -> Iterator[CommandLine]:
+    """Make a checkpoint, a golden, a run and a plan in a folder, and yield commands that write; each ends well."""
+    swapped = f"{EXAMPLES / 'swapped_port.py'}:DecoderLayer"
+    nodes = ("--node", "a:memory=1GB", "--node", "b:memory=1GB")
+    sides = ("--golden", "golden", "--run", "run", "--model", "toy")
+    on_cpu = ("--backend", "cpu", "--target", swapped)
+    for package, *words in (
+        ("minimax_tools", "synthesize", "--num-hidden-layers", "6", "--output", "toy"),
+        ("gpu_reference", "extract-all", "--model", "toy", "--seq-len", "24,17", "--output-dir", "golden"),
+        ("neuron", "sweep", "--model", "toy", "--golden", "golden", *on_cpu, "--output-dir", "run"),
+        ("minimax_tools", "plan", "--model", "toy", *nodes, "--output", "plan.json"),
+        ("minimax_tools", "extract", "--plan", "plan.json", "--node", "a", "--output", "cut"),
+        ("compare", *sides, "--report-path", "report"),
+    ):
+        command = CommandLine(package=package, words=tuple(words))
+        exit_code, errors = command.run(folder)
+        if exit_code not in (0, 1):
+            raise RuntimeError(f"{command} did not run: {errors}")
+        if words[-1] not in ("toy", "plan.json"):
+            yield command
 
 
 def run_deaths(scratch: Path, seed: int, *, num_rounds: int = _NUM_ROUNDS) -> Tally:
@@ -40,10 +97,9 @@ def run_deaths(scratch: Path, seed: int, *, num_rounds: int = _NUM_ROUNDS) -> Ta
     )
     draws = random.Random(seed)
     num_killed = 0
-    for command in make_commands(scratch):
-        # A plan is one file, and other commands print alone.
-        if command.output is not None and not command.output.suffix:
-            num_killed += _torture(command, command.output, scratch, tally, draws, num_rounds=num_rounds)
+    for command in list(make_commands(scratch)):
+        place = scratch / command.words[-1]
+        num_killed += _torture(command, place, scratch, tally, draws, num_rounds=num_rounds)
     tally.figures["kills"] = num_killed
     return tally
 
@@ -55,7 +111,7 @@ def _torture(
     shutil.rmtree(place, ignore_errors=True)
     beside = set(folder.iterdir())
     began_s = time.monotonic()
-    undisturbed = command.run(folder)
+    undisturbed, _ = command.run(folder)
     whole_s = time.monotonic() - began_s
     expected = read_content(place)
     num_killed = 0
@@ -63,17 +119,14 @@ def _torture(
         shutil.rmtree(place, ignore_errors=True)
         for _ in range(draws.randint(1, _MOST_KILLS)):
             moment_s = draws.uniform(0.0, whole_s)
-            what = f"{name_command(command)}, round {number}, at {moment_s:.2f} s"
+            what = f"{command}, round {number}, at {moment_s:.2f} s"
             num_killed += _kill(command, folder, moment_s)
             half = _find_half(place, expected)
             tally.check(half is None, f"{what}: {half}")
         # What came to its end before the kill is not always made again.
-        ends_well = {undisturbed.returncode, *((2,) if read_content(place) == expected else ())}
-        again = command.run(folder)
-        tally.check(
-            again.returncode in ends_well,
-            f"{what}: then {again.returncode}: {again.stderr[-300:]}",
-        )
+        ends_well = {undisturbed, *((2,) if read_content(place) == expected else ())}
+        again, errors = command.run(folder)
+        tally.check(again in ends_well, f"{what}: then {again}: {errors[-300:]}")
         found = read_content(place)
         differing = sorted(
             name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name)
@@ -93,7 +146,7 @@ def _kill(command: CommandLine, folder: Path, moment_s: float) -> bool:
         started = psutil.Process(process.pid)
         for one in (*started.children(recursive=True), started):
             one.kill()
-        process.communicate(timeout=DEADLINE_S)
+        process.communicate(timeout=_DEADLINE_S)
         return True
     return False
 

@@ -5,7 +5,7 @@
 | model-*.safetensors, config.json, tokenizer.json | the checkpoint |
 | held_out.json | rows of held-out text, for --prompts-file |
 | held_out.txt | all held-out text |
-| training.json | options, text, versions, losses, experts |
+| training.json | options, text, versions, losses |
 """
 
 from __future__ import annotations
@@ -28,9 +28,16 @@ from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.synthetic.checkpoint import plan_tensors, write_json, write_shards
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer, save_tokenizer
-from training.evaluation import HeldOutEvaluation, Rivals, evaluate, measure_rivals
 from training.text import Corpus, TokenStream, read_corpus
-from training.trainee import Trainee, TrainingCourse, TrainingOptions, plant_massive_channels, train
+from training.trainee import (
+    HeldOutEvaluation,
+    Trainee,
+    TrainingCourse,
+    TrainingOptions,
+    evaluate,
+    plant_massive_channels,
+    train,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +68,6 @@ class LearnedModel:
     folders: tuple[Path, ...]  # its checkpoints
     course: TrainingCourse  # length and last loss of the training
     corpus: Corpus
-    rivals: Rivals  # bits per byte of the held-out text in codes without a model
     before: HeldOutEvaluation  # of the untrained model
     after: HeldOutEvaluation  # of the trained model
 
@@ -99,7 +105,6 @@ def train_checkpoint(outputs: dict[Path, torch.dtype], recipe: Recipe) -> Learne
         folders=tuple(outputs),
         course=course,
         corpus=corpus,
-        rivals=measure_rivals(corpus),
         before=before,
         after=_evaluate(trainee, held_out, recipe),
     )
@@ -117,13 +122,7 @@ def _check_outputs(outputs: dict[Path, torch.dtype], model: SyntheticModel) -> N
 
 
 def _evaluate(trainee: Trainee, text: TokenStream, recipe: Recipe) -> HeldOutEvaluation:
-    return evaluate(
-        trainee,
-        text,
-        length=recipe.options.seq_len,
-        num_experts=recipe.model.num_local_experts,
-        seed=recipe.options.seed,
-    )
+    return evaluate(trainee, text, length=recipe.options.seq_len, seed=recipe.options.seed)
 
 
 def _write(
@@ -172,7 +171,6 @@ def _training_record(learned: LearnedModel) -> dict[str, Any]:
             "sha256": learned.corpus.sha256,
         },
         "course": asdict(learned.course),
-        "rivals": asdict(learned.rivals),
         "before": asdict(learned.before),
         "after": asdict(learned.after),
         "machine": {

@@ -1,4 +1,4 @@
-"""Trainee: transformers' MiniMax-M2 in float32, with its loss, its choice of experts, its tensors, and its training.
+"""Trainee: transformers' MiniMax-M2 in float32, with its tensors, its training, and its bits per byte of held-out text.
 
 AdamW learns next tokens. Only the load of the experts moves the router's bias. With the same options, text, torch and
 number of threads the weights are the same bit for bit.
@@ -42,6 +42,9 @@ _ORDINARY_RMS = 0.5
 _MAGNITUDES = (32.0, -28.0, 24.0, -20.0)
 # Magnitude of a massive channel after a norm; an ordinary channel has 1.
 _MASSIVE_AFTER_NORM = 2.0
+
+# Most tokens that are evaluated, and rows of a batch: they trade precision and memory for time.
+_MOST_EVALUATED, _ROWS_AT_ONCE = 32_768, 8
 
 # A function that returns other experts [T,k] for a layer's choice [T,k].
 Reroute = Callable[[torch.Tensor], torch.Tensor]
@@ -198,6 +201,38 @@ def train(trainee: Trainee, text: TokenStream, options: TrainingOptions) -> Trai
         loss=mean_loss,
         duration_s=time.monotonic() - started_s,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutEvaluation:
+    """Results of a model on held-out text. Experts are specialised if bits rise where tokens go to others' experts."""
+
+    num_tokens: int  # that are predicted
+    bits_per_byte: float
+    bits_per_byte_random_experts: float  # the same if each token goes to the experts of another, random token
+
+
+@torch.no_grad()
+def evaluate(trainee: Trainee, text: TokenStream, *, length: int, seed: int) -> HeldOutEvaluation:
+    """Evaluate a model on at most 32 768 tokens of held-out `text`, in rows of `length` tokens; `seed` shuffles."""
+    rows = text.cut_rows(length=length + 1, most=max(1, _MOST_EVALUATED // length))
+    generator = torch.Generator().manual_seed(seed)
+    trainee.module.eval()
+    loss = _mean_loss(trainee, rows)
+    with trainee.rerouted(lambda experts: experts[torch.randperm(len(experts), generator=generator)]):
+        random_loss = _mean_loss(trainee, rows)
+    bits_per_byte_of_a_nat = 1 / math.log(2) / text.bytes_per_token
+    return HeldOutEvaluation(
+        num_tokens=rows[:, 1:].numel(),
+        bits_per_byte=loss * bits_per_byte_of_a_nat,
+        bits_per_byte_random_experts=random_loss * bits_per_byte_of_a_nat,
+    )
+
+
+def _mean_loss(trainee: Trainee, rows: torch.Tensor) -> float:
+    """Return the mean loss in nats per token."""
+    losses = [trainee.token_losses(batch).flatten() for batch in rows.split(_ROWS_AT_ONCE)]
+    return float(torch.cat(losses).double().mean())
 
 
 def _train_step(

@@ -77,30 +77,24 @@ def test_case_that_changes_nothing_is_refused(cases: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_script_writes_cases_without_the_key_and_judges_a_repair(tmp_path: Path) -> None:
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, str(SCRIPTS / "measure_skill.py"), *map(str, words)]
-        return subprocess.run(line, capture_output=True, text=True, check=False)
-
-    done = run("write", "--output", tmp_path / "cases")
+def test_script_writes_cases_without_the_key_and_a_golden_that_judges_a_repair(
+    command: Command, tmp_path: Path
+) -> None:
+    script = [sys.executable, SCRIPTS / "measure_skill.py", "--output", tmp_path / "cases"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "cases" / "case_2"
-    split = [tmp_path / "cases" / "bin" / "mm2-split", "--help"]
-    for place in (folder, folder / "golden", tmp_path):
-        assert subprocess.run(split, cwd=place, capture_output=True, check=False).returncode == 0
+    folder, evaluator = tmp_path / "cases" / "case_2", tmp_path / "cases" / "evaluator"
     assert sorted(path.name for path in folder.iterdir()) == ["golden", "model", "port.py"]
-    key = json.loads((tmp_path / "cases" / "evaluator" / "key.json").read_text())
+    key = json.loads((evaluator / "key.json").read_text())
     assert [entry["case"] for entry in key] == list(range(1, NUM_CASES + 1))
     port = (folder / "port.py").read_text()
     assert key[1]["what"] not in port
     assert "evaluator" not in (folder / "golden" / "manifest.json").read_text()
-
-    wrong = run("judge", "--output", tmp_path / "cases", 2)
-    assert (wrong.returncode, "case 2: not repaired: fail" in wrong.stdout) == (1, True), wrong.stderr
-    (folder / "port.py").write_text(port.replace(key[1]["wrong"], key[1]["repair"]))
-    repaired = run("judge", "--output", tmp_path / "cases", 2)
-    assert (repaired.returncode, "case 2: repaired: pass" in repaired.stdout) == (0, True), repaired.stderr
-    assert "2 commands of mm2" in repaired.stdout
-    (folder / "port.py").write_text("no python")
-    broken = run("judge", "--output", tmp_path / "cases", 2)
-    assert (broken.returncode, "not repaired: incomparable" in broken.stdout) == (1, True)
+    repaired = port.replace(key[1]["wrong"], key[1]["repair"])
+    for source, exit_code in ((port, 1), (repaired, 0)):
+        judged = sweep(
+            command, source, evaluator / "model", evaluator / "hidden_golden", folder, "--overwrite"
+        )
+        assert judged.exit_code == exit_code
+    record = json.loads(judged.stdout)
+    assert (record["verdict"], record["compared"]) == ("pass", record["of"])
