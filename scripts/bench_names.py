@@ -112,7 +112,7 @@ def main() -> int:
                 for group in arguments.groups
                 for plant in GROUPS[group]
                 if not arguments.mistakes or plant.name in arguments.mistakes
-            ][arguments.part[0] :: arguments.part[1]]
+            ]
             found = {plant.name: journal.find(f"{request.name}: {plant.name}") for _, plant in plants}
             cases += [case for known in found.values() for case in known or ()]
             missing = [(group, plant) for group, plant in plants if found[plant.name] is None]
@@ -250,14 +250,6 @@ def _parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=tuple(GROUPS))
     parser.add_argument("--mistakes", nargs="*", default=(), metavar="NAME", help="mistakes (default: all)")
-    parser.add_argument(
-        "--part",
-        type=int,
-        nargs=2,
-        default=(0, 1),
-        metavar=("K", "N"),
-        help="every N-th mistake from the K-th on; journals of all parts, put together, are one (default: all)",
-    )
     parser.add_argument("--drawn", type=int, default=2, help="number of drawn models (default: %(default)s)")
     parser.add_argument(
         "--model", nargs="+", type=Path, default=(), metavar="DIR", help="folders of trained models"

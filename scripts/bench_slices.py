@@ -2,7 +2,7 @@
 
 | group | measures |
 |---|---|
-| planning | plans that are found, valid, near the optimum, and quick |
+| planning | plans that are found, valid and quick |
 | extracting | speed of cutting a slice out, against `cp`, and its memory |
 | running | bytes that a rank reads, and time of two ranks against one process |
 

@@ -13,6 +13,35 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2DecoderLayer, MiniMaxM2RotaryEmbedding
 
 
+def make_config(config, *, attention, experts):
+    """Return transformers' configuration of a model, with these implementations."""
+    known = {name: value for name, value in vars(config).items() if name in MiniMaxM2Config.__annotations__}
+    own = MiniMaxM2Config(**known, rotary_dim=config.rotary_dim, rope_theta=config.rope_theta)
+    own._attn_implementation, own._experts_implementation = attention, experts
+    return own
+
+
+def keep_in_float32(moe):
+    """Let the router's gate and bias be float32."""
+    moe.gate.weight = nn.Parameter(moe.gate.weight.float())
+    moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.float())
+
+
+def by_own_names(tensors, config, prefix):
+    """Return a layer's tensors by transformers' names: `mlp` for `block_sparse_moe`, the experts stacked."""
+    state = {
+        prefix + name.replace("block_sparse_moe.", "mlp."): tensors[name]
+        for name in tensors
+        if ".experts." not in name
+    }
+    experts = [f"block_sparse_moe.experts.{expert}." for expert in range(config.num_local_experts)]
+    state[prefix + "mlp.experts.gate_up_proj"] = torch.stack(
+        [torch.cat((tensors[name + "w1.weight"], tensors[name + "w3.weight"])) for name in experts]
+    )
+    state[prefix + "mlp.experts.down_proj"] = torch.stack([tensors[name + "w2.weight"] for name in experts])
+    return state
+
+
 class _Layer(nn.Module):
     """transformers' layer with its mask and its rotary embedding; router gate and bias stay in float32."""
 
@@ -38,31 +67,16 @@ class _Layer(nn.Module):
 
     def __init__(self, config, layer_idx):
         super().__init__()
-        known = {
-            name: value for name, value in vars(config).items() if name in MiniMaxM2Config.__annotations__
-        }
-        self.config = MiniMaxM2Config(**known, rotary_dim=config.rotary_dim, rope_theta=config.rope_theta)
-        self.config._attn_implementation = self.attn_implementation
-        self.config._experts_implementation = self.experts_implementation
+        self.config = make_config(
+            config, attention=self.attn_implementation, experts=self.experts_implementation
+        )
         self.layer = MiniMaxM2DecoderLayer(self.config, layer_idx)
-        moe = self.layer.mlp
-        moe.gate.weight = nn.Parameter(moe.gate.weight.float())
-        moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.float())
+        keep_in_float32(self.layer.mlp)
         self.rotary = MiniMaxM2RotaryEmbedding(self.config)
 
     def convert_state_dict(self, tensors, config, layer_idx):
-        """Return the tensors by transformers' names: `mlp` for `block_sparse_moe`, the experts stacked."""
-        state = {
-            "layer." + name.replace("block_sparse_moe.", "mlp."): tensors[name]
-            for name in tensors
-            if ".experts." not in name
-        }
-        experts = [f"block_sparse_moe.experts.{expert}." for expert in range(config.num_local_experts)]
-        state["layer.mlp.experts.gate_up_proj"] = torch.stack(
-            [torch.cat((tensors[name + "w1.weight"], tensors[name + "w3.weight"])) for name in experts]
-        )
-        state["layer.mlp.experts.down_proj"] = torch.stack([tensors[name + "w2.weight"] for name in experts])
-        return state
+        """Return the tensors by transformers' names."""
+        return by_own_names(tensors, config, "layer.")
 
     def forward(self, hidden_states, attention_mask, position_ids):
         """Map [B,S,H] to [B,S,H]."""

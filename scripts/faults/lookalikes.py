@@ -15,7 +15,19 @@ import torch
 from torch.nn import functional
 
 from faults.arithmetic import Arithmetic, Tap
-from faults.plant import Plant, on_half, replace_fused, replace_site, replace_stages, replace_weights, scaled
+from faults.plant import (
+    Change,
+    Plant,
+    Stage,
+    State,
+    Tensor,
+    on_half,
+    replace_fused,
+    replace_site,
+    replace_stages,
+    replace_weights,
+    scaled,
+)
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
@@ -28,10 +40,10 @@ _EXPERTS, _WEIGHTS = (Site.ROUTER_EXPERTS,), (Site.ROUTER_WEIGHTS,)
 _SCORES = ("attention_scale", "q_norm_scaled", "k_norm_scaled")
 
 
-def _normalise(*, over: int = 0, power: float = 0.5, eps_outside: float = 0.0) -> Callable[..., torch.Tensor]:
+def _normalise(*, over: int = 0, power: float = 0.5, eps_outside: float = 0.0) -> Stage:
     """Divide the sum of squares by `over` channels more, take another root, or add an epsilon to the root."""
 
-    def stage(_: Any, layer: Arithmetic, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def stage(_: Any, layer: Arithmetic, states: Tensor, weight: Tensor) -> Tensor:
         exact = states.float()
         mean = exact.pow(2).sum(-1, keepdim=True) / (exact.shape[-1] + over) + layer.eps()
         return weight * (exact / (mean**power + eps_outside)).to(states.dtype)
@@ -39,60 +51,56 @@ def _normalise(*, over: int = 0, power: float = 0.5, eps_outside: float = 0.0) -
     return stage
 
 
-def _norm_of(site: Site, **options: Any) -> dict[str, Callable[..., torch.Tensor]]:
+def _norm_of(site: Site, **options: Any) -> dict[str, Stage]:
     """Replace one norm alone by `_normalise`."""
     norm, name = _normalise(**options), str(site)
 
-    def stage(_: Any, layer: Arithmetic, states: torch.Tensor, *__: Any) -> torch.Tensor:
+    def stage(_: Any, layer: Arithmetic, states: Tensor, *__: Any) -> Any:
         return norm(None, layer, states, getattr(layer.weights, name))
 
     return {name: stage}
 
 
-def _eps_of(site: Site, eps: float) -> dict[str, Callable[..., torch.Tensor]]:
+def _eps_of(site: Site, eps: float) -> dict[str, Stage]:
     """Give one norm alone another epsilon."""
     name = str(site)
 
-    def stage(_: Any, layer: Arithmetic, states: torch.Tensor, *__: Any) -> torch.Tensor:
+    def stage(_: Any, layer: Arithmetic, states: Tensor, *__: Any) -> Tensor:
         exact = states.float()
         normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
-        weight: torch.Tensor = getattr(layer.weights, name)
+        weight: Tensor = getattr(layer.weights, name)
         return weight * normed.to(states.dtype)
 
     return {name: stage}
 
 
-def _seen(rule: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _seen(rule: Callable[[Tensor, Tensor], Tensor]) -> Stage:
     """Let a query in column q see the key in column k, of those that it should see, where `rule(q, k)` says so."""
 
-    def stage(
-        right: Callable[..., torch.Tensor], _: Any, length: int, count: int, device: Any
-    ) -> torch.Tensor:
+    def stage(right: Stage, _: Any, length: int, count: int, device: Any) -> Any:
         columns = torch.arange(length, device=device)
         return right(length, count, device) & rule(columns[length - count :, None], columns)
 
     return stage
 
 
-def _seen_by_heads(window: int) -> Callable[..., torch.Tensor]:
+def _seen_by_heads(window: int) -> Stage:
     """Give the second half of the heads a window."""
 
-    def stage(
-        right: Callable[..., torch.Tensor], layer: Arithmetic, mask: torch.Tensor, count: int
-    ) -> torch.Tensor:
+    def stage(right: Stage, layer: Arithmetic, mask: Tensor, count: int) -> Tensor:
         columns, num_heads = torch.arange(mask.shape[1]), layer.config.num_attention_heads
         near = columns > columns[len(columns) - count :, None] - window
         is_first_half = torch.arange(num_heads)[:, None, None] < num_heads // 2
-        visible: torch.Tensor = right(mask, count) & (is_first_half | near)
+        visible: Tensor = right(mask, count) & (is_first_half | near)
         return visible
 
     return stage
 
 
-def _turned_apart(query: float, key: float) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _turned_apart(query: float, key: float) -> Stage:
     """Rotate queries and keys by positions that are `query` and `key` off."""
 
-    def stage(_: Any, layer: Arithmetic, q: torch.Tensor, k: torch.Tensor, at: torch.Tensor, tap: Tap) -> Any:
+    def stage(_: Any, layer: Arithmetic, q: Tensor, k: Tensor, at: Tensor, tap: Tap) -> Any:
         q, k = tap("q_norm", layer.q_norm(q)), tap("k_norm", layer.k_norm(k))
         return (
             tap("q_rope", layer.rotate(layer.heads(q), at + query)),
@@ -102,13 +110,11 @@ def _turned_apart(query: float, key: float) -> Callable[..., tuple[torch.Tensor,
     return stage
 
 
-def _frequencies(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _frequencies(change: Change) -> Stage:
     return lambda right, _, device: change(right(device))
 
 
-def _rows_by(
-    change: Callable[[torch.Tensor, int], torch.Tensor], *names: str
-) -> Callable[[LayerTensors, Any], None]:
+def _rows_by(change: Callable[[Tensor, int], Tensor], *names: str) -> Callable[[LayerTensors, Any], None]:
     """Change the rows of weights, seen as heads [heads,D,…]."""
 
     def edit(tensors: LayerTensors, config: Any) -> None:
@@ -119,13 +125,11 @@ def _rows_by(
     return edit
 
 
-def _rolled(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _rolled(by: int) -> Change:
     return lambda value: value.roll(by, 0)
 
 
-def _of_tensor(
-    name: str, change: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[LayerTensors, Any], None]:
+def _of_tensor(name: str, change: Change) -> Callable[[LayerTensors, Any], None]:
     def edit(tensors: LayerTensors, _: Any) -> None:
         tensors[f"self_attn.{name}.weight"] = change(tensors[f"self_attn.{name}.weight"])
 
@@ -133,11 +137,7 @@ def _of_tensor(
 
 
 def _norms() -> Iterator[Plant]:
-    for site, factor in (
-        (Site.POST_NORM, 0.97),
-        (Site.POST_NORM, 1.5),
-        (Site.ATTN_RESIDUAL, 1.01),
-    ):
+    for site, factor in ((Site.POST_NORM, 0.97), (Site.POST_NORM, 1.5), (Site.ATTN_RESIDUAL, 1.01)):
         yield replace_site(f"{site} × {factor}", site, scaled(factor))
     # Norms of queries and keys hide the scale: values alone keep it.
     for factor in (1.03, 0.9):
@@ -149,10 +149,7 @@ def _norms() -> Iterator[Plant]:
         )
     # Values that are all scaled give this context exactly.
     yield replace_site(
-        "attn_context × 1.1",
-        Site.ATTN_CONTEXT,
-        scaled(1.1),
-        *("attention_delta_scaled", "projection_scaled"),
+        "attn_context × 1.1", Site.ATTN_CONTEXT, scaled(1.1), *("attention_delta_scaled", "projection_scaled")
     )
     yield replace_site("q_rope × 0.95", Site.Q_ROPE, scaled(0.95), *_SCORES)
     yield replace_site("k_rope × 1.05", Site.K_ROPE, scaled(1.05), *_SCORES)
@@ -218,10 +215,10 @@ def _rotary() -> Iterator[Plant]:
         )
 
 
-def _rotate_fewer(width: int) -> Callable[..., torch.Tensor]:
+def _rotate_fewer(width: int) -> Stage:
     """Rotate by no angle the pairs behind the first `width` / 2."""
 
-    def stage(_: Any, layer: Arithmetic, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def stage(_: Any, layer: Arithmetic, heads: Tensor, positions: Tensor) -> Tensor:
         full, angles = layer.rotary_width(), layer.angles(positions)
         angles = torch.where(torch.arange(angles.shape[-1]) < width // 2, angles, 0.0)
         return torch.cat((layer.turn(heads[..., :full], angles), heads[..., full:]), dim=-1)
@@ -279,23 +276,21 @@ def _attention() -> Iterator[Plant]:
     yield replace_site("v_proj in 8 bits", Site.V_PROJ, lambda x: (x * 16).round() / 16)
 
 
-def _activation(
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> Callable[..., torch.Tensor]:
+def _activation(function: Callable[[Tensor, Tensor], Tensor]) -> Stage:
     return lambda _, __, gate, up: function(gate.float(), up.float()).to(gate.dtype)
 
 
-def _half_of_experts(state: dict[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _half_of_experts(state: State, change: Change) -> None:
     """Change [gate | up], [E/2,2I,H], of the second half of the experts."""
     half = len(state["gate_up"]) // 2
     state["gate_up"][half:] = change(state["gate_up"][half:])
 
 
-def _swapped(both: torch.Tensor) -> torch.Tensor:
+def _swapped(both: Tensor) -> Tensor:
     return torch.cat(both.chunk(2, 1)[::-1], 1)
 
 
-def _interleaved(both: torch.Tensor) -> torch.Tensor:
+def _interleaved(both: Tensor) -> Tensor:
     return torch.stack(both.chunk(2, 1), 2).flatten(1, 2)
 
 
@@ -341,9 +336,7 @@ def _router() -> Iterator[Plant]:
     yield replace_stages("expert numbers made even", _EXPERTS, best=even)
 
 
-def _next_for_last(
-    right: Callable[[torch.Tensor], torch.Tensor], layer: Arithmetic, biased: torch.Tensor
-) -> torch.Tensor:
+def _next_for_last(right: Change, layer: Arithmetic, biased: Tensor) -> Tensor:
     following = biased.topk(layer.config.num_experts_per_tok + 1).indices[:, -1:]
     return torch.cat((right(biased)[:, :-1], following), 1)
 

@@ -14,73 +14,67 @@ import torch
 from torch.nn import functional
 
 from faults.arithmetic import Arithmetic
-from faults.plant import Plant, replace_fused, replace_stages, replace_weights
+from faults.plant import Plant, Stage, State, Tensor, replace_fused, replace_stages, replace_weights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 
 _MOE, _EXPERTS, _CONTEXT = (Site.MOE_DELTA,), (Site.ROUTER_EXPERTS,), (Site.ATTN_CONTEXT,)
 _NUM_RANKS = 2
-_Mix = Callable[..., torch.Tensor]
 
 
-def _factors(count: int, low: float, high: float) -> torch.Tensor:
+def _factors(count: int, low: float, high: float) -> Tensor:
     """Draw a factor for each expert, [count,1,1]."""
     drawn = torch.rand(count, 1, 1, generator=torch.Generator().manual_seed(count))
     return low + (high - low) * drawn
 
 
-def _scale(state: dict[str, torch.Tensor], matrix: str, low: float, high: float) -> None:
+def _scale(state: State, matrix: str, low: float, high: float) -> None:
     """Scale one matrix of each expert by its own factor."""
     gate, up = state["gate_up"].chunk(2, 1)
     part = {"w1": gate, "w3": up, "w2": state["down"]}[matrix]
     part.copy_((part.float() * _factors(len(part), low, high)).to(part.dtype))
 
 
-def _reorder(state: dict[str, torch.Tensor], order: Callable[[int], torch.Tensor]) -> None:
+def _reorder(state: State, order: Callable[[int], Tensor]) -> None:
     places = order(len(state["down"]))
     for name in ("gate_up", "down"):
         state[name] = state[name][places]
 
 
-def _shuffled(count: int) -> torch.Tensor:
+def _shuffled(count: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(count))
 
 
-def _last_before_last(count: int) -> torch.Tensor:
+def _last_before_last(count: int) -> Tensor:
     return torch.cat((torch.arange(count - 1), torch.tensor([count - 2])))
 
 
-def _zero(state: dict[str, torch.Tensor], *experts: int) -> None:
+def _zero(state: State, *experts: int) -> None:
     state["down"][list(experts)] = 0
 
 
-def _interleave_half(state: dict[str, torch.Tensor]) -> None:
+def _interleave_half(state: State) -> None:
     """Let gate and up rows take turns in the second half of the experts."""
     half = len(state["gate_up"]) // 2
     later = state["gate_up"][half:]
     state["gate_up"][half:] = torch.stack(later.chunk(2, 1), 2).flatten(1, 2)
 
 
-def _transpose_call(right: Callable[..., torch.Tensor], _: Any, moe: torch.Tensor, mask: torch.Tensor) -> Any:
+def _transpose_call(right: Stage, _: Any, moe: Tensor, mask: Tensor) -> Any:
     """Read [S,B,H] as [B,S,H]."""
     return right(moe, mask).transpose(0, 1).reshape(moe.shape)
 
 
-def _unpermute_twice(right: _Mix, _: Any, tokens: torch.Tensor, experts: torch.Tensor, *rest: Any) -> Any:
+def _unpermute_twice(right: Stage, _: Any, tokens: Tensor, experts: Tensor, *rest: Any) -> Any:
     """Put sorted tokens back by the order of the sort, and not by its inverse."""
     order = experts[:, 0].argsort(stable=True)
     return right(tokens, experts, *rest)[order][order]
 
 
 def _add_parts_of_ranks(
-    right: _Mix,
-    layer: Any,
-    tokens: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    real: torch.Tensor,
-) -> torch.Tensor:
+    right: Stage, layer: Any, tokens: Tensor, experts: Tensor, weights: Tensor, real: Tensor
+) -> Tensor:
     """Divide tokens and the experts' width among ranks, and add what the ranks give."""
     size = -(-len(tokens) // _NUM_RANKS)
     total = torch.zeros(size, tokens.shape[1])
@@ -92,14 +86,14 @@ def _add_parts_of_ranks(
     return total.to(tokens.dtype).repeat(_NUM_RANKS, 1)[: len(tokens)]
 
 
-def _activate_on_rank(right: _Mix, layer: Any, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
+def _activate_on_rank(right: Stage, layer: Any, tokens: Tensor, slab: slice) -> Tensor:
     inner = right(tokens, slab)
     is_own = torch.arange(inner.shape[-1]) * _NUM_RANKS // inner.shape[-1] == layer.rank
-    own: torch.Tensor = inner * is_own.to(inner.dtype)
+    own: Tensor = inner * is_own.to(inner.dtype)
     return own
 
 
-def _add_heads_of_ranks(right: Callable[..., torch.Tensor], layer: Arithmetic, context: torch.Tensor) -> Any:
+def _add_heads_of_ranks(right: Stage, layer: Arithmetic, context: Tensor) -> Any:
     """Divide tokens and heads among ranks behind attention, and add what the ranks give."""
     flat, weight = context.flatten(0, 1), layer.weights.o_proj
     size, width = len(flat) // _NUM_RANKS, weight.shape[1] // _NUM_RANKS
@@ -114,8 +108,8 @@ def _add_heads_of_ranks(right: Callable[..., torch.Tensor], layer: Arithmetic, c
     )
 
 
-def _choose_from_groups(masked: float) -> Callable[..., torch.Tensor]:
-    def best(right: Callable[..., torch.Tensor], _: Any, biased: torch.Tensor) -> torch.Tensor:
+def _choose_from_groups(masked: float) -> Stage:
+    def best(right: Stage, _: Any, biased: Tensor) -> Any:
         num_groups = 8 if biased.shape[-1] >= 16 else 4
         groups = biased.unflatten(-1, (num_groups, -1))
         kept = groups.topk(2, dim=-1).values.sum(-1).topk(num_groups // 2, dim=-1).indices
@@ -125,22 +119,18 @@ def _choose_from_groups(masked: float) -> Callable[..., torch.Tensor]:
     return best
 
 
-def _divide_key_by_eps(_: Any, layer: Arithmetic, flat: torch.Tensor) -> torch.Tensor:
-    divided: torch.Tensor = flat.float() / math.sqrt(layer.eps())
+def _divide_key_by_eps(_: Any, layer: Arithmetic, flat: Tensor) -> Tensor:
+    divided: Tensor = flat.float() / math.sqrt(layer.eps())
     return layer.weights.k_norm * divided.to(flat.dtype)
 
 
-def _cap(right: Callable[..., torch.Tensor], _: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _cap(right: Stage, _: Any, q: Tensor, k: Tensor) -> Tensor:
     return 2 * torch.tanh(right(q, k) / 2)
 
 
 def _keep_within_capacity(
-    right: Callable[..., torch.Tensor],
-    layer: Arithmetic,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    real: Any,
-) -> torch.Tensor:
+    right: Stage, layer: Arithmetic, experts: Tensor, weights: Tensor, real: Any
+) -> Tensor:
     shares = right(experts, weights, real)
     is_chosen = functional.one_hot(experts, shares.shape[1]).sum(1)
     capacity = -(-experts.numel() // shares.shape[1])
@@ -166,12 +156,12 @@ def _smooth(tensors: LayerTensors, config: Any, *, gate: bool, experts: bool) ->
             tensors[name] = (tensors[name].float() * scale).bfloat16()
 
 
-def _norm_half(_: Any, layer: Arithmetic, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _norm_half(_: Any, layer: Arithmetic, flat: Tensor, weight: Tensor) -> Tensor:
     ones = torch.ones((), dtype=weight.dtype)
     return weight * layer.normalise(flat.unflatten(-1, (2, -1)), ones).flatten(-2)
 
 
-def _swap(state: dict[str, torch.Tensor]) -> None:
+def _swap(state: State) -> None:
     state["gate_up"] = torch.cat(state["gate_up"].chunk(2, 1)[::-1], 1)
     state["bias"] = state["bias"].bfloat16().float()
 
@@ -217,9 +207,7 @@ PLANTS: tuple[Plant, ...] = (
     replace_stages("mlx-lm#898", (Site.Q_NORM, Site.K_NORM), "qk_norm_per_rank", head_norm=_norm_half),
     replace(
         replace_weights(
-            "llm-compressor#2451",
-            (Site.ROUTER_LOGITS,),
-            lambda t, c: _smooth(t, c, gate=False, experts=True),
+            "llm-compressor#2451", (Site.ROUTER_LOGITS,), lambda t, c: _smooth(t, c, gate=False, experts=True)
         ),
         told="is undone in moe_delta, and not here",
     ),

@@ -21,9 +21,10 @@ import chunks
 import passes
 import port
 import tensor_parallel_port
+import transformers_port
 from model_port import Model
 from torch.func import functional_call
-from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, StaticCache
+from transformers import MiniMaxM2ForCausalLM, StaticCache
 
 
 class TransformersSdpa(nn.Module):
@@ -34,55 +35,25 @@ class TransformersSdpa(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        known = {
-            name: value for name, value in vars(config).items() if name in MiniMaxM2Config.__annotations__
-        }
-        self.config = MiniMaxM2Config(**known, rotary_dim=config.rotary_dim, rope_theta=config.rope_theta)
-        self.config._attn_implementation = self.attn_implementation
-        self.config._experts_implementation = self.experts_implementation
+        self.config = transformers_port.make_config(
+            config, attention=self.attn_implementation, experts=self.experts_implementation
+        )
         self.whole = MiniMaxM2ForCausalLM(self.config)
         for layer in self.whole.model.layers:
-            # The router is float32 throughout.
-            layer.mlp.gate.weight = nn.Parameter(layer.mlp.gate.weight.float())
-            layer.mlp.e_score_correction_bias = nn.Buffer(layer.mlp.e_score_correction_bias.float())
+            transformers_port.keep_in_float32(layer.mlp)
+        of_layer = transformers_port.Same.sites
         self.sites = {
             "layers": "whole.model.layers",
             "embedding": "whole.model.embed_tokens",
             "final_norm": "whole.model.norm",
-            "input_norm": "input_layernorm",
-            "q_proj": "self_attn.q_proj",
-            "k_proj": "self_attn.k_proj",
-            "v_proj": "self_attn.v_proj",
-            "q_norm": "self_attn.q_norm",
-            "k_norm": "self_attn.k_norm",
-            "attn_context": "self_attn.o_proj:input",
-            "attn_delta": "self_attn.o_proj",
-            "attn_residual": "post_attention_layernorm:input",
-            "post_norm": "post_attention_layernorm",
-            "router_logits": "mlp.gate:output[0]",
-            "router_weights": "mlp.gate:output[1]",
-            "router_experts": "mlp.gate:output[2]",
-            "moe_delta": "mlp",
+            **{site: path.removeprefix("layer.") for site, path in of_layer.items()},
         }
 
     def convert_state_dict(self, tensors, config, layer_idx):
-        """Return the tensors by transformers' names: `mlp` for `block_sparse_moe`, the experts stacked."""
+        """Return the tensors by transformers' names."""
         if layer_idx is None:
             return {f"whole.{name}": tensors[name] for name in tensors}
-        prefix = f"whole.model.layers.{layer_idx}."
-        state = {
-            prefix + name.replace("block_sparse_moe.", "mlp."): tensors[name]
-            for name in tensors
-            if ".experts." not in name
-        }
-        experts = [f"block_sparse_moe.experts.{expert}." for expert in range(config.num_local_experts)]
-        state[prefix + "mlp.experts.gate_up_proj"] = torch.stack(
-            [torch.cat((tensors[name + "w1.weight"], tensors[name + "w3.weight"])) for name in experts]
-        )
-        state[prefix + "mlp.experts.down_proj"] = torch.stack(
-            [tensors[name + "w2.weight"] for name in experts]
-        )
-        return state
+        return transformers_port.by_own_names(tensors, config, f"whole.model.layers.{layer_idx}.")
 
     def new_cache(self):
         """Return what a prefill is given as past; None for transformers' choice."""

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.expected_tensors import TensorSize
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.model.weight_names import layer_of, layer_prefix
@@ -19,7 +18,7 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import full_size_checkpoint
-from full_size_checkpoint import PlannedShard, make_checkpoint, plan_shards
+from full_size_checkpoint import make_checkpoint, plan_shards
 
 DISTINCT = 3
 TOY = replace(SyntheticModel(), num_hidden_layers=8)
@@ -46,14 +45,6 @@ def test_plan_of_the_true_size_writes_a_thirteenth() -> None:
     assert len(plan) == 187
     assert sum(shard.data_bytes for shard in plan) == 230_121_630_720
     assert sum(shard.written_bytes for shard in plan) < 17.5e9
-
-
-def test_source_of_other_shapes_is_refused() -> None:
-    one, two = (
-        tuple(TensorSize(name=n, shape=(16, 16), dtype=FLOAT8_E4M3FN) for n in ns) for ns in ("a", "ab")
-    )
-    with pytest.raises(ValueError, match="differs from a.safetensors in shapes or dtypes"):
-        PlannedShard(file_name="b", tensors=one, source=PlannedShard(file_name="a.safetensors", tensors=two))
 
 
 def test_all_but_the_cloned_codes_is_what_a_whole_synthesis_writes(

@@ -1,8 +1,7 @@
-"""Rivals are what they are said to be: exo's rule, the seeds' figures, the best of all plans."""
+"""Rivals are what they are said to be: exo's rule and the seeds' figures."""
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from dataclasses import replace
@@ -61,13 +60,6 @@ def test_what_is_no_plan_is_invalid() -> None:
         (replace(first, has_embedding=False), second),
     ):
         assert not planning.is_valid(cost, nodes, wrong)
-
-
-def test_optimum_is_the_least_over_all_orders_and_divisions() -> None:
-    cost = model_of(4, 1, 1)
-    # The fast one takes the first layer, the slow one the two others: 2 s each. All on the fast one would take 3 s.
-    assert planning.find_optimum(cost, (node("slow", 1000), node("fast", 1000, 2.0))) == 2.0
-    assert math.isinf(planning.find_optimum(cost, (node("slow", 120), node("fast", 120, 2.0))))
 
 
 def test_clusters_are_drawn_so_that_a_division_fits() -> None:
