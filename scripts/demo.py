@@ -115,14 +115,13 @@ def _sweep(demo: Demo, *, target: str, name: str) -> int:
     """Run and judge all layers of a port; return the exit code: 0 if it is right, 1 if it differs."""
     sides = ("--model", demo.model, "--golden", demo.golden, "--target", target)
     options = ("--backend", demo.backend, "--output-dir", demo.device_run(name), "--quiet")
-    return _run("mm2-test", "sweep", *sides, *options, allowed=(0, 1))
+    return _run("mm2-test", "sweep", *sides, *options, allowed=(0, 1)).returncode
 
 
 def _diagnose(demo: Demo) -> bool:
     """Print the diagnosis; return whether it names the mistake."""
     words = ("mm2-diagnose", "--model", demo.model, *demo.sides("swapped"), "--quiet")
-    _show(*words)
-    printed = _read(*words, allowed=None)
+    printed = _run(*words, allowed=(0, 1), reads=True).stdout
     print(printed, end="")
     return f"Layer {FAULTY_LAYER} matches {FAULTY_NAME}" in printed
 
@@ -164,17 +163,17 @@ def _continue_real_text(demo: Demo) -> bool:
     return bool(port["verdict"] == "pass" and all(alike == compared for alike, compared in counts))
 
 
-def _json(*arguments: object) -> dict[str, Any]:
-    """Show a command, run it, and return what it prints with --json."""
-    _show(*arguments)
-    record: dict[str, Any] = json.loads(_read(*arguments, "--json", "--quiet", allowed=(0, 1)))
+def _json(*arguments: object, is_shown: bool = True) -> dict[str, Any]:
+    """Run a command, and return what it prints with --json."""
+    if is_shown:
+        _show(*arguments)
+    done = _run(*arguments, "--json", "--quiet", allowed=(0, 1), reads=True, is_shown=False)
+    record: dict[str, Any] = json.loads(done.stdout)
     return record
 
 
 def _comparison(demo: Demo, name: str, criteria: str) -> dict[str, Any]:
-    words = ("mm2-compare", *demo.sides(name), "--criteria", criteria, "--json", "--quiet")
-    record: dict[str, Any] = json.loads(_read(*words, allowed=None))
-    return record
+    return _json("mm2-compare", *demo.sides(name), "--criteria", criteria, is_shown=False)
 
 
 def _outputs(record: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -196,33 +195,24 @@ def _say(text: str) -> None:
     print(f"\n━━ {text}", flush=True)
 
 
-def _run(*arguments: object, allowed: tuple[int, ...] = (0,)) -> int:
-    """Show a command, run it, and return its exit code."""
-    _show(*arguments)
+def _run(
+    *arguments: object, allowed: tuple[int, ...] = (0,), reads: bool = False, is_shown: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Show a command and run it; its output is printed, or returned if it `reads` it."""
+    if is_shown:
+        _show(*arguments)
     name, *rest = map(str, arguments)
-    code = subprocess.run([_command(name), *rest], check=False).returncode
-    if code not in allowed:
-        sys.exit(f"{name} ended with {code}")
-    return code
-
-
-def _read(*arguments: object, allowed: tuple[int, ...] | None) -> str:
-    """Run a command, and return its output; None allows any exit code."""
-    name, *rest = map(str, arguments)
-    result = subprocess.run([_command(name), *rest], stdout=subprocess.PIPE, text=True, check=False)
-    if allowed is not None and result.returncode not in allowed:
-        sys.exit(f"{name} ended with {result.returncode}")
-    return result.stdout
+    # The command installed beside this Python, else the one on the path.
+    beside = Path(sys.executable).parent / name
+    words = [str(beside) if beside.exists() else name, *rest]
+    done = subprocess.run(words, stdout=subprocess.PIPE if reads else None, text=True, check=False)
+    if done.returncode not in allowed:
+        sys.exit(f"{name} ended with {done.returncode}")
+    return done
 
 
 def _show(*arguments: object) -> None:
     print("$ " + shlex.join(map(str, arguments)), flush=True)
-
-
-def _command(name: str) -> str:
-    """Return the command installed beside this Python, else its bare name for the path."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else name
 
 
 if __name__ == "__main__":

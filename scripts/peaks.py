@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -81,9 +81,15 @@ def watch(
     )
 
 
-def watch_package(package: str, *words: str) -> Watched:
-    """Run the program of one of this repository's packages, as `python -m PACKAGE WORDS`, and watch it."""
-    return watch([sys.executable, "-m", package, *words], environment=package_environment())
+def watch_package(package: str, *words: str, expected: Collection[int] = (0,)) -> Watched:
+    """Run the program of one of this repository's packages, as `python -m PACKAGE WORDS`, and watch it.
+
+    Raises:
+        AssertionError: It ends with another exit code than those expected.
+    """
+    watched = watch([sys.executable, "-m", package, *words], environment=package_environment())
+    assert watched.exit_code in expected, f"{package} {' '.join(words)} ended with {watched.exit_code}"
+    return watched
 
 
 def package_environment() -> dict[str, str]:

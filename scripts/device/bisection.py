@@ -40,17 +40,9 @@ def measure(scale: str) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="mm2-bisection-") as folder:
         scratch = Path(folder)
         write_model(scratch / "model", NARROW)
-        words = (
-            "--seq-len",
-            _LENGTHS[scale],
-            "--sites",
-            "layer",
-            "--noise-floor",
-            "stats",
-            "--floor-variants",
-            "0",
-        )
-        ground = Ground.make(scratch / "model", scratch, "extract-all", *words, name="narrow")
+        rows = ("--seq-len", _LENGTHS[scale], "--sites", "layer")
+        floor = ("--noise-floor", "stats", "--floor-variants", "0")
+        ground = Ground.make(scratch / "model", scratch, "extract-all", *rows, *floor, name="narrow")
         singles = {layer: _bisect(ground, {layer}) for layer in _SINGLE_CULPRITS[scale]}
         three = _bisect(ground, _THREE_CULPRITS, "--all")
         clean = _bisect(ground, ())
