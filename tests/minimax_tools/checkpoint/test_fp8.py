@@ -13,6 +13,7 @@ from minimax_tools.model.spec import ModelSpec
 ALL_CODES = torch.stack([torch.arange(256).roll(row) for row in range(128)]).to(torch.uint8)
 # The same with the two codes for NaN replaced: weights without NaN take another way.
 NUMBER_CODES = ALL_CODES.where((ALL_CODES & 0x7F) != 0x7F, ALL_CODES - 1)
+CODES = torch.zeros(200, 300).to(torch.float8_e4m3fn)
 SCALES = [1.0, 1e-4, 2.3456e-4, 3.1e-3, 1.0 / 3, 448.0, 300.0, 7.7e6, 1e-30, 1.1e-38, 1e-40, 1e-45, 3e38]
 SCALES += [2.0**power for power in range(-149, 128, 23)] + [float("inf"), float("nan"), 0.0, -0.0, -1.7e-4]
 
@@ -36,15 +37,13 @@ def _transformers_product(codes: torch.Tensor, scale: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.parametrize("codes", [ALL_CODES, NUMBER_CODES], ids=["with NaN", "without NaN"])
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_code_is_the_rounded_float32_product(
-    codes: torch.Tensor, scale: float, dtype: torch.dtype
-) -> None:
-    scale_inv = torch.tensor([[scale, 1.0]])
+def test_every_code_is_the_rounded_float32_product(codes: torch.Tensor, dtype: torch.dtype) -> None:
     codes_fp8 = codes.view(torch.float8_e4m3fn)
-    expected = _transformers_product(codes_fp8, scale_inv).to(dtype)
-    _assert_same_values(dequantise(codes_fp8, scale_inv, dtype=dtype), expected)
+    for scale in SCALES:
+        scale_inv = torch.tensor([[scale, 1.0]])
+        expected = _transformers_product(codes_fp8, scale_inv).to(dtype)
+        _assert_same_values(dequantise(codes_fp8, scale_inv, dtype=dtype), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -57,33 +56,30 @@ def test_scales_may_be_a_view(dtype: torch.dtype) -> None:
         _assert_same_values(decode_codes(codes, view, numbers=CODE_NUMBERS, dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_codes_are_looked_up_and_rounded_once(scale: float, dtype: torch.dtype) -> None:
-    scale_inv = torch.tensor([[scale, 1.0]])
+def test_codes_are_looked_up_and_rounded_once(dtype: torch.dtype) -> None:
     codes_fp8 = ALL_CODES.view(torch.float8_e4m3fn)
-    expected = _transformers_product(codes_fp8, scale_inv).to(dtype).float()
-    out = torch.full(codes_fp8.shape, 7.0)
-    found = decode_codes(codes_fp8, scale_inv, numbers=CODE_NUMBERS, dtype=dtype, out=out)
-    assert found.data_ptr() == out.data_ptr()
-    _assert_same_values(found, expected)
-    # Other numbers: the codes as integers.
-    integers = ALL_CODES.float() * scale_inv.repeat_interleave(128, 1)
-    numbers = torch.arange(256, dtype=torch.float32)
-    _assert_same_values(
-        decode_codes(codes_fp8, scale_inv, numbers=numbers, dtype=dtype), integers.to(dtype).float()
-    )
+    # The codes as integers, in place of those of FP8.
+    integers = torch.arange(256, dtype=torch.float32)
+    for scale in SCALES:
+        scale_inv = torch.tensor([[scale, 1.0]])
+        out = torch.full(codes_fp8.shape, 7.0)
+        found = decode_codes(codes_fp8, scale_inv, numbers=CODE_NUMBERS, dtype=dtype, out=out)
+        assert found.data_ptr() == out.data_ptr()
+        _assert_same_values(found, _transformers_product(codes_fp8, scale_inv).to(dtype).float())
+        expected = (ALL_CODES.float() * scale_inv.repeat_interleave(128, 1)).to(dtype).float()
+        found = decode_codes(codes_fp8, scale_inv, numbers=integers, dtype=dtype)
+        _assert_same_values(found, expected)
 
 
 @pytest.mark.parametrize("codes", [ALL_CODES, NUMBER_CODES], ids=["with NaN", "without NaN"])
-@pytest.mark.parametrize("seed", range(8))
-def test_many_scales_round_as_transformers_does(codes: torch.Tensor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.empty(4, 8).uniform_(-20, 4, generator=generator)
-    scale_inv = torch.pow(torch.tensor(2.0), exponents)
+def test_many_scales_round_as_transformers_does(codes: torch.Tensor) -> None:
     codes_fp8 = codes.repeat(4, 4).view(torch.float8_e4m3fn)
-    expected = _transformers_product(codes_fp8, scale_inv).to(torch.bfloat16)
-    _assert_same_values(dequantise(codes_fp8, scale_inv, dtype=torch.bfloat16), expected)
+    for seed in range(8):
+        exponents = torch.empty(4, 8).uniform_(-20, 4, generator=torch.Generator().manual_seed(seed))
+        scale_inv = torch.pow(torch.tensor(2.0), exponents)
+        expected = _transformers_product(codes_fp8, scale_inv).to(torch.bfloat16)
+        _assert_same_values(dequantise(codes_fp8, scale_inv, dtype=torch.bfloat16), expected)
 
 
 def test_a_bfloat16_product_would_differ() -> None:
@@ -128,17 +124,9 @@ def test_an_empty_weight_is_an_empty_result() -> None:
 @pytest.mark.parametrize(
     ("weight", "scale", "fault"),
     [
-        (torch.zeros(200, 300), torch.ones(2, 3), r"weight is torch\.float32"),
-        (
-            torch.zeros(200, 300).to(torch.float8_e4m3fn),
-            torch.ones(2, 3).bfloat16(),
-            r"scale is torch\.bfloat16",
-        ),
-        (
-            torch.zeros(200, 300).to(torch.float8_e4m3fn),
-            torch.ones(2, 4),
-            r"expected float32 \[2, 3\] for a weight of \[200, 300\]",
-        ),
+        (CODES.float(), torch.ones(2, 3), r"weight is torch\.float32"),
+        (CODES, torch.ones(2, 3).bfloat16(), r"scale is torch\.bfloat16"),
+        (CODES, torch.ones(2, 4), r"expected float32 \[2, 3\] for a weight of \[200, 300\]"),
     ],
 )
 def test_weight_and_scales_of_another_kind_are_refused(

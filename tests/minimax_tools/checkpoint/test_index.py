@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -51,13 +50,12 @@ def test_entries_say_where_the_bytes_are(fp8_tensors: Tensors, write: Writer) ->
         assert data == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
-def test_without_an_index_the_headers_suffice(fp8_tensors: Tensors, write: Writer) -> None:
-    index = TensorIndex.from_folder(write(fp8_tensors, index=False))
+def test_headers_suffice_and_files_that_an_index_does_not_name_are_left_alone(
+    fp8_tensors: Tensors, write: Writer
+) -> None:
+    index = TensorIndex.from_folder(write(fp8_tensors, "without", index=False))
     assert set(index.names) == set(fp8_tensors)
     assert [file.name for file in index.files] == [FIRST, SECOND]
-
-
-def test_files_the_index_does_not_name_are_left_alone(fp8_tensors: Tensors, write: Writer) -> None:
     folder = write(fp8_tensors)
     save_file({"mtp.weight": torch.ones(1)}, folder / "mtp.safetensors")
     assert "mtp.weight" not in TensorIndex.from_folder(folder)
@@ -71,14 +69,8 @@ def test_metadata_may_be_null_or_absent(metadata: dict[str, object], tmp_path: P
 
 
 def test_layer_names_are_of_that_layer_only(tmp_path: Path) -> None:
-    names = [
-        "model.layers.1.a",
-        "model.layers.1.b",
-        "model.layers.10.a",
-        "model.layers.2.a",
-        "lm_head.weight",
-    ]
-    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    names = [f"model.layers.{name}" for name in ("1.a", "1.b", "10.a", "2.a")]
+    save_file({name: torch.ones(1) for name in (*names, "lm_head.weight")}, tmp_path / "model.safetensors")
     index = TensorIndex.from_folder(tmp_path)
     assert index.layer_names(1) == ("model.layers.1.a", "model.layers.1.b")
     assert index.layer_names(10) == ("model.layers.10.a",)
@@ -88,11 +80,9 @@ def test_layer_names_are_of_that_layer_only(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_not_there_is_named(fp8_tensors: Tensors, write: Writer) -> None:
     folder = write(fp8_tensors)
-    with pytest.raises(
-        CheckpointError, match=r"holds no tensor 'model.layers.7.x'.*2 decoder layers"
-    ) as caught:
+    fault = rf"{folder} holds no tensor 'model.layers.7.x'.*2 decoder layers"
+    with pytest.raises(CheckpointError, match=fault) as caught:
         TensorIndex.from_folder(folder)["model.layers.7.x"]
-    assert str(folder) in str(caught.value)
     assert caught.value.next_step
 
 
@@ -146,6 +136,8 @@ def test_a_folder_with_the_shards_of_some_layers_is_read_when_those_are_named(pa
     assert Q_PROJ not in index
     assert index.absent[Q_PROJ] == "layer_1.safetensors"
     assert {file.name for file in index.files} == {"rest.safetensors"}
+    with pytest.raises(CheckpointError, match=r"its shard layer_1\.safetensors is not in .*Fetch that shard"):
+        index[Q_PROJ]
 
 
 def test_without_naming_layers_a_missing_shard_is_a_fault(part: Path) -> None:
@@ -154,16 +146,9 @@ def test_without_naming_layers_a_missing_shard_is_a_fault(part: Path) -> None:
 
 @pytest.mark.parametrize("layers", [range(1, 2), range(2)])
 def test_a_missing_shard_of_a_named_layer_is_a_fault(layers: range, part: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"shard layer_1\.safetensors is missing, which holds tensors of layer 1\."
-    ):
+    fault = r"shard layer_1\.safetensors is missing, which holds tensors of layer 1\."
+    with pytest.raises(CheckpointError, match=fault):
         TensorIndex.from_folder(part, layers=layers)
-
-
-def test_a_tensor_of_an_absent_shard_says_which_shard_to_fetch(part: Path) -> None:
-    index = TensorIndex.from_folder(part, layers=range(1))
-    with pytest.raises(CheckpointError, match=r"its shard layer_1\.safetensors is not in .*Fetch that shard"):
-        index[Q_PROJ]
 
 
 def test_the_shards_that_are_there_are_checked_all_the_same(part: Path) -> None:
@@ -172,9 +157,7 @@ def test_the_shards_that_are_there_are_checked_all_the_same(part: Path) -> None:
         TensorIndex.from_folder(part, layers=range(1))
 
 
-def test_a_folder_without_the_tensors_outside_layers_is_read_when_layers_are_named(
-    fp8_tensors: Tensors, part: Path
-) -> None:
+def test_a_folder_without_the_tensors_outside_layers_is_read_when_layers_are_named(part: Path) -> None:
     _edit_weight_map(part, lambda weight_map: weight_map.update({EMBEDDING: "embedding.safetensors"}))
     kept = load_file(part / "rest.safetensors")
     del kept[EMBEDDING]
@@ -255,7 +238,9 @@ def test_a_tensor_in_two_files_is_a_fault(fp8_tensors: Tensors, write: Writer) -
     assert "and in model.safetensors" in message
 
 
-def test_an_index_that_names_the_wrong_file_is_a_fault(fp8_tensors: Tensors, write: Writer) -> None:
+def test_an_index_that_names_the_wrong_file_or_lacks_a_tensor_is_a_fault(
+    fp8_tensors: Tensors, write: Writer
+) -> None:
     folder = write(fp8_tensors)
     right = json.loads((folder / INDEX).read_text())["weight_map"][Q_PROJ]
     wrong = SECOND if right == FIRST else FIRST
@@ -263,12 +248,8 @@ def test_an_index_that_names_the_wrong_file_is_a_fault(fp8_tensors: Tensors, wri
     message = _fault(folder)
     assert f"the index places {Q_PROJ} in {wrong}, whose header lacks it" in message
     assert f"{right} holds {Q_PROJ}, the index places it in {wrong}" in message
-
-
-def test_an_index_that_lacks_a_tensor_is_a_fault(fp8_tensors: Tensors, write: Writer) -> None:
-    folder = write(fp8_tensors)
     _edit_weight_map(folder, lambda weight_map: weight_map.pop(Q_PROJ))
-    assert re.search(rf"model-0000\S+ holds {re.escape(Q_PROJ)}, the index lacks it", _fault(folder))
+    assert f"{right} holds {Q_PROJ}, the index lacks it" in _fault(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": null}', '{"weight_map": {"a": 1}}'])
@@ -287,24 +268,14 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(
     assert "names files that do not lie beside it" in _fault(folder)
 
 
-def test_all_faults_are_listed_at_once(fp8_tensors: Tensors, write: Writer) -> None:
-    folder = write(fp8_tensors)
-    (folder / FIRST).write_bytes(b"short")
-    (folder / SECOND).unlink()
-    message = _fault(folder)
-    assert f"has 2 faults: found {folder / FIRST} is damaged (5 bytes" in message
-    assert f"shard {SECOND} is missing" in message
-
-
-def test_many_faults_are_counted_not_poured_out(fp8_tensors: Tensors, write: Writer) -> None:
+def test_all_faults_are_listed_at_once_and_many_counted(fp8_tensors: Tensors, write: Writer) -> None:
     folder = write(fp8_tensors)
     _edit_weight_map(folder, lambda weight_map: weight_map.update({f"ghost{i}": FIRST for i in range(40)}))
     message = _fault(folder)
     assert "has 40 faults" in message
     assert "and 28 more" in message
-
-
-def test_an_index_that_names_a_tensor_nobody_holds_is_a_fault(fp8_tensors: Tensors, write: Writer) -> None:
-    folder = write(fp8_tensors)
-    _edit_weight_map(folder, lambda weight_map: weight_map.update(ghost=FIRST))
-    assert f"the index places ghost in {FIRST}, whose header lacks it" in _fault(folder)
+    (folder / FIRST).write_bytes(b"short")
+    (folder / SECOND).unlink()
+    message = _fault(folder)
+    assert f"has 2 faults: found {folder / FIRST} is damaged (5 bytes" in message
+    assert f"shard {SECOND} is missing" in message

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,62 +77,37 @@ def make_memory(offset: int, size: int, *, as_in_file: bool) -> torch.Tensor:
     return whole[start : start + size]
 
 
-@pytest.mark.parametrize("as_in_file", [False, True])
-@pytest.mark.parametrize("past_cache", [False, True])
-@pytest.mark.parametrize("is_cold", [False, True])
-@pytest.mark.parametrize(
-    ("offset", "size"),
-    [
-        (0, NUM_BYTES),
-        (0, 1),
-        (4095, 2),
-        (4096, 4096),
-        (1, PIECE),
-        (PIECE - 1, PIECE + 2),
-        (777, 2 * PIECE + 4321),
-        (NUM_BYTES - 1, 1),
-        (NUM_BYTES - 5000, 5000),
-    ],
-)
+RANGES = [(0, NUM_BYTES), (0, 1), (4095, 2), (4096, 4096), (1, PIECE), (PIECE - 1, PIECE + 2)]
+RANGES += [(777, 2 * PIECE + 4321), (NUM_BYTES - 1, 1), (NUM_BYTES - 5000, 5000)]
+
+
+@pytest.mark.parametrize(("offset", "size"), RANGES)
 def test_bytes_are_those_of_the_file(
-    files: ShardFiles,
-    path: Path,
-    content: torch.Tensor,
-    offset: int,
-    size: int,
-    is_cold: bool,
-    past_cache: bool,
-    as_in_file: bool,
+    offset: int, size: int, files: ShardFiles, path: Path, content: torch.Tensor
 ) -> None:
-    if is_cold:
-        drop(path)
-    memory = make_memory(offset, size, as_in_file=as_in_file)
-    assert files.read_into(path, offset, memory, past_cache=past_cache) == size
-    assert torch.equal(memory, content[offset : offset + size])
+    for is_cold, past_cache, as_in_file in itertools.product([False, True], repeat=3):
+        if is_cold:
+            drop(path)
+        memory = make_memory(offset, size, as_in_file=as_in_file)
+        assert files.read_into(path, offset, memory, past_cache=past_cache) == size
+        assert torch.equal(memory, content[offset : offset + size])
 
 
 @pytest.mark.parametrize("num_more", [1, PIECE], ids=["a byte", "a piece"])
-@pytest.mark.parametrize("as_in_file", [False, True])
-@pytest.mark.parametrize("past_cache", [False, True])
 @pytest.mark.parametrize("offset", [0, 5, NUM_BYTES - 10_000, NUM_BYTES - 10, NUM_BYTES, NUM_BYTES + 9999])
 def test_a_file_that_ends_early_gives_what_it_has(
-    files: ShardFiles,
-    path: Path,
-    content: torch.Tensor,
-    offset: int,
-    past_cache: bool,
-    as_in_file: bool,
-    num_more: int,
+    offset: int, num_more: int, files: ShardFiles, path: Path, content: torch.Tensor
 ) -> None:
     """Asked for a byte more, a direct read ends within its last page."""
-    drop(path)
-    memory = make_memory(offset, max(NUM_BYTES - offset, 0) + num_more, as_in_file=as_in_file)
-    count = files.read_into(path, offset, memory, past_cache=past_cache)
-    assert count == max(NUM_BYTES - offset, 0)
-    assert torch.equal(memory[:count], content[offset:])
-    if not (as_in_file and past_cache):
-        # A direct read fills memory that lies as the file's to its end: the system writes zeros there.
-        assert (memory[count:] == 7).all(), "nothing is written past the file's end"
+    for past_cache, as_in_file in itertools.product([False, True], repeat=2):
+        drop(path)
+        memory = make_memory(offset, max(NUM_BYTES - offset, 0) + num_more, as_in_file=as_in_file)
+        count = files.read_into(path, offset, memory, past_cache=past_cache)
+        assert count == max(NUM_BYTES - offset, 0)
+        assert torch.equal(memory[:count], content[offset:])
+        if not (as_in_file and past_cache):
+            # A direct read fills memory that lies as the file's to its end: the system writes zeros there.
+            assert (memory[count:] == 7).all(), "nothing is written past the file's end"
 
 
 def test_what_was_just_written_is_read_past_the_cache_too(files: ShardFiles, path: Path) -> None:
@@ -166,10 +143,10 @@ def test_cache_is_filled_by_a_read_through_it(files: ShardFiles, droppable: Path
     assert cached_pages(droppable) >= set(range(2 * PIECE // mmap.PAGESIZE))
 
 
-@pytest.mark.parametrize("past_cache", [False, True])
-def test_a_file_that_is_not_there_is_an_error(files: ShardFiles, tmp_path: Path, past_cache: bool) -> None:
-    with pytest.raises(FileNotFoundError, match="absent"):
-        files.read_into(tmp_path / "absent", 0, torch.empty(1, dtype=torch.uint8), past_cache=past_cache)
+def test_a_file_that_is_not_there_is_an_error(files: ShardFiles, tmp_path: Path) -> None:
+    for past_cache in (False, True):
+        with pytest.raises(FileNotFoundError, match="absent"):
+            files.read_into(tmp_path / "absent", 0, torch.empty(1, dtype=torch.uint8), past_cache=past_cache)
 
 
 def test_closed_files_are_opened_anew(files: ShardFiles, path: Path, content: torch.Tensor) -> None:
@@ -204,14 +181,11 @@ def drop_from_memory(index: TensorIndex) -> None:
 
 def cached_share(index: TensorIndex, layer: int) -> float:
     """The share of a layer's pages that are in the page cache."""
-    entries = [index[name] for name in index.layer_names(layer)]
-    pages = {
-        (entry.file, page)
-        for entry in entries
-        for page in range(
-            entry.offset // mmap.PAGESIZE, -(-(entry.offset + entry.size_bytes) // mmap.PAGESIZE)
-        )
-    }
+    pages = set()
+    for name in index.layer_names(layer):
+        entry = index[name]
+        stop = -(-(entry.offset + entry.size_bytes) // mmap.PAGESIZE)
+        pages |= {(entry.file, page) for page in range(entry.offset // mmap.PAGESIZE, stop)}
     cached = {(file, page) for file in index.files for page in cached_pages(file)}
     return len(pages & cached) / len(pages)
 
@@ -235,24 +209,16 @@ def test_layers_come_in_the_order_of_the_requests(index: TensorIndex) -> None:
     assert min(cached_share(index, 2), cached_share(index, 0)) == 1
 
 
-def test_layer_is_fetched_once(index: TensorIndex) -> None:
-    with ReadAhead(index) as ahead:
-        assert ahead.request(1) is ahead.request(1)
-
-
-def test_closing_drops_what_has_not_begun(index: TensorIndex) -> None:
+def test_layer_is_fetched_once_and_closing_drops_what_has_not_begun(index: TensorIndex) -> None:
     ahead = ReadAhead(index)
+    assert ahead.request(1) is ahead.request(1)
     requests = [ahead.request(layer) for layer in index.layers]
     ahead.close()
     assert all(request.done() for request in requests)
 
 
 def test_damaged_shard_is_left_to_whoever_reads_the_layer(index: TensorIndex, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in index.folder.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    damaged = TensorIndex.from_folder(folder)
+    damaged = TensorIndex.from_folder(shutil.copytree(index.folder, tmp_path / "model"))
     for file in damaged.files[1:]:
         file.unlink()
     os.truncate(damaged.files[0], 1_000_000)
