@@ -68,6 +68,7 @@ class DecoderLayer(port.DecoderLayer):
         return state
 """
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
+PORTS = Path(__file__).parents[1] / "ports"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +239,27 @@ def runs(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         assert result.exit_code == (0 if name == "right" else 1), result.output
         captures[name] = Capture.open(folder / name)
     return captures
+
+
+@pytest.fixture(scope="session")
+def run_port(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Runs a port of `tests/ports` once, or one at another path: `run_port("sweep", "planted.py:Name", *OPTIONS)`."""
+    done: dict[tuple[str, ...], Path] = {}
+
+    def run(name: str, target: str, *options: object) -> Path:
+        asked = (name, target, *map(str, options))
+        if asked not in done:
+            folder = tmp_path_factory.mktemp("port") / "run"
+            # A name without a file is a port of mm2's own; a whole path stays as it is.
+            port = str(PORTS / target) if ".py:" in target else target
+            arguments = [name, "--model", str(toy), "--golden", str(golden), "--target", port]
+            arguments += ["--backend", "cpu", "--output-dir", str(folder), "--quiet", *asked[2:]]
+            result = click.testing.CliRunner().invoke(mm2_test, arguments)
+            assert result.exit_code in (0, 1), result.output
+            done[asked] = folder
+        return done[asked]
+
+    return run
 
 
 @pytest.fixture

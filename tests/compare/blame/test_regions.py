@@ -1,8 +1,9 @@
-"""Regions: their items, words, numbers and chances, each by hand."""
+"""Regions: their items, words, numbers and chances."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -18,7 +19,12 @@ from compare.blame.regions import (
     row_regions,
     step_regions,
 )
+from minimax_tools.errors import number_ranges, word_ranges
 from minimax_tools.results.results import WrongRegion
+
+EVERYWHERE = torch.ones(100, dtype=torch.bool)
+# Two rows of fifty tokens, and five rows of twenty.
+TOKENS, ROWS = torch.arange(100) % 50, torch.arange(100) // 20
 
 
 def items(*numbers: int, total: int = 100) -> torch.Tensor:
@@ -31,56 +37,94 @@ def region(held: torch.Tensor, *, num_choices: float = 1.0, words: str = "") -> 
     return Region(words=words, items=held, num_choices=num_choices)
 
 
-class TestExperts:
-    EVERYWHERE = torch.ones(12, dtype=torch.bool)
+def word_regions(regions: Iterable[Region]) -> str:
+    lines = [
+        f"{one.words}: {dict(one.numbers)}, {one.num_choices:g} choices; items "
+        + ", ".join(word_ranges(number_ranges(one.items.nonzero().flatten().tolist())))
+        for one in regions
+    ]
+    return "\n".join(lines) or "none"
 
-    def find(
-        self, wrong: torch.Tensor, experts: torch.Tensor, within: torch.Tensor | None = None
-    ) -> list[Region]:
-        return [*expert_regions(wrong, experts, self.EVERYWHERE if within is None else within)]
 
-    def test_expert_of_most_wrong_tokens_is_chosen_first(self) -> None:
+def of_experts(wrong: int, experts: list[list[int]], within: torch.Tensor | None = None) -> str:
+    """Regions of experts where the first tokens, so many, are wrong."""
+    everywhere = torch.ones(len(experts), dtype=torch.bool)
+    is_wrong = torch.arange(len(experts)) < wrong
+    found = expert_regions(is_wrong, torch.tensor(experts), everywhere if within is None else within)
+    return word_regions(found)
+
+
+def in_range(*wrong: int, within: torch.Tensor = EVERYWHERE, kind: str = "tokens") -> str:
+    return word_regions(range_regions(items(*wrong), TOKENS, within, word="at token", kind=kind))
+
+
+def listed(tokens: dict[int, list[int]]) -> str:
+    places = [(row, token) for row, of_row in tokens.items() for token in of_row]
+    return str(TokenList.of(reversed(places)))
+
+
+def test_regions_read_as_their_golden_text(expect_text: Callable[..., None]) -> None:
+    within = (TOKENS >= 10) & (TOKENS < 30)
+    first_six = torch.arange(12) < 6
+    experts = {
         # All wrong tokens use 2; the first uses 1 too, and right tokens use 9.
-        experts = torch.tensor([[1, 2], [3, 2], [4, 2]] + [[9, 10]] * 9)
-        (found,) = self.find(items(0, 1, 2, total=12), experts)
-        assert (found.words, found.numbers, found.num_choices) == ("of expert 2", {"experts": (2,)}, 11)
-        assert found.items.tolist() == [True] * 3 + [False] * 9
-
-    def test_among_equals_the_expert_of_fewest_right_tokens_is_chosen(self) -> None:
-        for first, second in ((1, 2), (2, 1)):
-            experts = torch.tensor([[first, second]] * 3 + [[1, 3]] * 9)
-            (found,) = self.find(items(0, 1, 2, total=12), experts)
-            assert found.numbers == {"experts": (2,)}
-
-    def test_hits_count_more_than_misses(self) -> None:
-        experts = torch.tensor([[1, 2], [1, 3], [1, 4]] + [[1, 7]] * 9)
+        "the expert of most wrong tokens": of_experts(3, [[1, 2], [3, 2], [4, 2], *[[9, 10]] * 9]),
+        "of fewest right tokens": of_experts(3, [*[[1, 2]] * 3, *[[1, 3]] * 9]),
+        "of fewest right tokens, named second": of_experts(3, [*[[2, 1]] * 3, *[[1, 3]] * 9]),
         # 1 is used by all right tokens too, but 2 by one wrong token only.
-        (found,) = self.find(items(0, 1, 2, total=12), experts)
-        assert found.numbers == {"experts": (1,)}
-
-    def test_several_experts_are_chosen_up_to_a_quarter(self) -> None:
-        experts = torch.tensor([[5], [3]] + [[7]] * 10)
-        (found,) = self.find(items(0, 1, total=12), experts)
-        assert (found.words, found.numbers, found.num_choices) == ("of experts 3, 5", {"experts": (3, 5)}, 28)
-        experts[11] = 6
-        # Of seven experts a quarter is one.
-        assert self.find(items(0, 1, total=12), experts.clamp(max=6)) == []
-        # Of three experts one may be named.
-        few = torch.tensor([[1]] * 2 + [[2]] * 10)
-        assert [found.numbers for found in self.find(items(0, 1, total=12), few)] == [{"experts": (1,)}]
-
-    def test_tokens_outside_need_no_expert(self) -> None:
-        experts = torch.tensor([[5], [3]] + [[7]] * 10)
-        (found,) = self.find(items(0, 1, total=12), experts, items(0, *range(2, 12), total=12))
-        assert found.numbers == {"experts": (5,)}
-
-    def test_right_tokens_outside_are_no_misses(self) -> None:
+        "hits count more than misses": of_experts(3, [[1, 2], [1, 3], [1, 4], *[[1, 7]] * 9]),
+        "two of eight experts": of_experts(2, [[5], [3], *[[7]] * 10]),
+        "two of seven experts are more than a quarter": of_experts(2, [[5], [3], *[[6]] * 10]),
+        "one of three experts may be named": of_experts(2, [*[[1]] * 2, *[[2]] * 10]),
+        "tokens outside need no expert": of_experts(2, [[5], [3], *[[7]] * 10], torch.arange(12) != 1),
         # Of the tokens within, right ones use 2 more than 1; of all tokens 1.
-        experts = torch.tensor([[1, 2]] * 3 + [[2, 3]] * 3 + [[1, 3]] * 6)
-        (found,) = self.find(items(0, 1, 2, total=12), experts, items(*range(6), total=12))
-        assert found.numbers == {"experts": (1,)}
-        (found,) = self.find(items(0, 1, 2, total=12), experts)
-        assert found.numbers == {"experts": (2,)}
+        "right tokens outside are no misses": of_experts(
+            3, [*[[1, 2]] * 3, *[[2, 3]] * 3, *[[1, 3]] * 6], first_six
+        ),
+        "right tokens everywhere are": of_experts(3, [*[[1, 2]] * 3, *[[2, 3]] * 3, *[[1, 3]] * 6]),
+    }
+    ranges = {
+        "a range to the end, and one between": in_range(4, 56),
+        "a single number": in_range(4, 54),
+        "a range of all numbers": in_range(0, 49),
+        "all but the last number": in_range(0, 48),
+        "all but the first number": in_range(1, 49),
+        "a range within others": in_range(15, 20, within=within),
+        "all of these": in_range(10, 29, within=within),
+        "some kinds list all numbers": in_range(4, 6, kind="experts"),
+    }
+    others = {
+        **{
+            f"steps of {wrong}": word_regions(step_regions(items(*wrong), TOKENS, EVERYWHERE))
+            for wrong in ((7, 17, 37, 57), (7, 17), (7, 8, 19), (7, 57))
+        },
+        **{
+            f"rows {rows}": word_regions(row_regions(items(*(20 * row for row in rows)), ROWS))
+            for rows in ((2,), (1, 2), (0, 2), (0, 1, 3, 4))
+        },
+        **{
+            f"heads of {head_dim} channels": word_regions(channel_regions(items(23, 43), head_dim, "channel"))
+            for head_dim in (10, None, 30)
+        },
+    }
+    lists = {
+        f"tokens {tokens}": listed(tokens)
+        for tokens in (
+            {0: [31, 63, 95, 127]},
+            {1: [4, 5, 6, 7, 8]},
+            {0: [2, 3, 9], 2: [2, 3, 9]},
+            {0: [7, 15, 47, 71, 95], 1: [7]},
+            # Three numbers of one parity are chance.
+            {0: [1, 5, 11]},
+            {3: [8]},
+            {0: [*range(0, 45, 3)]},
+        )
+    }
+    channels = {
+        f"{word}s {wrong}": "{}: {}".format(*list_channels(items(*wrong), word))
+        for word, wrong in (("channel", (3, 17, 18)), ("expert", (3, 17)))
+    }
+    expect_text("regions.txt", {**experts, **ranges, **others, **lists, **channels})
 
 
 class TestChance:
@@ -123,60 +167,11 @@ class TestChance:
             assert found.words == words
 
 
-class TestSteps:
-    TOKENS = torch.arange(100) % 50
-    EVERYWHERE = torch.ones(100, dtype=torch.bool)
-
-    def find(self, *wrong: int) -> list[Region]:
-        return [*step_regions(items(*wrong), self.TOKENS, self.EVERYWHERE)]
-
-    def test_every_so_many_tokens(self) -> None:
-        (found,) = self.find(7, 17, 37, 57)
-        assert found.words == "at every 10th token from 7 on"
-        assert (found.numbers, found.num_choices) == ({"tokens": ((7, 49),), "every": 10}, 2500.0)
-        assert found.items.nonzero().flatten().tolist() == [7, 17, 27, 37, 47, 57, 67, 77, 87, 97]
-
-    @pytest.mark.parametrize("wrong", [(7, 17), (7, 8, 19), (7, 57)])
-    def test_others_have_no_step(self, wrong: tuple[int, ...]) -> None:
-        assert self.find(*wrong) == []
-
-
-class TestLists:
-    @pytest.mark.parametrize(
-        ("tokens", "words"),
-        [
-            ({0: [31, 63, 95, 127]}, "row 0: 31, 63, 95, 127: every 32nd"),
-            ({1: [4, 5, 6, 7, 8]}, "row 1: 4-8"),
-            ({0: [2, 3, 9], 2: [2, 3, 9]}, "rows 0, 2: 2-3, 9"),
-            (
-                {0: [7, 15, 47, 71, 95], 1: [7]},
-                "row 0: 7, 15, 47, 71, 95, and row 1: 7: each 7 plus a multiple of 8",
-            ),
-            # Three numbers of one parity are chance.
-            ({0: [1, 5, 11]}, "row 0: 1, 5, 11"),
-            ({3: [8]}, "row 3: 8"),
-            (
-                {0: [*range(0, 45, 3)]},
-                "row 0: 0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33 and 3 more: every 3rd",
-            ),
-        ],
-    )
-    def test_tokens_are_listed_by_row_with_their_rule(self, tokens: dict[int, list[int]], words: str) -> None:
-        places = [(row, token) for row, of_row in tokens.items() for token in of_row]
-        assert str(TokenList.of(reversed(places))) == words
-
-    def test_list_is_a_region_if_the_rows_have_one_list(self) -> None:
-        found = TokenList.of([(0, 31), (0, 63), (0, 95)]).region(of=192)
-        assert found == WrongRegion(
-            num_wrong=3, num_held=3, of=192, rows=(0,), tokens=((31, 31), (63, 63), (95, 95)), every=32
-        )
-        assert TokenList.of([(0, 31), (1, 63)]).region(of=192) is None
-
-    def test_channels_are_listed(self) -> None:
-        words, found = list_channels(items(3, 17, 18), "channel")
-        assert (words, found.channels) == ("channels 3, 17-18", ((3, 3), (17, 18)))
-        words, found = list_channels(items(3, 17), "expert")
-        assert (words, found.experts) == ("experts 3, 17", (3, 17))
+def test_list_is_a_region_if_the_rows_have_one_list() -> None:
+    found = TokenList.of([(0, 31), (0, 63), (0, 95)]).region(of=192)
+    tokens = ((31, 31), (63, 63), (95, 95))
+    assert found == WrongRegion(num_wrong=3, num_held=3, of=192, rows=(0,), tokens=tokens, every=32)
+    assert TokenList.of([(0, 31), (1, 63)]).region(of=192) is None
 
 
 def test_intersection_has_all_choices_of_both() -> None:
@@ -185,78 +180,4 @@ def test_intersection_has_all_choices_of_both() -> None:
     both = first & second
     assert (both.words, both.size, both.num_choices) == ("in row 1, at token 2", 2, 15.0)
     result = both.as_result(items(3))
-    assert (result.num_wrong, result.num_held, result.of) == (1, 2, 100)
-    assert (result.rows, result.tokens) == ((1,), ((2, 2),))
-
-
-class TestRanges:
-    NUMBERS = torch.arange(100) % 50
-
-    def find(self, *wrong: int, within: torch.Tensor | None = None, kind: str = "tokens") -> list[Region]:
-        within = torch.ones(100, dtype=torch.bool) if within is None else within
-        return [*range_regions(items(*wrong), self.NUMBERS, within, word="at token", kind=kind)]
-
-    def test_range_to_the_end_and_range_between(self) -> None:
-        onwards, between = self.find(4, 56)
-        assert (onwards.words, onwards.num_choices, onwards.numbers) == (
-            "at tokens from 4 on",
-            50.0,
-            {"tokens": ((4, 49),)},
-        )
-        assert (between.words, between.num_choices, between.numbers) == (
-            "at tokens 4 to 6",
-            2500.0,
-            {"tokens": ((4, 6),)},
-        )
-        assert onwards.items.tolist() == (self.NUMBERS >= 4).tolist()
-        assert between.items.tolist() == ((self.NUMBERS >= 4) & (self.NUMBERS <= 6)).tolist()
-
-    def test_single_number(self) -> None:
-        assert [found.words for found in self.find(4, 54)] == ["at tokens from 4 on", "at token 4"]
-
-    def test_range_of_all_numbers_is_none(self) -> None:
-        assert self.find(0, 49) == []
-        assert [found.words for found in self.find(0, 48)] == ["at tokens 0 to 48"]
-        assert [found.words for found in self.find(1, 49)] == ["at tokens from 1 on"]
-
-    def test_items_within_tell_how_many_ranges_there_are(self) -> None:
-        within = (self.NUMBERS >= 10) & (self.NUMBERS < 30)
-        onwards, between = self.find(15, 20, within=within)
-        assert (onwards.num_choices, onwards.numbers) == (20.0, {"tokens": ((15, 29),)})
-        assert between.num_choices == 400.0
-        assert self.find(10, 29, within=within) == []
-
-    def test_some_kinds_list_all_numbers(self) -> None:
-        _, between = self.find(4, 6, kind="experts")
-        assert between.numbers == {"experts": (4, 5, 6)}
-
-
-class TestRowsAndHeads:
-    @pytest.mark.parametrize(
-        ("rows", "words", "num_choices"),
-        [
-            ((2,), "in row 2", 5),
-            ((1, 2), "in rows 1-2", 10),
-            ((0, 2), "in rows 0, 2", 10),
-            ((0, 1, 3, 4), "in rows 0-1, 3-4", 5),
-        ],
-    )
-    def test_rows_with_wrong_tokens(self, rows: tuple[int, ...], words: str, num_choices: int) -> None:
-        row_of = torch.arange(100) // 20
-        (found,) = row_regions(items(*(20 * row for row in rows)), row_of)
-        assert (found.words, found.num_choices, found.numbers) == (words, num_choices, {"rows": rows})
-        assert found.items.tolist() == torch.isin(row_of, torch.tensor(rows)).tolist()
-
-    def test_heads_and_their_dims(self) -> None:
-        heads, dims_on, dims, onwards, between = channel_regions(items(23, 43), 10, "channel")
-        assert (heads.words, heads.num_choices, heads.numbers) == ("of heads 2, 4", 45, {"heads": (2, 4)})
-        assert (dims_on.words, dims.words) == ("in dims from 3 on of each head", "in dim 3 of each head")
-        assert (dims.size, dims.numbers, dims.num_choices) == (10, {"dims": ((3, 3),)}, 100.0)
-        assert (onwards.words, between.words) == ("from channels from 23 on", "from channels 23 to 43")
-
-    def test_channels_that_are_no_whole_heads_have_no_heads(self) -> None:
-        for head_dim in (None, 30):
-            assert [found.words for found in channel_regions(items(23, 43), head_dim, "channel")] == [
-                "from channels from 23 on",
-                "from channels 23 to 43",
-            ]
+    assert result == WrongRegion(num_wrong=1, num_held=2, of=100, rows=(1,), tokens=((2, 2),))
