@@ -55,7 +55,8 @@ class Weights:
 
     layer = 2
 
-    def __init__(self, seed: int = 1) -> None:
+    def __init__(self, seed: int = 1, others: tuple[str, ...] = ()) -> None:
+        self._others = others
         shapes = {
             weight_names.INPUT_NORM: (12,),
             weight_names.POST_NORM: (12,),
@@ -75,7 +76,11 @@ class Weights:
         return self._values[name]
 
     def is_fp8(self, name: str) -> bool:
-        return True
+        return name not in self._others
+
+    def without_fp8(self, *others: str) -> Weights:
+        """These weights, some of which are not stored in FP8."""
+        return Weights(others=others)
 
     def has_layer(self, layer: int) -> bool:
         return layer != 10

@@ -41,11 +41,6 @@ def content(cached: CachePair) -> CacheContent:
     )
 
 
-def named(cached: CachePair) -> list[tuple[str, dict[str, object]]]:
-    found = ((name, find(content(cached))) for name, find in CACHE_MISTAKES.items())
-    return [(name, dict(parameters)) for name, parameters in found if parameters is not None]
-
-
 def both(edit: Callable[[torch.Tensor], torch.Tensor]) -> CachePair:
     return edit(RIGHT[0]), edit(RIGHT[1])
 
@@ -58,62 +53,104 @@ def with_nines(cached: CachePair, place: tuple[int | slice, ...]) -> CachePair:
     return copies[0], copies[1]
 
 
-def test_tokens_that_the_other_prompt_lacks_do_not_count() -> None:
-    rolled = both(lambda part: part.roll(1, dims=0))
-    # Row 2 holds row 1, whose tokens end before the sixth.
-    assert named(with_nines(rolled, (2, slice(None), slice(6, None)))) == [
-        ("cache_of_another_prompt", {"by": 1})
-    ]
+def to_dtype(dtype: torch.dtype) -> CachePair:
+    return both(lambda part: part.to(dtype).float())
 
 
-@pytest.mark.parametrize(("by", "end"), [(1, 0), (-1, -1)])
-def test_entry_that_nothing_moved_to_does_not_count(by: int, end: int) -> None:
-    rolled = both(lambda part: part.roll(by, dims=2))
-    assert named(with_nines(rolled, (slice(None), slice(None), end))) == [("cache_one_row_off", {"by": by})]
+def rolled(by: int, dim: int, *nines: int | slice) -> CachePair:
+    """The right pair, rolled; nines where no entry was moved to do not count."""
+    pair = both(lambda part: part.roll(by, dims=dim))
+    return with_nines(pair, nines) if nines else pair
 
 
-@pytest.mark.parametrize(("by", "entry"), [(1, 6), (-1, 5)])
-def test_entry_beside_padding_does_not_count(by: int, entry: int) -> None:
-    rolled = both(lambda part: part.roll(by, dims=2))
-    # Row 1 has six tokens: no token moved to its seventh entry, and padding moved to its sixth.
-    assert named(with_nines(rolled, (1, slice(None), entry))) == [("cache_one_row_off", {"by": by})]
+EVERY = slice(None)
+FP8, SMALL_FP8, HALF = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
 
 
-@pytest.mark.parametrize(
-    ("cached", "name", "parameters"),
-    [
-        (both(torch.zeros_like), "cache_not_written", {}),
-        (OTHER, "cache_of_another_layer", {"layer": 5}),
-        (both(lambda part: part.roll(1, dims=0)), "cache_of_another_prompt", {"by": 1}),
-        (both(lambda part: part.roll(1, dims=2)), "cache_one_row_off", {"by": 1}),
-        (both(lambda part: part[:, [1, 0, 3, 2]]), "cache_heads_exchanged", {"order": "1, 0, 3, 2"}),
-        ((RIGHT[1], RIGHT[0]), "cache_keys_and_values_exchanged", {}),
-        (
-            both(lambda part: part.to(torch.float8_e4m3fn).float()),
-            "cache_fp8_without_scale",
-            {"dtype": "float8_e4m3fn"},
-        ),
-        (
-            both(lambda part: part.to(torch.float8_e5m2).float()),
-            "cache_fp8_without_scale",
-            {"dtype": "float8_e5m2"},
-        ),
-        ((UNROTATED, RIGHT[1]), "cache_keys_rotated_wrongly", {}),
-    ],
-)
-def test_content_names_its_mistake(cached: CachePair, name: str, parameters: dict[str, object]) -> None:
-    assert named(cached)[0] == (name, parameters)
-
-
-def moved(rows: int, tokens: slice, to: tuple[int, slice]) -> CachePair:
+def moved(row: int, tokens: slice, to: tuple[int, slice]) -> CachePair:
     """The right pair in which some tokens hold what is at others."""
 
     def edit(part: torch.Tensor) -> torch.Tensor:
         changed = part.clone()
-        changed[rows, :, tokens] = part[to[0], :, to[1]]
+        changed[row, :, tokens] = part[to[0], :, to[1]]
         return changed
 
     return both(edit)
+
+
+def scaled_fp8(part: torch.Tensor) -> torch.Tensor:
+    scale = part.abs().amax(-1, keepdim=True) / 448
+    return (part / scale).to(FP8).float() * scale
+
+
+def of_noise(cached: CachePair, keys: float, values: float | None = None) -> CacheContent:
+    noise = torch.tensor(keys), torch.tensor(keys if values is None else values)
+    return replace(content(cached), noise=noise)
+
+
+def wrong_heads(*factors: float) -> CachePair:
+    """Keys of the first head are a hundredth too large, and values of heads 1 and 3 by these factors."""
+    keys, values = both(torch.clone)
+    keys[:, 0] *= 1.01
+    for head, factor in zip((3, 1), factors, strict=False):
+        values[:, head] *= factor
+    return keys, values
+
+
+def word_content(held: CacheContent) -> str:
+    """The mistakes that the content names, the first for `named`, and the forms that it is in."""
+    found = {name: find(held) for name, find in CACHE_MISTAKES.items()}
+    named = [f"{name} {dict(parameters)}" for name, parameters in found.items() if parameters is not None]
+    forms = {
+        "fewer bits with scales": holds_scaled_bits(held),
+        "keys before the rotation": is_before_rope(held),
+    }
+    return "\n".join([*named, *(f"  {form}" for form, is_held in forms.items() if is_held)]) or "no name"
+
+
+def test_contents_read_as_their_golden_text(expect_text: Callable[..., None]) -> None:
+    large = replace(content(both(lambda part: (part * 1e5).half().float())), right=both(lambda p: p * 1e5))
+    pairs = {
+        "zeros": both(torch.zeros_like),
+        "another layer": OTHER,
+        "another prompt": rolled(1, 0),
+        "the prompt before the last": rolled(2, 0),
+        # Row 2 holds row 1, whose tokens end before the sixth.
+        "another prompt, which lacks tokens": rolled(1, 0, 2, EVERY, slice(6, None)),
+        "one row later": rolled(1, 2),
+        "one row earlier": rolled(-1, 2),
+        "one row later, to which nothing moved at the end": rolled(1, 2, EVERY, EVERY, 0),
+        "one row earlier, to which nothing moved at the end": rolled(-1, 2, EVERY, EVERY, -1),
+        # Row 1 has six tokens: no token moved to its seventh entry, and padding moved to its sixth.
+        "one row later, beside padding": rolled(1, 2, 1, EVERY, 6),
+        "one row earlier, beside padding": rolled(-1, 2, 1, EVERY, 5),
+        "exchanged heads": both(lambda part: part[:, [1, 0, 3, 2]]),
+        "exchanged keys and values": (RIGHT[1], RIGHT[0]),
+        "FP8 without a scale": to_dtype(FP8),
+        "FP8 of another format": to_dtype(SMALL_FP8),
+        "FP8 with scales": both(scaled_fp8),
+        "keys before the rotation": (UNROTATED, RIGHT[1]),
+        "keys before the rotation, and other values": (UNROTATED, OTHER[1]),
+        "other content": draw(7),
+        # FP8 numbers, and not those nearest to the right ones.
+        "other content in FP8": (draw(7)[0].to(FP8).float(), draw(7)[1].to(FP8).float()),
+        # Fewer bits are off by no more than three bits of mantissa.
+        "0.06 too large": both(lambda part: part * 1.06),
+        "0.12 too large": both(lambda part: part * 1.12),
+        "other values alone": (RIGHT[0], OTHER[1]),
+        "other keys alone": (OTHER[0], RIGHT[1]),
+    }
+    contents = {
+        **{title: content(pair) for title, pair in pairs.items()},
+        "right content that FP8 holds": replace(content(to_dtype(FP8)), right=to_dtype(FP8)),
+        "float16 holds what it can and infinity": large,
+        "large numbers": replace(large, cached=both(lambda part: part * 1e5)),
+        # The noise is smaller than a rounding to BF16, and larger than one to float16; then smaller than both.
+        "BF16": of_noise(to_dtype(torch.bfloat16), 1e-3),
+        "float16": of_noise(to_dtype(HALF), 1e-4),
+        "nothing is known before the rotation": replace(content((UNROTATED, RIGHT[1])), unrotated=None),
+    }
+    expect_text("cache.txt", {title: word_content(held) for title, held in contents.items()})
 
 
 @pytest.mark.parametrize(
@@ -133,58 +170,14 @@ def test_entries_of_other_tokens_are_found_among_all(
     mistake = CACHE_MISTAKES["cache_of_other_tokens"]
     assert mistake(narrowed) == {"of": of}
     # An entry that no token has is none of another token.
-    assert mistake(content(with_nines(cached, (0, slice(None), 8)))) is None
-
-
-def test_float16_holds_what_it_can_and_infinity() -> None:
-    large = both(lambda part: part * 1e5)
-    held = replace(content(both(lambda part: (part * 1e5).half().float())), right=large, noise=(NOISE, NOISE))
-    mistake = CACHE_MISTAKES["cache_low_precision"]
-    assert mistake(held) == {"dtype": "float16"}
-    assert mistake(replace(held, cached=large)) != {"dtype": "float16"}
-
-
-def test_other_content_has_no_name() -> None:
-    other = draw(7)
-    assert named(other) == []
-    # FP8 numbers, and not those nearest to the right ones.
-    assert named((other[0].to(torch.float8_e4m3fn).float(), other[1].to(torch.float8_e4m3fn).float())) == []
-
-
-def test_right_content_that_fp8_holds_is_not_named() -> None:
-    held = both(lambda part: part.to(torch.float8_e4m3fn).float())
-    fp8 = CACHE_MISTAKES["cache_fp8_without_scale"]
-    assert fp8(replace(content(held), right=held)) is None
+    assert mistake(content(with_nines(cached, (0, EVERY, 8)))) is None
 
 
 def test_wrong_heads_are_those_with_a_third_of_the_worst_error() -> None:
-    keys, values = both(torch.clone)
-    keys[:, 0] *= 1.01
-    values[:, 3] *= 1.1
-    noise = torch.tensor(1e-4), torch.tensor(1e-2)
     # Keys are off by 100 times their noise, values by 10 times theirs.
-    assert replace(content((keys, values)), noise=noise).wrong_heads() == [0]
-    assert content((keys, values)).wrong_heads() == [3]
-    values[:, 1] *= 1.04
-    assert content((keys, values)).wrong_heads() == [1, 3]
-
-
-def test_fewer_bits_with_scales_are_told_from_fp8_without() -> None:
-    def scaled(part: torch.Tensor) -> torch.Tensor:
-        scale = part.abs().amax(-1, keepdim=True) / 448
-        return (part / scale).to(torch.float8_e4m3fn).float() * scale
-
-    assert named(both(scaled)) == []
-    assert holds_scaled_bits(content(both(scaled)))
-    assert not holds_scaled_bits(content(OTHER))
-
-
-@pytest.mark.parametrize(("error", "is_near"), [(0.06, True), (0.12, False)])
-def test_fewer_bits_are_off_by_no_more_than_three_bits_of_mantissa(error: float, is_near: bool) -> None:
-    assert holds_scaled_bits(content(both(lambda part: part * (1 + error)))) is is_near
-    # Keys and values both.
-    assert not holds_scaled_bits(content((RIGHT[0], OTHER[1])))
-    assert not holds_scaled_bits(content((OTHER[0], RIGHT[1])))
+    assert of_noise(wrong_heads(1.1), 1e-4, 1e-2).wrong_heads() == [0]
+    assert content(wrong_heads(1.1)).wrong_heads() == [3]
+    assert content(wrong_heads(1.1, 1.04)).wrong_heads() == [1, 3]
 
 
 def test_error_is_that_of_the_tokens_in_question() -> None:
@@ -197,23 +190,3 @@ def test_error_is_that_of_the_tokens_in_question() -> None:
     assert found.rho(RIGHT, tokens=first) == found.at(first).rho(RIGHT) == 0.0
     assert (found.is_explained(RIGHT), found.is_explained(RIGHT, tokens=first)) == (False, True)
     assert found.at(first & False).rho(RIGHT) == torch.inf
-
-
-def test_rows_and_entries_are_found_by_how_far_they_are_off() -> None:
-    assert named(both(lambda part: part.roll(2, dims=0)))[0] == ("cache_of_another_prompt", {"by": 2})
-    assert named(both(lambda part: part.roll(-1, dims=2)))[0] == ("cache_one_row_off", {"by": -1})
-
-
-# The noise is smaller than a rounding to BF16, and larger than one to float16; then smaller than both.
-@pytest.mark.parametrize(("dtype", "noise"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
-def test_lower_dtype_is_named(dtype: torch.dtype, noise: float) -> None:
-    low = CACHE_MISTAKES["cache_low_precision"]
-    held = content(both(lambda part: part.to(dtype).float()))
-    found = low(replace(held, noise=(torch.tensor(noise), torch.tensor(noise))))
-    assert found == {"dtype": str(dtype).removeprefix("torch.")}
-
-
-def test_keys_before_rope_are_a_form_only_with_right_values() -> None:
-    assert is_before_rope(content((UNROTATED, RIGHT[1])))
-    assert not is_before_rope(content((UNROTATED, OTHER[1])))
-    assert not is_before_rope(replace(content((UNROTATED, RIGHT[1])), unrotated=None))

@@ -1,28 +1,34 @@
-"""Sizes, ranks and positions that are tried on a model of usual size."""
+"""The catalogue: what is tried on a model of usual size, and the words of each mistake."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
-from compare.catalogue.candidates import Parameters, Value, degrees, rank_of, share
+from compare.catalogue.cache import CACHE_MISTAKES
+from compare.catalogue.cached_attention import DecodedInputs
+from compare.catalogue.candidates import Parameters, degrees, share
 from compare.catalogue.catalogue import CATALOGUE
 from compare.catalogue.clues import Clues, WrongTokens
 from compare.catalogue.decoding import DECODING_MISTAKES
+from compare.catalogue.misread import has_fp8_weights
 from compare.catalogue.mistake import Mistake
 from compare.catalogue.outside import MODEL_CATALOGUE, ModelInputs
-from minimax_tools.model.sites import Site
+from compare.catalogue.words import Place, read_words, require_known
+from minimax_tools.errors import UsageError
+from minimax_tools.model import weight_names
 from minimax_tools.reference.evaluation import Evaluation, LayerInputs
 
 # All parameters that are tried on small models; --update writes it anew.
 GOLDEN = Path(__file__).with_name("candidates.json")
+PAGE = Path(__file__).parents[3] / "docs" / "diagnosis.md"
 
 
 def find(name: str) -> Mistake:
@@ -45,6 +51,69 @@ def listed(candidates: tuple[Parameters, ...]) -> str:
     return "once" if words == [""] else "; ".join(words) or "nothing"
 
 
+def layer_inputs(layer: Evaluation) -> dict[str, LayerInputs]:
+    """Other inputs of the layer, on which other parameters can show."""
+
+    def of_spec(**parts: Any) -> LayerInputs:
+        return replace(layer.inputs, spec=replace(layer.spec, **parts))
+
+    def of_length(length: int) -> LayerInputs:
+        mask = torch.ones(1, length, dtype=torch.int64)
+        return replace(layer.inputs, attention_mask=mask, position_ids=torch.arange(length)[None])
+
+    weights: Any = layer.weights
+    others = (weight_names.K_PROJ, weight_names.expert_weight(0, "w3"))
+    return {
+        # The last of 513 positions is 512. A window must hide a key, and a precision must show.
+        **{f"{length} tokens": of_length(length) for length in (257, 258, 513, 2050, 8192, 8193, 131073)},
+        "10 experts": of_spec(num_local_experts=10),
+        "16 experts": of_spec(num_local_experts=16),
+        "8 of 64 experts": of_spec(num_local_experts=64, num_experts_per_tok=8),
+        "one expert": of_spec(num_local_experts=1, num_experts_per_tok=1),
+        "one key head": of_spec(num_key_value_heads=1),
+        "a key head for each query head": of_spec(num_key_value_heads=4),
+        "6 rotary dims": of_spec(rotary_dim=6),
+        "k_proj and w3 not in FP8": replace(layer.inputs, weights=weights.without_fp8(*others)),
+    }
+
+
+def decoded_inputs_of(decoded: DecodedInputs) -> dict[str, LayerInputs]:
+    """Other inputs of a layer that decodes."""
+    mask = torch.ones(1, 20, dtype=torch.int64)
+    alone = replace(
+        decoded,
+        attention_mask=mask,
+        position_ids=mask.cumsum(1) - 1,
+        numbers=(mask.cumsum(1) - 17).clamp(min=0),
+        caches={2: None, 5: None},  # type: ignore[dict-item]
+    )
+    padded = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+    numbers = torch.tensor([[0] * 6 + [1, 2, 3], [0] * 3 + [1, 2, 3] + [0] * 3])
+    positions = (padded.cumsum(1) - 1).clamp(min=0)
+    return {
+        "nothing is decoded": LayerInputs(
+            **{one.name: getattr(decoded, one.name) for one in fields(LayerInputs)}
+        ),
+        # Multiples of each size hold a longer prefill; there is no other prompt, and no padding.
+        "a prompt alone": alone,
+        "padding": replace(
+            decoded,
+            attention_mask=padded,
+            position_ids=positions,
+            numbers=numbers,
+            padding={"token 7": torch.zeros(1)},
+        ),
+        **{
+            f"{number} key heads": replace(decoded, spec=replace(decoded.spec, num_key_value_heads=number))
+            for number in (1, 2)
+        },
+    }
+
+
+def listed_all(mistakes: Iterable[Mistake], inputs: LayerInputs) -> dict[str, str]:
+    return {mistake.name: listed(mistake.candidates(inputs)) for mistake in mistakes}
+
+
 def test_what_is_tried_is_what_the_golden_file_lists(
     layer: Evaluation, open_layer: Callable[..., Evaluation], request: pytest.FixtureRequest
 ) -> None:
@@ -53,75 +122,33 @@ def test_what_is_tried_is_what_the_golden_file_lists(
         exchanged={"rows rolled": None},
         weights=SimpleNamespace(layer_norms={"0.input_layernorm": None}),
     )
-    decoded = open_layer(torch.ones(2, 9, dtype=torch.int64), num_decoded=3).inputs
+    decoded = cast("DecodedInputs", open_layer(torch.ones(2, 9, dtype=torch.int64), num_decoded=3).inputs)
     found = {
-        **{f"layer {name}": listed(one.candidates(layer.inputs)) for name, one in CATALOGUE.items()},
-        **{
-            f"outside {name}": listed(one.candidates(cast("ModelInputs", outside)))
-            for name, one in MODEL_CATALOGUE.items()
-        },
-        **{f"decoding {one.name}": listed(one.candidates(decoded)) for one in DECODING_MISTAKES},
+        f"outside {name}": listed(one.candidates(cast("ModelInputs", outside)))
+        for name, one in MODEL_CATALOGUE.items()
     }
+    for place, mistakes, usual, others in (
+        ("layer", CATALOGUE.values(), layer.inputs, layer_inputs(layer)),
+        ("decoding", DECODING_MISTAKES, decoded, decoded_inputs_of(decoded)),
+    ):
+        first = listed_all(mistakes, usual)
+        found |= {f"{place} {name}": words for name, words in first.items()}
+        for title, inputs in others.items():
+            again = listed_all(mistakes, inputs)
+            found |= {
+                f"{place}, {title}: {name}": again[name] for name in again if again[name] != first[name]
+            }
     if request.config.getoption("--update"):
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
     assert found == json.loads(GOLDEN.read_text())
+    assert has_fp8_weights(layer_inputs(layer)["k_proj and w3 not in FP8"])
 
 
 def test_sizes_are_spread_over_powers_of_two_and_three_times_those() -> None:
     assert degrees(768) == (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
     assert degrees(8) == (2, 4, 8)
-
-
-def test_each_of_eight_ranks_is_tried_and_the_first_of_more(layer: Evaluation) -> None:
-    inputs = replace(layer.inputs, spec=replace(layer.spec, num_local_experts=16))
-    tried = [tuple(one.values()) for one in rank_of("ep_degree", "num_local_experts")(inputs)]
-    assert tried == [(degree, rank) for degree in (2, 4, 8) for rank in range(degree)] + [(16, 0)]
-
-
-def test_share_of_a_rank_is_its_block() -> None:
+    # The share of a rank is its block.
     assert share(12, 4, 2) == slice(6, 9)
-
-
-def long_prompt(layer: Evaluation, length: int) -> LayerInputs:
-    return replace(
-        layer.inputs,
-        attention_mask=torch.ones(1, length, dtype=torch.int64),
-        position_ids=torch.arange(length)[None],
-    )
-
-
-def tried(name: str, inputs: LayerInputs) -> list[Value]:
-    return [value for parameters in find(name).candidates(inputs) for value in parameters.values()]
-
-
-def test_windows_that_hide_a_key_are_tried(layer: Evaluation) -> None:
-    usual = [8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192]
-    assert tried("sliding_window", long_prompt(layer, 8193)) == usual
-    assert tried("sliding_window", long_prompt(layer, 8192)) == usual[:-1]
-
-
-def test_sizes_of_tables_that_change_a_position_are_tried(layer: Evaluation) -> None:
-    # The last of 513 positions is 512.
-    inputs = long_prompt(layer, 513)
-    assert tried("rope_positions_modulo", inputs) == [64, 128, 256, 512]
-    assert tried("rope_positions_clamped", inputs) == [63, 127, 255, 511]
-    assert tried("rope_positions_modulo", long_prompt(layer, 131073))[-1] == 131072
-    assert tried("rope_positions_counted", inputs) == []
-    edges = find("rope_positions_at_chunk_edges")
-    sizes = [8, 16, 32, 64, 128, 256, 512]
-    assert [tuple(one.values()) for one in edges.candidates(inputs)] == [
-        (size, of) for size in sizes for of in ("keys", "queries and keys")
-    ]
-    assert edges.build(size=8, of="keys").sites == {Site.K_ROPE}
-
-
-@pytest.mark.parametrize(
-    ("length", "dtypes"), [(257, []), (258, ["bfloat16"]), (2050, ["bfloat16", "float16"])]
-)
-def test_low_precision_of_positions_is_tried_where_it_shows(
-    layer: Evaluation, length: int, dtypes: list[str]
-) -> None:
-    assert tried("rope_positions_low_precision", long_prompt(layer, length)) == dtypes
 
 
 def test_positions_past_the_largest_number_are_clamped(layer: Evaluation) -> None:
@@ -165,3 +192,37 @@ def test_experts_whose_tokens_are_wrong_are_tried_as_exchanged() -> None:
 def test_norm_of_each_head_is_told(layer: Evaluation, degree: int, is_each_head: bool) -> None:
     told = find("qk_norm_per_rank").describe(layer.spec, {"tp_degree": degree})
     assert ("each head is normed alone." in told) is is_each_head
+
+
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [
+        (Place.LAYER, list(CATALOGUE)),
+        (Place.OUTSIDE, list(MODEL_CATALOGUE)),
+        (Place.DECODING, [mistake.name for mistake in DECODING_MISTAKES]),
+        # The last is seen by what a pass changed.
+        (Place.CACHE, [*CACHE_MISTAKES, "cache_overwritten"]),
+    ],
+)
+def test_each_mistake_has_words_and_each_words_a_mistake(place: Place, names: list[str]) -> None:
+    assert list(read_words(place)) == names
+    for words in read_words(place).values():
+        assert words.what.endswith(".")
+        assert words.look_at
+
+
+def test_page_counts_the_mistakes() -> None:
+    layer, outside = (len(read_words(place)) for place in (Place.LAYER, Place.OUTSIDE))
+    told = f"{layer + outside} mistakes that real ports had: {layer} in a layer, {outside} outside the layers"
+    assert told in PAGE.read_text(encoding="utf-8")
+
+
+def test_unknown_name_is_refused_with_a_near_one() -> None:
+    require_known(("norm_eps", "head_zero"))
+    with pytest.raises(UsageError, match="gate_up_swaped.*gate_up_swapped"):
+        require_known(("gate_up_swaped",))
+    with pytest.raises(UsageError) as unlike:
+        require_known(("too_many_cooks",))
+    assert "Did you mean" not in str(unlike.value)
+    with pytest.raises(UsageError):
+        require_known(("head_zero",), places=(Place.LAYER,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,16 +19,24 @@ from faults.port import PlantedLayer
 
 from compare.catalogue.candidates import Parameters
 from compare.catalogue.catalogue import CATALOGUE
-from compare.catalogue.low_bits import fp8_blocks, fp8_groups, integer_groups, offset_groups
+from compare.catalogue.low_bits import (
+    ROUNDINGS,
+    fp8_blocks,
+    fp8_groups,
+    integer_groups,
+    offset_groups,
+)
 from compare.catalogue.mistake import Mistake
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.capture.taps import Tap
+from minimax_tools.checkpoint.fp8 import decode_codes
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import EXPERT_MATRICES
 from minimax_tools.reference.evaluation import (
     CHOICES,
     STAGES,
@@ -38,7 +45,7 @@ from minimax_tools.reference.evaluation import (
     LayerInputs,
     choice_rows,
 )
-from minimax_tools.reference.expert_pass import LayerWeights
+from minimax_tools.reference.expert_pass import Allocate, Decoding, LayerWeights
 
 Expected = Callable[[Evaluation], torch.Tensor]
 # The second row is padded in front, and its positions are past what float16 counts.
@@ -166,8 +173,37 @@ def rotated_keys(layer: Evaluation, positions: torch.Tensor, frequencies: torch.
     return torch.cat((one * cos - other * sin, other * cos + one * sin, keys[..., 4:]), -1)
 
 
+def of_layer_5(layer: Evaluation, name: str) -> torch.Tensor:
+    return layer.weights.of_layer(5).kept_value(name)
+
+
+def normed_by_layer_5(layer: Evaluation) -> torch.Tensor:
+    root = (layer[Site.INPUT].square().mean(-1, keepdim=True) + 1e-2).sqrt()
+    return layer[Site.INPUT] / root * of_layer_5(layer, weight_names.INPUT_NORM)
+
+
+def chosen_by_layer_5(layer: Evaluation) -> torch.Tensor:
+    return (scores(layer) + of_layer_5(layer, weight_names.CORRECTION_BIAS)).topk(3).indices
+
+
+def projected_by_layer_5(source: Site, name: str) -> Expected:
+    return lambda layer: layer[source] @ of_layer_5(layer, name).T
+
+
+def of_low_angles(layer: Evaluation) -> torch.Tensor:
+    angles = low(layer.position_ids[..., None].float() * FREQUENCIES)
+    return rotated_keys(layer, angles, torch.ones(2))
+
+
+def at_chunk_edges(layer: Evaluation) -> torch.Tensor:
+    behind = torch.tensor([0, 0, 0, 1, 0, 0])[:, None]
+    return rotated_keys(layer, layer.position_ids[..., None] - behind, FREQUENCIES)
+
+
 # Of base 100, over four dims.
 FREQUENCIES = torch.tensor([1.0, 0.1])
+EDGES = {"size": 3, "of": "queries and keys", "counted": "columns"}
+LAYER_5 = ("weights_of_another_layer", {"source_layer": 5})
 # Mistakes that no port is planted with, or not with these parameters; a site, and what is computed there.
 CASES: list[tuple[str, Parameters, Site, Expected]] = [
     ("post_norm_slice_twice", {"parts": 3, "part": 1}, Site.POST_NORM, slice_counted_twice),
@@ -179,28 +215,18 @@ CASES: list[tuple[str, Parameters, Site, Expected]] = [
     ),
     ("experts_zero", {}, Site.MOE_DELTA, lambda layer: torch.zeros(10, 12)),
     ("experts_rank_missing", {"ep_degree": 4, "rank": 1}, Site.MOE_DELTA, without_experts_3_to_5),
-    (
-        "rope_low_precision",
-        {"rounded": "angles"},
-        Site.K_ROPE,
-        lambda layer: rotated_keys(
-            layer, low(layer.position_ids[..., None].float() * FREQUENCIES), torch.ones(2)
-        ),
-    ),
+    ("rope_low_precision", {"rounded": "angles"}, Site.K_ROPE, of_low_angles),
     (
         "rope_low_precision",
         {"rounded": "frequencies"},
         Site.K_ROPE,
         lambda layer: rotated_keys(layer, layer.position_ids[..., None], low(FREQUENCIES)),
     ),
-    (
-        "rope_positions_at_chunk_edges",
-        {"size": 3, "of": "queries and keys", "counted": "columns"},
-        Site.K_ROPE,
-        lambda layer: rotated_keys(
-            layer, layer.position_ids[..., None] - torch.tensor([0, 0, 0, 1, 0, 0])[:, None], FREQUENCIES
-        ),
-    ),
+    ("rope_positions_at_chunk_edges", EDGES, Site.K_ROPE, at_chunk_edges),
+    (*LAYER_5, Site.INPUT_NORM, normed_by_layer_5),
+    (*LAYER_5, Site.K_PROJ, projected_by_layer_5(Site.INPUT_NORM, weight_names.K_PROJ)),
+    (*LAYER_5, Site.ATTN_DELTA, projected_by_layer_5(Site.ATTN_CONTEXT, weight_names.O_PROJ)),
+    (*LAYER_5, Site.ROUTER_EXPERTS, chosen_by_layer_5),
 ]
 
 
@@ -214,12 +240,19 @@ def test_changed_site_is_what_the_port_computes(
     assert not torch.equal(found, layer[site])
 
 
-def test_gelu_may_be_the_approximate_one() -> None:
+def test_recipes_of_experts_are_changed() -> None:
     gate, up = 3 * torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3))
     recipe = find("gelu_activation").build(approximate="tanh").recipe
     assert recipe is not None
     expected = functional.gelu(gate, approximate="tanh") * up
     torch.testing.assert_close(recipe.mix(gate, up, torch.ones(5)), expected)
+    recipe = find("weights_of_another_layer").build(source_layer=5).recipe
+    assert recipe is not None
+    assert recipe.changed == EXPERT_MATRICES
+
+
+def test_only_keys_are_rotated_as_if_edges_were_theirs() -> None:
+    assert find("rope_positions_at_chunk_edges").build(size=8, of="keys").sites == {Site.K_ROPE}
 
 
 @pytest.mark.parametrize(
@@ -254,33 +287,69 @@ def test_gate_is_quantised_with_a_scale_for_each_part(
     assert not torch.equal(found, gate.T)
 
 
-def test_numbers_of_experts_near_the_right_one_are_tried(layer: Evaluation) -> None:
-    inputs = replace(layer.inputs, spec=replace(layer.spec, num_local_experts=64, num_experts_per_tok=8))
-    tried = [one["k"] for one in find("router_top_k").candidates(inputs)]
-    assert tried == [1, 2, 4, 7, 9, 16, 6, 10]
+CODES = (100 * torch.randn(256, 384, generator=torch.Generator().manual_seed(0))).to(torch.float8_e4m3fn)
+SCALES = torch.tensor([[1.0, 0.3, 5.0], [2.0, 0.7, 0.1]])
+BLOCKS = SCALES.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+class Fp8Weights:
+    """A weight that is stored in FP8."""
+
+    def value(self, _: str, decoding: Decoding, *, allocate: Allocate = torch.empty) -> torch.Tensor:
+        return decode_codes(
+            CODES,
+            decoding.scales(SCALES),
+            numbers=decoding.numbers,
+            dtype=torch.float32,
+            out=allocate(CODES.shape),
+        )
+
+
+class Projection(dict[Site, torch.Tensor]):
+    weights = Fp8Weights()
+
+
+def test_codes_are_read_as_integers() -> None:
+    projection = cast("Evaluation", Projection({Site.INPUT_NORM: torch.eye(384)}))
+    change = find("fp8_codes_as_integers").build(tensor="q_proj")
+    found = change.stages[Site.Q_PROJ](projection)
+    torch.testing.assert_close(found, (CODES.view(torch.uint8).float() * BLOCKS).T)
+    assert change.recipe is None
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("dtype", "expected"),
     [
-        ("experts_in_text_order", {"num_local_experts": 10}),
-        ("experts_exchanged", {"num_local_experts": 1, "num_experts_per_tok": 1}),
-        ("q_heads_interleaved", {"num_key_value_heads": 1}),
-        ("q_heads_interleaved", {"num_key_value_heads": 4}),
-        ("qkv_cut_per_group", {"num_key_value_heads": 1}),
-        ("kv_repeat_tiled", {"num_key_value_heads": 1}),
-        ("rope_wrong_slice", {"rotary_dim": 6}),
+        ("bfloat16", [127.0, 3.296875, -600.0]),
+        ("float16", [127.0, 3.30078125, -600.0]),
+        ("float8_e4m3fn", [128.0, 3.25, -448.0]),
+        ("float8_e4m3fn with a scale for each row", [128.571428, 3.3482142, -600.0]),
+        ("int8 with a scale for each row", [127.559055, 4.7244094, -600.0]),
     ],
 )
-def test_mistake_that_cannot_show_is_not_tried(layer: Evaluation, name: str, parts: dict[str, int]) -> None:
-    inputs = replace(layer.inputs, spec=replace(layer.spec, **parts))
-    assert find(name).candidates(layer.inputs)
-    assert find(name).candidates(inputs) == ()
+def test_rows_are_rounded_to_each_dtype(dtype: str, expected: list[float]) -> None:
+    rows = torch.tensor([[127.0, 3.3, -600.0]])
+    assert ROUNDINGS[dtype](rows)[0].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 4])
-def test_key_norm_has_one_other_weight_where_every_key_has_one_query(
-    layer: Evaluation, num_kv_heads: int
-) -> None:
-    inputs = replace(layer.inputs, spec=replace(layer.spec, num_key_value_heads=num_kv_heads))
-    assert find("k_norm_weight_of_q_norm").candidates(inputs) == ({"heads": "first"},)
+class TestLowBits:
+    """Scales map the largest number of a block to the largest of the format."""
+
+    def test_blocks_have_a_scale_each(self) -> None:
+        weight = torch.tensor([[448.0, 101.0, 1.0], [3.3, 0.0, 0.0]])
+        # 3.3 is rounded in steps of 0.25 where the largest is 448; 1.0 is the largest of its own block.
+        assert fp8_blocks(weight, block=2).tolist() == [[448.0, 104.0, 1.0], [3.25, 0.0, 0.0]]
+
+    def test_groups_of_a_row_have_a_scale_each(self) -> None:
+        states = torch.tensor([[448.0, 3.3, 4.48, 0.033]])
+        assert fp8_groups(states, width=2)[0].tolist() == pytest.approx([448.0, 3.25, 4.48, 0.0325])
+
+    def test_groups_with_an_offset_have_even_steps_from_the_least(self) -> None:
+        weight = torch.tensor([[1.0, 1.3, 2.0, -4.0, -1.0, 0.0]])
+        found = offset_groups(weight, 3, num_steps=4)[0].tolist()
+        assert found == pytest.approx([1.0, 1.25, 2.0, -4.0, -1.0, 0.0])
+
+    def test_integers_have_steps_of_the_largest(self) -> None:
+        weight = torch.tensor([[7.0, 2.4, -7.0, 0.24, 0.7, 0.0]])
+        found = integer_groups(weight, 3, largest=7.0)[0].tolist()
+        assert found == pytest.approx([7.0, 2.0, -7.0, 0.2, 0.7, 0.0])

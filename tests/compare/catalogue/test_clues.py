@@ -10,43 +10,37 @@ from compare.catalogue.clues import WrongTokens
 NUM_TOKENS, NUM_EXPERTS = 120, 16
 
 
-def wrong_tokens(is_wrong: torch.Tensor, experts: torch.Tensor) -> WrongTokens:
-    positions = torch.arange(NUM_TOKENS) % 60
-    return WrongTokens(is_wrong=is_wrong, experts=experts, positions=positions, num_experts=NUM_EXPERTS)
-
-
-def random_experts() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator).topk(2).indices
-
-
-def test_two_experts_whose_tokens_alone_are_wrong_are_found() -> None:
-    experts = random_experts()
-    is_wrong = ((experts == 5) | (experts == 6)).any(1)
-    assert wrong_tokens(is_wrong, experts).exchanged_experts()[0] == (5, 6)
-
-
-def test_no_pair_is_found_where_all_or_any_tokens_are_wrong() -> None:
-    experts = random_experts()
-    everywhere = torch.ones(NUM_TOKENS, dtype=torch.bool)
-    scattered = torch.rand(NUM_TOKENS, generator=torch.Generator().manual_seed(1)) < 0.3
-    for is_wrong in (everywhere, ~everywhere, scattered):
-        assert wrong_tokens(is_wrong, experts).exchanged_experts() == ()
-
-
-def test_first_wrong_position_comes_first() -> None:
-    is_wrong = torch.arange(NUM_TOKENS) % 60 >= 45
-    assert wrong_tokens(is_wrong, random_experts()).first_wrong_positions() == (45, 44, 43)
-
-
-def test_no_position_is_found_where_nothing_before_is_right() -> None:
-    everywhere = torch.ones(NUM_TOKENS, dtype=torch.bool)
-    for is_wrong in (everywhere, ~everywhere):
-        assert wrong_tokens(is_wrong, random_experts()).first_wrong_positions() == ()
+def wrong_tokens(
+    is_wrong: torch.Tensor, experts: torch.Tensor, positions: torch.Tensor | None = None
+) -> WrongTokens:
+    places = torch.arange(len(is_wrong)) if positions is None else positions
+    return WrongTokens(is_wrong=is_wrong, experts=experts, positions=places, num_experts=NUM_EXPERTS)
 
 
 def one_expert_each(*experts: int) -> torch.Tensor:
     return torch.tensor(experts)[:, None]
+
+
+RANDOM_EXPERTS = (
+    torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=torch.Generator().manual_seed(0)).topk(2).indices
+)
+EVERYWHERE = torch.ones(NUM_TOKENS, dtype=torch.bool)
+
+
+def test_two_experts_whose_tokens_alone_are_wrong_are_found() -> None:
+    is_wrong = ((RANDOM_EXPERTS == 5) | (RANDOM_EXPERTS == 6)).any(1)
+    assert wrong_tokens(is_wrong, RANDOM_EXPERTS).exchanged_experts()[0] == (5, 6)
+    scattered = torch.rand(NUM_TOKENS, generator=torch.Generator().manual_seed(1)) < 0.3
+    for other in (EVERYWHERE, ~EVERYWHERE, scattered):
+        assert wrong_tokens(other, RANDOM_EXPERTS).exchanged_experts() == ()
+
+
+def test_first_wrong_position_comes_first() -> None:
+    positions = torch.arange(NUM_TOKENS) % 60
+    assert wrong_tokens(positions >= 45, RANDOM_EXPERTS, positions).first_wrong_positions() == (45, 44, 43)
+    # Nothing before it is right.
+    for is_wrong in (EVERYWHERE, ~EVERYWHERE):
+        assert wrong_tokens(is_wrong, RANDOM_EXPERTS, positions).first_wrong_positions() == ()
 
 
 @pytest.mark.parametrize(
@@ -58,26 +52,16 @@ def test_a_tenth_may_contradict(num_wrong_of_first: int, num_wrong_elsewhere: in
     experts = one_expert_each(*[1] * 10, *[2] * 10, *[3] * 20)
     is_wrong = torch.zeros(40, dtype=torch.bool)
     is_wrong[:num_wrong_of_first] = is_wrong[10:20] = is_wrong[20 : 20 + num_wrong_elsewhere] = True
-    tokens = WrongTokens(is_wrong=is_wrong, experts=experts, positions=torch.arange(40), num_experts=4)
-    assert tokens.exchanged_experts() == (((1, 2),) if is_found else ())
+    assert wrong_tokens(is_wrong, experts).exchanged_experts() == (((1, 2),) if is_found else ())
 
 
-def test_two_experts_that_all_tokens_choose_tell_nothing() -> None:
-    is_wrong = torch.arange(20) < 19
+def test_two_experts_that_all_tokens_choose_and_one_of_one_token_tell_nothing() -> None:
     experts = one_expert_each(*[1] * 10, *[2] * 10)
-    for wrong, pairs in ((is_wrong, ((1, 2),)), (torch.ones(20, dtype=torch.bool), ())):
-        tokens = WrongTokens(is_wrong=wrong, experts=experts, positions=torch.arange(20), num_experts=3)
-        assert tokens.exchanged_experts() == pairs
-
-
-def test_expert_of_one_token_tells_nothing() -> None:
+    for num_wrong, pairs in ((19, ((1, 2),)), (20, ())):
+        assert wrong_tokens(torch.arange(20) < num_wrong, experts).exchanged_experts() == pairs
     for num_takers, pairs in ((1, ()), (2, ((1, 2),))):
         experts = one_expert_each(*[1] * 10, *[2] * num_takers, *[3] * 20)
-        is_wrong = experts[:, 0] < 3
-        tokens = WrongTokens(
-            is_wrong=is_wrong, experts=experts, positions=torch.arange(len(experts)), num_experts=4
-        )
-        assert tokens.exchanged_experts() == pairs
+        assert wrong_tokens(experts[:, 0] < 3, experts).exchanged_experts() == pairs
 
 
 def test_few_pairs_are_returned_and_the_best_first() -> None:
@@ -85,9 +69,7 @@ def test_few_pairs_are_returned_and_the_best_first() -> None:
     experts = torch.arange(5).repeat(20, 1)
     experts[0, 0] = 5
     experts = torch.cat((experts, torch.full((20, 5), 5)))
-    tokens = WrongTokens(
-        is_wrong=torch.arange(40) < 20, experts=experts, positions=torch.arange(40), num_experts=6
-    )
+    tokens = wrong_tokens(torch.arange(40) < 20, experts)
     assert tokens.exchanged_experts() == ((0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3))
     experts[19] = torch.tensor([5, 5, 2, 3, 5])
     # Pairs with 2 or 3 account for all tokens, the pairs of 0, 1 and 4 for all but one.
@@ -114,10 +96,5 @@ def test_positions_between_right_and_wrong_tokens(
     right: tuple[int, ...], wrong: tuple[int, ...], positions: tuple[int, ...]
 ) -> None:
     places = torch.tensor([*right, *wrong])
-    tokens = WrongTokens(
-        is_wrong=torch.arange(len(places)) >= len(right),
-        experts=one_expert_each(*[0] * len(places)),
-        positions=places,
-        num_experts=1,
-    )
-    assert tokens.first_wrong_positions() == positions
+    is_wrong, experts = torch.arange(len(places)) >= len(right), one_expert_each(*[0] * len(places))
+    assert wrong_tokens(is_wrong, experts, places).first_wrong_positions() == positions

@@ -1,4 +1,4 @@
-"""A repair undoes its mistake: the layer with both is the right layer."""
+"""A repair undoes its mistake: the layer with both is the right layer. Mistakes to undo, as a command takes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from compare.catalogue.candidates import Parameters
 from compare.catalogue.catalogue import CATALOGUE
 from compare.catalogue.repairs import lines_for_layers, repair_lines
+from compare.catalogue.undo import Undo, join_hypotheses, undo_finding
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import STAGES, Evaluation, LayerInputs
@@ -114,21 +116,16 @@ def test_lines_do_what_the_repair_does(name: str, tensors: LayerTensors) -> None
 LINES = ("for name in names:", "    tensors[name] = -tensors[name]")
 
 
-def test_lines_for_some_layers_have_a_condition() -> None:
+def test_lines_have_a_condition_for_some_layers_alone() -> None:
     assert lines_for_layers(LINES, (5,), num_layers=8)[0] == "if layer_idx == 5:"
-    assert lines_for_layers(LINES, (1, 5), num_layers=8)[0] == "if layer_idx in (1, 5):"
-    assert lines_for_layers(LINES, (1, 5), num_layers=8)[2] == "        tensors[name] = -tensors[name]"
-
-
-def test_lines_for_all_layers_have_none() -> None:
+    condition, _, negated = lines_for_layers(LINES, (1, 5), num_layers=8)
+    assert condition == "if layer_idx in (1, 5):"
+    assert negated == "        tensors[name] = -tensors[name]"
     assert lines_for_layers(LINES, (0, 1), num_layers=2) == LINES
-
-
-def test_port_without_a_conversion_gets_a_whole_one() -> None:
-    lines = lines_for_layers(LINES, (0, 1), num_layers=2, has_conversion=False)
-    assert lines[0] == "def convert_state_dict(self, tensors, config, layer_idx):"
-    assert lines[1] == "    for name in names:"
-    assert lines[-1] == "    return tensors"
+    # A port without a conversion gets a whole one.
+    first, second, *_, last = lines_for_layers(LINES, (0, 1), num_layers=2, has_conversion=False)
+    assert first == "def convert_state_dict(self, tensors, config, layer_idx):"
+    assert (second, last) == ("    for name in names:", "    return tensors")
 
 
 def negate(tensors: Any, config: Any, *, name: str, scale: float) -> None:
@@ -152,3 +149,52 @@ def test_lines_are_the_parameters_and_what_was_run() -> None:
     tensors = {"a": torch.ones(1)}
     exec("\n".join(lines), {"tensors": tensors, "config": None})
     assert float(tensors["a"]) == -2.0
+
+
+@pytest.mark.parametrize(
+    "text", ["gate_up_swapped", "k_norm_scaled,factor=0.353553", "q_heads_interleaved,order=by group"]
+)
+def test_text_is_read_and_written_alike(text: str) -> None:
+    assert str(Undo.parse(text)) == text
+
+
+def test_fitted_parameter_is_rounded_to_what_can_be_read() -> None:
+    assert str(Undo("k_norm_scaled", (("factor", 8**-0.5),))) == "k_norm_scaled,factor=0.353553"
+
+
+def test_mistake_of_some_experts_is_not_undone_in_the_weights() -> None:
+    assert Undo.parse("gate_up_swapped").is_in_weights
+    some = Undo.parse("gate_up_swapped,experts=0-2 5")
+    assert (some.is_in_weights, some.lines, some.hypothesis.change.recipe.experts) == (
+        False,
+        (),
+        {0, 1, 2, 5},
+    )
+
+
+def test_lines_begin_with_the_parameters() -> None:
+    assert Undo.parse("k_norm_scaled,factor=0.5").lines[0] == "factor = 0.5"
+    assert Undo.parse("router_softmax").lines == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("too_many_cooks", "no mistake is called 'too_many_cooks'"),
+        ("gate_up_swap", "Did you mean gate_up_swapped?"),
+        ("k_norm_scaled", "expected factor, found none"),
+        ("router_softmax,factor=2", "expected none, found factor=2"),
+        ("k_norm_scaled,factor", "cannot be read"),
+    ],
+)
+def test_what_the_catalogue_lacks_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Undo.parse(text)
+    assert message in str(error.value)
+
+
+def test_two_mistakes_of_a_finding_are_told_apart() -> None:
+    parameters = {"qk_norm_per_rank.tp_degree": 2, "moe_delta_scaled.factor": 2.0}
+    first, second = undo_finding("qk_norm_per_rank + moe_delta_scaled", parameters)
+    assert (str(first), str(second)) == ("qk_norm_per_rank,tp_degree=2", "moe_delta_scaled,factor=2.0")
+    assert join_hypotheses((first, second)).sites == {Site.Q_NORM, Site.K_NORM, Site.MOE_DELTA}
