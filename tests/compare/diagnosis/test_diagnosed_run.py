@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click.testing
 import pytest
 import torch
 
+from compare.diagnosis.cli import main as mm2_diagnose
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.finding import Diagnosis
 from compare.diagnosis.report import render_diagnosis
+from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Run, sweep_run
@@ -26,6 +30,7 @@ RUN = replace(
     sites=tuple(site for site in Site if site.order <= Site.ATTN_DELTA.order),
 )
 
+Command = Callable[..., click.testing.Result]
 Diagnose = Callable[..., Diagnosis]
 
 
@@ -86,29 +91,20 @@ class Advances(list[tuple[int, bool]]):
 
 
 def test_right_layer_beside_wrong_ones_passes(diagnosed: Diagnose) -> None:
-    asked, advances = [], Advances()
-
-    def open_progress(num_layers: int) -> Advances:
-        asked.append(num_layers)
-        return advances
-
-    found = diagnosed(*ALIKE, layers=(3,), open_progress=open_progress)
+    advances = Advances()
+    found = diagnosed(*ALIKE, layers=(3,), open_progress=lambda _: advances)
     assert (found.verdict, found.is_failed, found.unexplained_blame) == (Verdict.PASS, False, ())
     (layer,) = found.layers
-    assert (layer.is_blamed, layer.is_right, layer.blame) == (False, True, ())
-    assert (asked, advances) == ([1], [(3, True)])
+    assert (layer.is_blamed, layer.is_right, layer.blame, advances) == (False, True, (), [(3, True)])
 
 
-class TestRunThatStopped:
-    def test_is_no_pass(self, diagnosed: Diagnose) -> None:
-        found = diagnosed(stop_before=1)
-        assert (found.verdict, found.exit_code) == (Verdict.INCOMPARABLE, 3)
-        assert "compared 10 of 40 sites" in render_diagnosis(found)
-        assert any("run it again" in note for note in found.notes)
-
-    def test_layers_that_ran_are_diagnosed(self, diagnosed: Diagnose) -> None:
-        assert diagnosed(stop_before=2, layers=(0, 1)).verdict is Verdict.PASS
-        assert diagnosed((0, Site.V_PROJ), stop_before=1).verdict is Verdict.FAIL
+def test_run_that_stopped_is_no_pass_but_of_layers_that_ran(diagnosed: Diagnose) -> None:
+    found = diagnosed(stop_before=1)
+    assert (found.verdict, found.exit_code) == (Verdict.INCOMPARABLE, 3)
+    assert "compared 10 of 40 sites" in render_diagnosis(found)
+    assert any("run it again" in note for note in found.notes)
+    assert diagnosed(stop_before=2, layers=(0, 1)).verdict is Verdict.PASS
+    assert diagnosed((0, Site.V_PROJ), stop_before=1).verdict is Verdict.FAIL
 
 
 class TestOutside:
@@ -139,3 +135,56 @@ def test_golden_of_another_tool_is_refused(golden: Path, toy: Path) -> None:
     capture = Capture.open(golden)
     with pytest.raises(IncomparableError, match="does not say which model and tokens it is of"):
         diagnose(Foreign(golden, capture.manifest), capture, model=toy)
+
+
+class TestWrongShape:
+    """A layer that fails by shapes alone is told so: no mistake of the catalogue is tried on it."""
+
+    @pytest.fixture
+    def asked(self, toy: Path, golden: Path, run_port: Callable[..., Path]) -> Callable[[str], Any]:
+        """Options of a diagnosis of a port of `tokens_first.py`, which ran on the golden's input of layer 1."""
+
+        def options(name: str) -> tuple[object, ...]:
+            run = run_port("single-layer", f"tokens_first.py:{name}", "--layer", 1)
+            return ("--model", toy, "--golden", golden, "--run", run, "--quiet")
+
+        return options
+
+    def test_tries_no_mistake_but_one_that_was_asked_for(self, asked: Any, command: Command) -> None:
+        paths = asked("OtherShape")
+        result = command(mm2_diagnose, *paths, "--prove")
+        text = " ".join(result.stdout.split())
+        assert result.exit_code == 1
+        assert text.startswith("FAIL: layer 1, q_rope and k_rope: the shape is wrong")
+        # Of queries with 8 heads, 48 tokens, and 64 channels in a head.
+        shapes = "expected (2, 8, 48, 64), found (2, 8, 64, 48): axes 2 and 3 are exchanged"
+        assert f"q_rope: shape: {shapes}" in text
+        assert "Nothing to prove: no mistake was named." in text
+        record = json.loads(command(mm2_diagnose, *paths, "--json").stdout)
+        (layer,) = record["layers"]
+        assert (record["verdict"], record["diagnosis"], layer["num_hypotheses"]) == ("fail", [], 0)
+        assert layer["unexplained"] < 1.5
+        assert [note.partition(":")[0] for note in layer["notes"]] == ["q_rope", "k_rope"]
+        record = json.loads(command(mm2_diagnose, *paths, "--mistake", "rope_theta", "--json").stdout)
+        assert record["layers"][0]["num_hypotheses"] > 0
+
+    def test_wrong_figure_beside_it_is_searched(self, asked: Any, command: Command) -> None:
+        result = command(mm2_diagnose, *asked("OtherShapeAndTheta"), "--json")
+        assert (result.exit_code, json.loads(result.stdout)["diagnosis"][0]["mistake"]) == (1, "rope_theta")
+
+    @pytest.mark.parametrize(
+        ("expected", "found", "words"),
+        [
+            ((2, 8, 3, 4), (2, 3, 8, 4), ": axes 1 and 2 are exchanged"),
+            ((2, 8, 3), (3, 8, 2), ": axes 0 and 2 are exchanged"),
+            ((2, 8, 3, 4), (2, 3, 4, 8), ""),
+            ((2, 8, 3, 4), (2, 8, 3, 5), ""),
+            ((2, 8, 3, 4), (2, 3, 9, 4), ""),
+            ((2, 8, 3, 4), (2, 8, 12), ""),
+        ],
+    )
+    def test_two_exchanged_axes_are_told(
+        self, expected: tuple[int, ...], found: tuple[int, ...], words: str
+    ) -> None:
+        mismatch = find_mismatch(torch.zeros(expected), torch.zeros(found))
+        assert mismatch == f"shape: expected {expected}, found {found}{words}"

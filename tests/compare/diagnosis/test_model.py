@@ -1,19 +1,26 @@
-"""Mistakes outside the layers, planted in what a port gives there, and named by `mm2-diagnose`."""
+"""Sites outside the layers: how they are opened, and mistakes planted there, which are named."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import click.testing
 import pytest
 import torch
+from torch.nn import functional
 
-from compare.catalogue.outside import MODEL_CATALOGUE
-from compare.cli import main as mm2_compare
+from compare.catalogue.outside import MODEL_CATALOGUE, ModelInputs, ModelWeights
 from compare.diagnosis.cli import main as mm2_diagnose
+from compare.diagnosis.outside import ModelCases, SiteCase, search_site
+from compare.sides.golden_weights import CheckpointWeights
+from compare.sides.sides import Batch
+from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model import weight_names
 from minimax_tools.model.run import full_run
@@ -21,291 +28,330 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
 
 Command = Callable[..., click.testing.Result]
-Table = Callable[[torch.Tensor], torch.Tensor]
+Open = Callable[..., SiteCase | str]
+Diagnose = Callable[..., click.testing.Result]
 
-NUM_LAYERS = 4
+RUN = full_run(4, sites_level="layer")
+EMBEDDING, NORM, LOGITS = ModelSite.EMBEDDING, ModelSite.FINAL_NORM, ModelSite.LOGITS
 
 
-class Port:
-    """A whole-model run that repeats the golden, but for the embedding or the head.
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What lies outside the layers of the golden's model, in float32."""
 
-    What lies behind a mistake is computed from it, as a port would, and rounded to BF16.
-    """
+    spec: ModelSpec
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    head: torch.Tensor
+    layer_norm: torch.Tensor  # a norm of layer 2
+    ids: torch.Tensor  # [B,S]
+    states: torch.Tensor  # the last layer's output [B,S,H]
+    normed: torch.Tensor
 
-    def __init__(self, copyist: Any, toy: Path) -> None:
-        self._copyist = copyist
-        self.spec = ModelSpec.from_folder(toy)
+    @classmethod
+    def of(cls, toy: Path, source: Capture) -> Model:
+        names = {
+            "embedding": weight_names.EMBEDDING,
+            "norm": weight_names.FINAL_NORM,
+            "head": weight_names.LM_HEAD,
+            "layer_norm": "model.layers.2.post_attention_layernorm.weight",
+        }
         with CheckpointReader(toy) as reader:
-            read = {name: reader.read_weight(name, torch.bfloat16).float() for name in _NAMES}
-        self.embedding, self.norm, self.head = read.values()
-        self.layer_norm = self._layer_norm(toy)
-        self.ids = copyist.source.read_inputs().input_ids
-        self.states = copyist.source.read(NUM_LAYERS - 1, Site.OUTPUT).float()
-
-    @staticmethod
-    def _layer_norm(toy: Path) -> torch.Tensor:
-        with CheckpointReader(toy) as reader:
-            return reader.read_weight(
-                "model.layers.2.post_attention_layernorm.weight", torch.bfloat16
-            ).float()
-
-    def embed(self, values: torch.Tensor) -> Path:
-        """A run with this embedding, [B,S,H]."""
-        wrong = {(None, ModelSite.EMBEDDING): values, (0, Site.INPUT): values}
-        return self._write(wrong)
-
-    def norm_by(self, normed: torch.Tensor) -> Path:
-        """A run with this final norm, [B,S,H]."""
-        return self._write(
-            {
-                (None, ModelSite.FINAL_NORM): normed,
-                (None, ModelSite.LOGITS): normed.bfloat16().float() @ self.head.T,
-            }
+            weights = {key: reader.read_weight(name, torch.bfloat16).float() for key, name in names.items()}
+        return cls(
+            spec=ModelSpec.from_folder(toy),
+            ids=source.read_inputs().input_ids,
+            states=source.read(3, Site.OUTPUT).float(),
+            normed=source.read(None, NORM).float(),
+            **weights,
         )
-
-    def score_by(self, head: Table) -> Path:
-        """A run whose logits are `head` of the right final norm [B,S,H]."""
-        normed = self._copyist.source.read(None, ModelSite.FINAL_NORM).float()
-        return self._write({(None, ModelSite.LOGITS): head(normed)})
 
     def normalise(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The right norm with any weight."""
         return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.spec.rms_norm_eps) * weight
 
-    def _write(self, values: dict[tuple[int | None, Any], torch.Tensor]) -> Path:
-        def put(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-            return lambda golden: tensor.to(golden.dtype)
 
-        run = full_run(NUM_LAYERS, sites_level="layer")
-        path: Path = self._copyist.device_run({key: put(value) for key, value in values.items()}, run=run)
-        return path
+Plant = Callable[[Model], torch.Tensor]
 
 
-_NAMES = (weight_names.EMBEDDING, weight_names.FINAL_NORM, weight_names.LM_HEAD)
+def summed_by_rank_0(model: Model) -> torch.Tensor:
+    size = model.spec.vocab_size // 2
+    summed = model.embedding[model.ids % size] + model.embedding[model.ids % size + size]
+    return summed * (model.ids < size)[..., None]
 
 
-@pytest.fixture
-def port(copyist: Any, toy: Path) -> Port:
-    return Port(copyist, toy)
+def of_rank_1(model: Model) -> torch.Tensor:
+    return model.embedding[model.ids] * (model.ids // (model.spec.vocab_size // 2) == 1)[..., None]
 
 
-@pytest.fixture
-def diagnose(toy: Path, golden: Path, command: Command) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """Diagnoses a run: exit code and JSON."""
-
-    def run(target: Path, *options: str) -> tuple[int, dict[str, Any]]:
-        paths = ("--golden", golden, "--run", target, "--json", "--quiet")
-        result = command(mm2_diagnose, "--model", toy, *paths, *options)
-        record: dict[str, Any] = json.loads(result.stdout)
-        return result.exit_code, record
-
-    return run
+def normed_per_rank(model: Model) -> torch.Tensor:
+    parts = model.states.unflatten(-1, (4, -1))
+    return model.normalise(parts, model.norm.unflatten(0, (4, -1))).flatten(-2)
 
 
-Diagnose = Callable[..., tuple[int, dict[str, Any]]]
+def normed_twice(model: Model) -> torch.Tensor:
+    return model.normalise(model.normalise(model.states, model.norm).bfloat16().float(), model.norm)
 
 
-def named(record: dict[str, Any]) -> list[tuple[Any, str]]:
-    return [(one["layer"], one["mistake"]) for one in record["diagnosis"]]
+def to_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float8_e4m3fn).float()
 
 
-def rank_0(port: Port) -> torch.Tensor:
-    return port.embedding[port.ids % (port.spec.vocab_size // 4)]
+def scores(model: Model) -> torch.Tensor:
+    return model.normed @ model.head.T
 
 
-def offset(port: Port) -> torch.Tensor:
-    size = port.spec.vocab_size // 2
-    summed = port.embedding[port.ids % size] + port.embedding[port.ids % size + size]
-    return summed * (port.ids < size)[..., None]
+def strided(model: Model) -> torch.Tensor:
+    """Each rank holds every fourth row where a block was meant."""
+    rows = torch.arange(model.spec.vocab_size).unflatten(0, (-1, 4)).T.flatten()
+    return model.embedding[rows[model.ids]]
 
 
-EMBEDDINGS: dict[str, tuple[Callable[[Port], torch.Tensor], dict[str, Any]]] = {
-    "embedding_shard_of_rank_0": (rank_0, {"tp_degree": 4}),
-    "embedding_offset_of_rank_0": (offset, {"tp_degree": 2}),
-    "embedding_not_reduced": (
-        lambda port: port.embedding[port.ids] * (port.ids // (port.spec.vocab_size // 2) == 1)[..., None],
-        {"tp_degree": 2, "rank": 1},
-    ),
-    "embedding_shards_exchanged": (
-        lambda port: torch.cat(port.embedding.chunk(8)[::-1])[port.ids],
+def gathered_strided(model: Model) -> torch.Tensor:
+    """Each rank holds a block where every fourth row was meant."""
+    rows = torch.arange(model.spec.vocab_size).unflatten(0, (-1, 4)).T.flatten()
+    return model.embedding[rows.argsort()[model.ids]]
+
+
+def centred(model: Model) -> torch.Tensor:
+    return functional.layer_norm(model.states, model.norm.shape, model.norm, eps=model.spec.rms_norm_eps)
+
+
+def not_gathered(model: Model) -> torch.Tensor:
+    right = scores(model)
+    of_rank_1 = torch.arange(model.spec.vocab_size) // (model.spec.vocab_size // 2) == 1
+    return right * of_rank_1
+
+
+HALVES, FP8 = {"tp_degree": 2}, {"dtype": "float8_e4m3fn"}
+OF_LAYER_2 = {"weight": "2.post_attention_layernorm"}
+EMBEDDINGS: list[tuple[str, Plant, dict[str, Any]]] = [
+    ("shard_of_rank_0", lambda m: m.embedding[m.ids % (m.spec.vocab_size // 4)], {"tp_degree": 4}),
+    ("offset_of_rank_0", summed_by_rank_0, HALVES),
+    ("not_reduced", of_rank_1, {"tp_degree": 2, "rank": 1}),
+    (
+        "shards_exchanged",
+        lambda m: torch.cat(m.embedding.chunk(8)[::-1])[m.ids],
         {"tp_degree": 8, "order": "reversed"},
     ),
-    "embedding_rows_shifted": (
-        lambda port: port.embedding[(port.ids + 1) % port.spec.vocab_size],
-        {"by": 1},
+    ("shards_exchanged", strided, {"tp_degree": 4, "order": "strided"}),
+    ("shards_exchanged", gathered_strided, {"tp_degree": 4, "order": "gathered strided"}),
+    ("rows_shifted", lambda m: m.embedding[(m.ids + 1) % m.spec.vocab_size], {"by": 1}),
+    ("columns_of_rank_0", lambda m: m.embedding[m.ids].chunk(2, dim=-1)[0].repeat(1, 1, 2), HALVES),
+    (
+        "columns_not_gathered",
+        lambda m: m.embedding[m.ids] * (torch.arange(m.spec.hidden_size) >= m.spec.hidden_size // 2),
+        {"tp_degree": 2, "rank": 1},
     ),
-    "embedding_columns_of_rank_0": (
-        lambda port: port.embedding[port.ids][..., : port.spec.hidden_size // 2].repeat(1, 1, 2),
-        {"tp_degree": 2},
-    ),
-    "embedding_scaled": (
-        lambda port: port.embedding[port.ids] * port.spec.hidden_size**0.5,
-        {"factor": 16.0},
-    ),
-    "embedding_is_head": (lambda port: port.head[port.ids], {}),
-    "embedding_low_precision": (
-        lambda port: port.embedding[port.ids].to(torch.float8_e4m3fn).float(),
-        {"dtype": "float8_e4m3fn"},
-    ),
-    "embedding_of_token_before": (lambda port: port.embedding[port.ids.roll(1, 1)], {}),
-}
-
-
-# Layer 0 does not fit what it was handed either: without these words, hundreds of its mistakes are tried.
-OUTSIDE = tuple(word for name in MODEL_CATALOGUE for word in ("--mistake", name))
-
-
-@pytest.mark.parametrize(
-    "tried", [pytest.param(OUTSIDE, id="outside"), pytest.param((), id="all", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if number % 3 == 0 else pytest.param(name, marks=pytest.mark.slow)
-        for number, name in enumerate(EMBEDDINGS)
-    ],
-)
-def test_embedding_is_named(name: str, tried: tuple[str, ...], port: Port, diagnose: Diagnose) -> None:
-    make, parameters = EMBEDDINGS[name]
-    exit_code, record = diagnose(port.embed(make(port)), *tried)
-    assert exit_code == 1
-    first = record["diagnosis"][0]
-    assert (first["layer"], first["mistake"]) == (None, name)
-    assert first["parameters"] == parameters
-    assert not [one for one in record["unexplained_blame"] if one["layer"] is None]
-
-
-def per_rank(port: Port) -> torch.Tensor:
-    parts = port.states.unflatten(-1, (4, -1))
-    return port.normalise(parts, port.norm.unflatten(0, (4, -1))).flatten(-2)
-
-
-NORMS: dict[str, tuple[Callable[[Port], torch.Tensor], dict[str, Any]]] = {
-    "final_norm_one_plus_weight": (lambda port: port.normalise(port.states, port.norm + 1.0), {}),
-    "final_norm_missing": (lambda port: port.states, {}),
-    "final_norm_unweighted": (lambda port: port.normalise(port.states, torch.ones_like(port.norm)), {}),
-    "final_norm_of_a_layer": (
-        lambda port: port.normalise(port.states, port.layer_norm),
-        {"weight": "2.post_attention_layernorm"},
-    ),
-    "final_norm_per_rank": (per_rank, {"tp_degree": 4}),
-    "final_norm_weight_alone": (lambda port: port.states * port.norm, {}),
-    "final_norm_twice": (
-        lambda port: port.normalise(port.normalise(port.states, port.norm).bfloat16().float(), port.norm),
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_final_norm_is_named(name: str, port: Port, diagnose: Diagnose) -> None:
-    make, parameters = NORMS[name]
-    exit_code, record = diagnose(port.norm_by(make(port)))
-    assert exit_code == 1
-    assert named(record) == [(None, name)]
-    assert record["diagnosis"][0]["parameters"] == parameters
-    # The head is right by what it was fed, and so is the embedding.
-    right = {site["site"]: site["is_right"] for site in record["sites"]}
-    assert right == {"embedding": True, "final_norm": False, "logits": True}
-    assert record["unexplained_blame"] == []
-
-
-HEADS: dict[str, tuple[Callable[[Port, torch.Tensor], torch.Tensor], dict[str, Any]]] = {
-    "head_shard_of_rank_0": (
-        lambda port, normed: (normed @ port.head.chunk(2)[0].T).repeat(1, 1, 2),
-        {"tp_degree": 2},
-    ),
-    "head_shards_exchanged": (
-        lambda port, normed: normed @ torch.cat(port.head.chunk(4)[::-1]).T,
+    ("scaled", lambda m: m.embedding[m.ids] * 16, {"factor": 16.0}),
+    ("is_head", lambda m: m.head[m.ids], {}),
+    ("low_precision", lambda m: to_fp8(m.embedding[m.ids]), FP8),
+    ("of_token_before", lambda m: m.embedding[m.ids.roll(1, 1)], {}),
+]
+NORMS: list[tuple[str, Plant, dict[str, Any]]] = [
+    ("one_plus_weight", lambda m: m.normalise(m.states, m.norm + 1.0), {}),
+    ("missing", lambda m: m.states, {}),
+    ("unweighted", lambda m: m.normalise(m.states, torch.ones_like(m.norm)), {}),
+    ("of_a_layer", lambda m: m.normalise(m.states, m.layer_norm), OF_LAYER_2),
+    ("per_rank", normed_per_rank, {"tp_degree": 4}),
+    ("weight_alone", lambda m: m.states * m.norm, {}),
+    ("weight_of_rank_0", lambda m: m.normalise(m.states, m.norm.chunk(2)[0].repeat(2)), HALVES),
+    ("twice", normed_twice, {}),
+    ("centred", centred, {}),
+    ("scaled", lambda m: 3 * m.normed, {"factor": pytest.approx(3.0, rel=1e-3)}),
+]
+HEADS: list[tuple[str, Plant, dict[str, Any]]] = [
+    ("shard_of_rank_0", lambda m: (m.normed @ m.head.chunk(2)[0].T).repeat(1, 1, 2), HALVES),
+    (
+        "shards_exchanged",
+        lambda m: m.normed @ torch.cat(m.head.chunk(4)[::-1]).T,
         {"tp_degree": 4, "order": "reversed"},
     ),
-    "head_is_embedding": (lambda port, normed: normed @ port.embedding.T, {}),
-    "head_rows_shifted": (lambda port, normed: (normed @ port.head.T).roll(2, -1), {"by": -2}),
-    "head_rows_exchanged": (
-        lambda port, normed: (normed @ port.head.T).unflatten(-1, (-1, 2)).flip(-1).flatten(-2),
+    ("not_gathered", not_gathered, {"tp_degree": 2, "rank": 1}),
+    ("is_embedding", lambda m: m.normed @ m.embedding.T, {}),
+    ("rows_shifted", lambda m: scores(m).roll(2, -1), {"by": -2}),
+    (
+        "rows_exchanged",
+        lambda m: scores(m).unflatten(-1, (-1, 2)).flip(-1).flatten(-2),
         {"rows": "neighbours"},
     ),
-    "head_transposed": (lambda port, normed: normed @ port.head.reshape(port.head.shape[::-1]), {}),
-    "head_without_norm": (lambda port, normed: port.states @ port.head.T, {}),
-    "head_low_precision": (
-        lambda port, normed: normed @ port.head.to(torch.float8_e4m3fn).float().T,
-        {"dtype": "float8_e4m3fn"},
-    ),
-    "head_of_token_before": (lambda port, normed: normed.roll(1, 1) @ port.head.T, {}),
-    "head_zero": (lambda port, normed: 0.0 * (normed @ port.head.T), {}),
-}
+    ("rows_exchanged", lambda m: scores(m).flip(-1), {"rows": "all reversed"}),
+    ("transposed", lambda m: m.normed @ m.head.reshape(m.head.shape[::-1]), {}),
+    ("without_norm", lambda m: m.states @ m.head.T, {}),
+    ("normed_twice", lambda m: m.normalise(m.normed, m.norm).bfloat16().float() @ m.head.T, {}),
+    ("low_precision", lambda m: m.normed @ to_fp8(m.head).T, FP8),
+    ("of_token_before", lambda m: m.normed.roll(1, 1) @ m.head.T, {}),
+    ("zero", lambda m: 0.0 * scores(m), {}),
+    ("scaled", lambda m: 0.7 * scores(m), {"factor": pytest.approx(0.7, rel=1e-3)}),
+]
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_head_is_named(name: str, port: Port, diagnose: Diagnose) -> None:
-    make, parameters = HEADS[name]
-    exit_code, record = diagnose(port.score_by(lambda normed: make(port, normed)))
-    assert exit_code == 1
-    assert named(record)[0] == (None, name)
-    assert record["diagnosis"][0]["parameters"] == parameters
-    assert record["unexplained_blame"] == []
+def put(values: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A change of a golden's tensor into other values of its dtype."""
+    return lambda golden: values.to(golden.dtype)
 
 
-@pytest.mark.parametrize("site", ["embedding", "final_norm", "logits"])
-def test_comparison_blames_the_site_that_is_named(
-    site: str, port: Port, golden: Path, command: Command
+@pytest.fixture(scope="module")
+def model(toy: Path, golden: Path) -> Model:
+    return Model.of(toy, Capture.open(golden))
+
+
+@pytest.fixture
+def open_site(golden: Path, toy: Path, copyist: Any) -> Iterator[Open]:
+    """Opens a site of the golden's own run, changed at some places."""
+    source = Capture.open(golden)
+    with ExitStack() as stack, torch.no_grad():
+        weights = stack.enter_context(CheckpointWeights(model=str(toy)).open_layer(3, source))
+
+        def open_site(site: ModelSite, changes: Any = None, **parts: Any) -> SiteCase | str:
+            target = Capture.open(copyist.device_run(changes, run=replace(RUN, **parts)))
+            batch = Batch.of(source, target)
+            return ModelCases(source, target, batch=batch, last_layer=3, weights=weights).open(site)
+
+        yield open_site
+
+
+def opened(found: SiteCase | str) -> SiteCase:
+    assert isinstance(found, SiteCase), found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("site", "name", "plant", "parameters"),
+    [
+        *((EMBEDDING, f"embedding_{name}", plant, parameters) for name, plant, parameters in EMBEDDINGS),
+        *((NORM, f"final_norm_{name}", plant, parameters) for name, plant, parameters in NORMS),
+        *((LOGITS, f"head_{name}", plant, parameters) for name, plant, parameters in HEADS),
+    ],
+)
+def test_planted_mistake_is_named(
+    site: ModelSite, name: str, plant: Plant, parameters: dict[str, Any], model: Model, open_site: Open
 ) -> None:
-    target = {
-        "embedding": lambda: port.embed(rank_0(port)),
-        "final_norm": lambda: port.norm_by(port.states),
-        "logits": lambda: port.score_by(lambda normed: normed @ port.embedding.T),
-    }[site]()
-    result = command(mm2_compare, "--golden", golden, "--run", target, "--json", "--quiet")
-    blame = json.loads(result.stdout)["blame"]
-    assert result.exit_code == 1
-    assert (blame[0]["layer"], blame[0]["sites"]) == (None, [site])
+    case = opened(open_site(site, {(None, site): put(plant(model))}))
+    found = search_site(case, list(MODEL_CATALOGUE.values()), is_blamed=True)
+    assert (found.named[0].mistake, dict(found.named[0].parameters)) == (name, parameters)
+    assert len(found.named) == 1 or site is not NORM
 
 
-def test_scale_of_the_head_is_fitted(port: Port, diagnose: Diagnose) -> None:
-    _, record = diagnose(port.score_by(lambda normed: 0.7 * (normed @ port.head.T)))
-    assert named(record) == [(None, "head_scaled")]
-    assert record["diagnosis"][0]["parameters"]["factor"] == pytest.approx(0.7, rel=1e-3)
+def test_prediction_of_what_does_not_show_or_is_not_held(model: Model, open_site: Open) -> None:
+    inputs = opened(open_site(LOGITS)).inputs
+    assert inputs.states is not None
+    assert inputs.normed is not None
+
+    def predict(name: str, inputs: ModelInputs = inputs, **parameters: Any) -> torch.Tensor | None:
+        return MODEL_CATALOGUE[name].predict(inputs, None, **parameters)
+
+    found = predict("final_norm_eps", eps=0.5)
+    expected = inputs.states / (inputs.states.square().mean(-1, keepdim=True) + 0.5).sqrt() * model.norm
+    torch.testing.assert_close(found, expected)
+    # The last row without a neighbour stays.
+    size = model.spec.vocab_size - 1
+    odd = replace(
+        inputs, spec=replace(model.spec, vocab_size=size), columns=torch.tensor([size - 3, size - 1])
+    )
+    found = predict("head_rows_exchanged", odd, rows="neighbours")
+    torch.testing.assert_close(found, inputs.normed @ model.head[[size - 2, size - 1]].T)
+    tied = replace(inputs, weights=cast("ModelWeights", SimpleNamespace(has_head=False)))
+    assert predict("head_is_embedding", tied) is predict("embedding_is_head", tied) is None
+    assert predict("head_without_norm", replace(inputs, states=None)) is None
 
 
-def test_unknown_head_is_said_to_be_unexplained(
-    port: Port, diagnose: Diagnose, toy: Path, golden: Path, command: Command
-) -> None:
-    generator = torch.Generator().manual_seed(3)
-    other = 0.02 * torch.randn(port.head.shape, generator=generator)
-    target = port.score_by(lambda normed: normed @ other.T)
-    exit_code, record = diagnose(target)
-    assert (exit_code, record["diagnosis"]) == (1, [])
-    assert [(one["layer"], one["sites"]) for one in record["unexplained_blame"]] == [(None, ["logits"])]
-    text = command(mm2_diagnose, "--model", toy, "--golden", golden, "--run", target, "--quiet").stdout
-    assert "logits: no known mistake explains it" in text
-    assert "Original: logits = final_norm @ lm_head.weightᵀ" in text
-    assert "nothing differs" not in text
+@pytest.mark.parametrize("site", list(ModelSite))
+def test_golden_is_right_at_each_site(open_site: Open, site: ModelSite) -> None:
+    found = opened(open_site(site))
+    # Of the embedding nothing is rounded.
+    rho = 0.0 if site is EMBEDDING else 1.0
+    assert found.noise.rho(found.port, found.correct) == pytest.approx(rho, abs=0.1)
+    assert (found.notes, found.is_through_norm) == ((), False)
+    # All of so few tokens are judged.
+    assert len(found.port) == 81
+    # The first token of each prompt has none before.
+    assert found.inputs.previous.tolist() == [-1, *range(47), -1, *range(48, 80)]
 
 
-def test_right_port_has_nothing_to_explain(
-    port: Port, diagnose: Diagnose, toy: Path, golden: Path, command: Command
-) -> None:
-    """A right port that rounds elsewhere: the norm once, and the head in float64."""
-    normed = port.normalise(port.states.double(), port.norm.double()).float()
-    target = port.norm_by(normed)
-    exit_code, record = diagnose(target)
-    assert (exit_code, record["diagnosis"]) == (0, [])
-    assert all(site["is_right"] and site["num_hypotheses"] == 0 for site in record["sites"])
-    text = command(mm2_diagnose, "--model", toy, "--golden", golden, "--run", target, "--quiet").stdout
-    assert "nothing differs: there is nothing to diagnose" in text
+def test_norm_that_is_not_held_is_computed(open_site: Open) -> None:
+    held = opened(open_site(LOGITS))
+    through = opened(open_site(LOGITS, model_sites=(LOGITS,)))
+    assert through.is_through_norm
+    assert held.inputs.normed is not None
+    assert through.inputs.normed is not None
+    torch.testing.assert_close(through.inputs.normed, held.inputs.normed, rtol=1e-2, atol=1e-3)
 
 
-def test_mistakes_outside_the_layers_are_chosen(port: Port, diagnose: Diagnose) -> None:
-    target = port.score_by(lambda normed: normed @ port.embedding.T)
-    for mistake, found in (("head_zero", []), ("head_is_embedding", [(None, "head_is_embedding")])):
-        _, record = diagnose(target, "--mistake", mistake)
-        assert named(record) == found
+def lost(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[0, 3, 0] = torch.nan
+    return tensor
 
 
-@pytest.mark.parametrize("pattern", ["layer_2", "layer_[12]"])
-def test_sites_outside_are_left_out_if_some_layers_are_chosen(
-    pattern: str, port: Port, diagnose: Diagnose
-) -> None:
-    target = port.score_by(lambda normed: normed @ port.embedding.T)
-    exit_code, record = diagnose(target, "--layer-pattern", pattern, "--mistake", "head_is_embedding")
-    assert (exit_code, record["sites"], record["diagnosis"]) == (0, [], [])
+def test_lost_tokens_are_left_out_and_noted(open_site: Open) -> None:
+    found = opened(open_site(NORM, {(None, NORM): lost}))
+    assert len(found.port) == 80
+    assert found.notes == (
+        "1 tokens hold NaN or Inf and were left out: no mistake of the catalogue makes any",
+    )
+    # A lost input is not the site's own fault.
+    found = opened(open_site(NORM, {(3, Site.OUTPUT): lost}))
+    assert (len(found.port), found.notes) == (80, ())
+
+
+def test_reason_tells_why_a_site_cannot_be_judged(open_site: Open) -> None:
+    wrong = {(None, NORM): lambda tensor: tensor[..., :8]}
+    assert str(open_site(NORM, wrong)).startswith("shape: expected ")
+    assert open_site(NORM, {(3, Site.OUTPUT): None}) == "its input is not held"
+    everything = {(None, NORM): lambda tensor: tensor * torch.nan}
+    assert open_site(NORM, everything) == "no token of it is held and finite"
+
+
+class TestCommand:
+    @pytest.fixture
+    def diagnose(self, toy: Path, golden: Path, copyist: Any, command: Command) -> Diagnose:
+        """Diagnoses a run with other values at some places."""
+
+        def run(changes: dict[tuple[int | None, Any], torch.Tensor], *options: str) -> click.testing.Result:
+            target = copyist.device_run({place: put(values) for place, values in changes.items()}, run=RUN)
+            paths = ("--model", toy, "--golden", golden, "--run", target, "--quiet")
+            return command(mm2_diagnose, *paths, *options)
+
+        return run
+
+    def test_wrong_embedding_is_named(self, model: Model, diagnose: Diagnose) -> None:
+        _, plant, parameters = EMBEDDINGS[0]
+        # Layer 0 does not fit what it was handed either: without these words, hundreds of its mistakes are tried.
+        tried = [word for name in MODEL_CATALOGUE for word in ("--mistake", name)]
+        result = diagnose({(None, EMBEDDING): plant(model), (0, Site.INPUT): plant(model)}, *tried, "--json")
+        record = json.loads(result.stdout)
+        (found,) = record["diagnosis"]
+        assert (result.exit_code, found["layer"], found["mistake"]) == (1, None, "embedding_shard_of_rank_0")
+        assert found["parameters"] == parameters
+        assert not [one for one in record["unexplained_blame"] if one["layer"] is None]
+
+    def test_head_is_right_behind_a_wrong_norm(self, model: Model, diagnose: Diagnose) -> None:
+        normed = model.states.bfloat16().float()
+        result = diagnose({(None, NORM): normed, (None, LOGITS): normed @ model.head.T}, "--json")
+        record = json.loads(result.stdout)
+        assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [
+            (None, "final_norm_missing")
+        ]
+        right = {site["site"]: site["is_right"] for site in record["sites"]}
+        assert right == {"embedding": True, "final_norm": False, "logits": True}
+        assert (result.exit_code, record["unexplained_blame"]) == (1, [])
+
+    def test_mistakes_are_chosen(self, model: Model, diagnose: Diagnose) -> None:
+        wrong = {(None, LOGITS): model.normed @ model.embedding.T}
+        for mistake, found in (("head_zero", []), ("head_is_embedding", ["head_is_embedding"])):
+            record = json.loads(diagnose(wrong, "--mistake", mistake, "--json").stdout)
+            assert [one["mistake"] for one in record["diagnosis"]] == found
+
+    def test_unknown_head_is_said_to_be_unexplained(self, model: Model, diagnose: Diagnose) -> None:
+        other = 0.02 * torch.randn(model.head.shape, generator=torch.Generator().manual_seed(3))
+        result = diagnose({(None, LOGITS): model.normed @ other.T})
+        assert result.exit_code == 1
+        assert "logits: no known mistake explains it" in result.stdout
+        assert "Original: logits = final_norm @ lm_head.weightᵀ" in result.stdout
+
+    def test_right_port_has_nothing_to_explain(self, model: Model, diagnose: Diagnose) -> None:
+        """A right port that rounds elsewhere: the norm once, and the head in float64."""
+        normed = model.normalise(model.states.double(), model.norm.double()).float()
+        result = diagnose({(None, NORM): normed, (None, LOGITS): normed.bfloat16().float() @ model.head.T})
+        assert result.exit_code == 0
+        assert "nothing differs: there is nothing to diagnose" in result.stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +18,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import replace_stage
 
 # Far from an explanation, but no worse than no mistake.
-USUAL = {
-    "leaves": 20.0,
-    "unexplained": 20.0,
-    "misfit": 400.0,
-    "explains": 0.0,
+USUAL = {"leaves": 20.0, "unexplained": 20.0, "misfit": 400.0, "explains": 0.0} | {
     "amplitude": 1.0,
     "z": 0.0,
     "likeness": 0.1,
@@ -31,16 +27,12 @@ CAUSE = {"leaves": 1.0, "misfit": 1.0, "explains": 0.99, "z": 50.0, "likeness": 
 WORSE = {"misfit": 401.0}
 # An explanation that leaves too much to be proved.
 UNPROVED = {**CAUSE, "leaves": 1.4, "misfit": 1.9}
-# Of one prompt, the last token is among those that are evenly spread; so there is one less than 64.
-PROVING, FIRST, SCREEN = 12, 24, 63
+# The fewest tokens, which may prove a mistake.
+PROVING = 12
 
 
 def mistake(name: str, site: Site = Site.Q_PROJ, **options: Any) -> Mistake:
-    return Mistake(
-        name=name,
-        build=lambda **_: replace_stage(site, lambda _: torch.zeros(1)),
-        **options,
-    )
+    return Mistake(name=name, build=lambda **_: replace_stage(site, lambda _: torch.zeros(1)), **options)
 
 
 @dataclass
@@ -124,366 +116,288 @@ def search(
     return search_layer(trial, mistakes, suspects=suspects, expected=expected, is_seen=is_seen)
 
 
-def named(outcome: SearchOutcome) -> list[str]:
-    return [score.hypothesis.name for score in outcome.named]
+def word_search(port: Port, *mistakes: Mistake, **options: Any) -> str:
+    """What is named, or nearest, and the turns: on how many tokens which hypotheses were tried."""
+    outcome = search(port, *mistakes, **options)
+    lines = [f"{outcome.num_tried} tried"]
+    for title, scores in (("named", outcome.named), ("nearest", outcome.nearest)):
+        words = [
+            score.hypothesis.name + (" where decoded" if score.is_decode_only else "") for score in scores
+        ]
+        lines += [f"{title}: {', '.join(words)}"] if words else []
+    for title, turns in (("", port.tried), ("faint, ", port.tried_faint)):
+        lines += [f"  {title}{count} tokens: {', '.join(names)}" for count, names in turns if names]
+    return "\n".join(lines)
 
 
-def nearest(outcome: SearchOutcome) -> list[str]:
-    return [score.hypothesis.name for score in outcome.nearest]
-
-
-def singles(port: Port) -> list[list[str]]:
-    """Names of the turns' hypotheses; without empty turns and pairs."""
-    return [names for _, names in port.tried if names and not any("+" in name for name in names)]
+AT_KEYS, AT_QUERIES = frozenset({Site.K_PROJ}), frozenset({Site.Q_PROJ})
 
 
 def many(number: int, **options: Any) -> list[Mistake]:
     return [mistake(f"m{index}", **options) for index in range(number)]
 
 
-class TestTurns:
-    def test_nothing_is_tried_if_no_token_is_usable(self) -> None:
-        port = Port({"a": CAUSE}, num_usable=0)
-        outcome = search(port, mistake("a"))
-        assert (port.tried, outcome.named, outcome.nearest, outcome.num_tried) == ([], (), (), 0)
+def each(number: int, **figures: Callable[[int], Any]) -> dict[str, dict[str, Any]]:
+    """Figures of m0, m1 and so on, each by the number of the mistake."""
+    return {f"m{index}": {name: value(index) for name, value in figures.items()} for index in range(number)}
 
-    def test_one_usable_token_is_enough(self) -> None:
-        assert named(search(Port({"a": CAUSE}, num_usable=1), mistake("a"))) == ["a"]
 
-    def test_mistakes_at_blamed_sites_are_tried_first(self) -> None:
-        cause = {**CAUSE, "leaves": 1.4}
-        port = Port({"at": cause})
-        others = mistake("other"), mistake("at", Site.K_PROJ)
-        outcome = search(port, *others, suspects=frozenset({Site.K_PROJ}))
-        assert (named(outcome), outcome.num_tried, singles(port)) == (["at"], 1, [["at"]])
+def fitted(name: str) -> Mistake:
+    return mistake(name, fitted="factor", candidates=lambda _: ({"factor": 2.0},))
+
+
+def found(name: str, site: Site, **options: Any) -> Mistake:
+    """A mistake of which nothing is listed."""
+    return mistake(name, site, candidates=lambda _: (), **options)
+
+
+def find(clues: Any) -> tuple[Mapping[str, int], ...]:
+    assert clues == "clues"
+    return ({},)
+
+
+A, B, KEYS, EXPERTS = mistake("a"), mistake("b"), mistake("at", Site.K_PROJ), mistake("e", Site.MOE_DELTA)
+
+
+def left(leaves: float) -> dict[str, Any]:
+    """Figures of an explanation that leaves so much."""
+    return {**CAUSE, "leaves": leaves}
+
+
+def turns() -> dict[str, str]:
+    """Which mistakes are tried, and in which order."""
+    one, other = mistake("one"), mistake("other")
+    expected = [one.with_parameters({})]
+    seen = (KEYS, other, mistake("late", Site.K_PROJ, find_at_last=lambda _: ({},)))
+    faint = {"leaves": 6.0, "unexplained": 6.0}
+    of_values = found("of attention", Site.Q_PROJ, find=find), found("of experts", Site.MOE_DELTA, find=find)
+    return {
+        "no token is usable": word_search(Port({"a": CAUSE}, num_usable=0), A),
+        "one usable token is enough": word_search(Port({"a": CAUSE}, num_usable=1), A),
+        "mistakes at blamed sites come first": word_search(
+            Port({"at": left(1.4)}), other, KEYS, suspects=AT_KEYS
+        ),
         # What the blamed site rules out is tried only where the error is so small that another site may hide it.
-        for unexplained, found in ((6.1, []), (6.0, ["other"])):
-            port = Port({"other": cause}, null_figures={"unexplained": unexplained})
-            assert named(search(port, *others, suspects=frozenset({Site.K_PROJ}))) == found
-            assert singles(port)[:2] == [["at"], *([found] if found else [])]
-
-    def test_expected_mistakes_come_before_all_and_must_be_proved(self) -> None:
-        one, other = mistake("one"), mistake("other")
-        for leaves, turns in ((1.3, [["one", "one"]]), (1.4, [["one", "one"], ["other"]])):
-            port = Port({"one": {**CAUSE, "leaves": leaves}})
-            assert named(search(port, other, one, expected=[one.with_parameters({})])) == ["one"]
-            assert singles(port) == turns
-
-    def test_expected_mistakes_need_no_proof_if_nothing_else_is_tried(self) -> None:
-        one = mistake("one")
-        port = Port({"one": {**CAUSE, "leaves": 1.4}})
-        outcome = search(port, one, expected=[one.with_parameters({})])
-        assert (named(outcome), outcome.num_tried, port.tried_faint) == (["one"], 2, [])
-
-    def test_wrong_weights_that_were_seen_are_named_at_once_or_not_at_all(self) -> None:
-        others = (
-            mistake("at", Site.K_PROJ),
-            mistake("other"),
-            mistake("late", Site.K_PROJ, find_at_last=lambda _: ({},)),
-        )
-        faint = {"leaves": 6.0, "unexplained": 6.0}
-        for cause, found in (("at", ["at"]), ("other", []), ("at + other", [])):
-            port = Port({cause: CAUSE}, null_figures=faint)
-            outcome = search(port, *others, suspects=frozenset({Site.K_PROJ}), is_seen=True)
-            assert (named(outcome), singles(port), port.tried_faint) == (found, [["at", "late"]], [])
-
-    def test_refuted_hypotheses_are_not_tried(self) -> None:
-        port = Port({"a": CAUSE}, refuted=frozenset({"a"}))
-        assert named(search(port, mistake("a"), mistake("b"))) == []
-        assert singles(port) == [["b"]]
-
-    def test_hypotheses_that_the_values_give_are_tried_too(self) -> None:
-        def find(clues: Any) -> tuple[Mapping[str, int], ...]:
-            assert clues == "clues"
-            return ({},)
-
-        options: dict[str, Any] = {"candidates": lambda _: (), "find": find}
-        port = Port({"of experts": UNPROVED}, num_tokens=200)
-        found = mistake("of attention", **options), mistake("of experts", Site.MOE_DELTA, **options)
-        assert named(search(port, *found)) == ["of experts"]
+        **{
+            f"another site may hide ρ {rho}": word_search(
+                Port({"other": left(1.4)}, null_figures={"unexplained": rho}), other, KEYS, suspects=AT_KEYS
+            )
+            for rho in (6.0, 6.1)
+        },
+        **{
+            f"an expected mistake comes before all, and leaves {leaves}": word_search(
+                Port({"one": left(leaves)}), other, one, expected=expected
+            )
+            for leaves in (1.3, 1.4)
+        },
+        "an expected mistake needs no proof if nothing else is tried": word_search(
+            Port({"one": left(1.4)}), one, expected=expected
+        ),
+        **{
+            f"wrong weights that were seen are {cause}": word_search(
+                Port({cause: CAUSE}, null_figures=faint), *seen, suspects=AT_KEYS, is_seen=True
+            )
+            for cause in ("at", "other", "at + other")
+        },
+        "a refuted hypothesis is not tried": word_search(Port({"a": CAUSE}, refuted=frozenset({"a"})), A, B),
         # Few tokens need not hold those of two experts.
-        assert port.tried[0] == (200, ["of experts"])
-        assert port.tried[1] == (PROVING, ["of attention"])
+        "hypotheses that the values give": word_search(
+            Port({"of experts": UNPROVED}, num_tokens=200), *of_values
+        ),
+        "three are nearest": word_search(
+            Port(each(5, explains=lambda n: n / 10, misfit=lambda n: 401.0 + math.cos(n))), *many(5)
+        ),
+    }
 
 
-class TestTokens:
-    @pytest.mark.parametrize(
-        ("num_tokens", "counts"),
-        [(36, {36}), (37, {FIRST, 37}), (96, {FIRST, 96}), (97, {FIRST, SCREEN, 97})],
-    )
-    def test_few_tokens_screen_many_hypotheses(self, num_tokens: int, counts: set[int]) -> None:
-        port = Port({"a": UNPROVED}, num_tokens=num_tokens, null_figures={"leaves": 9.9})
-        assert named(search(port, mistake("a"))) == ["a"]
-        assert {count for count, names in port.tried if names} == counts
-
-    def test_thirty_go_on_and_ten_of_them_are_judged_on_all_tokens(self) -> None:
-        figures = {f"m{index}": {"misfit": 401.0 + index, "z": 0.0} for index in range(50)}
-        port = Port(figures, num_tokens=200)
-        search(port, *many(50))
-        tried = {count: names for count, names in reversed(port.tried) if names and "+" not in names[0]}
-        assert tried[PROVING] == [f"m{index}" for index in range(50)]
-        assert tried[SCREEN] == [f"m{index}" for index in range(30)]
-        assert tried[200] == [f"m{index}" for index in range(10)]
-
-    def test_all_that_are_better_than_no_mistake_go_on(self) -> None:
-        figures = {f"m{index}": {"misfit": 399.0} for index in range(40)} | {"m40": WORSE}
-        port = Port(figures, num_tokens=200)
-        search(port, *many(41))
-        assert next(len(names) for count, names in port.tried if count == SCREEN) == 40
-
-    def test_those_with_a_fitted_parameter_go_on_by_likeness(self) -> None:
-        figures: dict[str, Mapping[str, float]] = {f"m{index}": WORSE for index in range(30)}
-        figures |= {f"f{index}": {"misfit": 500.0, "likeness": 0.3 + index / 10} for index in range(5)}
-        fitted = [
-            mistake(f"f{index}", fitted="factor", candidates=lambda _: ({"factor": 2.0},))
-            for index in range(5)
-        ]
-        port = Port(figures, num_tokens=200)
-        search(port, *many(30), *fitted)
-        screened = next(names for count, names in port.tried if count == SCREEN)
-        assert screened[:30] == [f"m{index}" for index in range(30)]
-        assert set(screened[30:]) == {"f1", "f2", "f3", "f4"}
-
-    def test_five_go_on_by_z_of_either_sign(self) -> None:
-        figures = {f"m{index}": {"misfit": 401.0 + index, "z": 0.0} for index in range(30)}
-        for index in range(20, 26):
-            figures[f"m{index}"]["z"] = (-1) ** index * float(index)
-        port = Port(figures, num_tokens=200)
-        search(port, *many(30))
-        judged = next(names for count, names in port.tried if count == 200 and names)
-        assert judged[:10] == [f"m{index}" for index in range(10)]
-        assert judged[10:] == ["m25", "m24", "m23", "m22", "m21"]
-
-    def test_decoded_tokens_are_judged_where_they_alone_come_near(self) -> None:
-        figures = {"a": WORSE, "decoded a": CAUSE, "b": {"misfit": 900.0}, "decoded b": {"misfit": 900.0}}
-        port = Port(figures, num_tokens=200, has_decoded=True)
-        outcome = search(port, mistake("a"), mistake("b"))
-        assert [(score.hypothesis.name, score.is_decode_only) for score in outcome.named] == [("a", True)]
+def tokens() -> dict[str, str]:
+    """On how many tokens hypotheses are tried, and which of them go on."""
+    of_z = each(30, misfit=lambda n: 401.0 + n, z=lambda n: (-1) ** n * n if 20 <= n < 26 else 0.0)
+    of_likeness = {
+        **each(30, misfit=lambda _: 401.0),
+        **{f"f{index}": {"misfit": 500.0, "likeness": 0.3 + index / 10} for index in range(5)},
+    }
+    decoded = {"a": WORSE, "decoded a": CAUSE, "b": {"misfit": 900.0}, "decoded b": {"misfit": 900.0}}
+    return {
+        **{
+            f"few of {number} tokens screen": word_search(
+                Port({"a": UNPROVED}, num_tokens=number, null_figures={"leaves": 9.9}), A
+            )
+            for number in (36, 37, 96, 97)
+        },
+        "thirty go on, and ten of them": word_search(
+            Port(each(50, misfit=lambda n: 401.0 + n, z=lambda _: 0.0), num_tokens=200), *many(50)
+        ),
+        "all that are better than no mistake go on": word_search(
+            Port({**each(40, misfit=lambda _: 399.0), "m40": WORSE}, num_tokens=200), *many(41)
+        ),
+        "those with a fitted parameter go on by likeness": word_search(
+            Port(of_likeness, num_tokens=200), *many(30), *(fitted(f"f{index}") for index in range(5))
+        ),
+        "five go on by z of either sign": word_search(Port(of_z, num_tokens=200), *many(30)),
+        "decoded tokens alone come near": word_search(Port(decoded, num_tokens=200, has_decoded=True), A, B),
+    }
 
 
-class TestProofOnFewestTokens:
-    def test_mistake_that_the_fewest_tokens_prove_is_judged_on_all_and_ends_the_search(self) -> None:
-        port = Port({"m5": CAUSE}, num_tokens=200)
-        outcome = search(port, *many(9))
-        assert (named(outcome), outcome.num_tried) == (["m5"], 9)
-        (first_count, first), (last_count, last) = (turn for turn in port.tried if turn[1])
-        assert (first_count, len(first), last_count, last[0]) == (PROVING, 9, 200, "m5")
-
-    def test_near_ones_and_the_most_alike_are_judged_beside_it(self) -> None:
-        figures = {"m0": CAUSE, "m1": {**CAUSE, "misfit": 1.01}}
-        on_proving = {
-            "m0": {**CAUSE, "misfit": 1.5, "likeness": 0.2},
-            "m1": {**CAUSE, "likeness": 0.3},
-            "m2": {**CAUSE, "misfit": 1.51, "likeness": 0.2},
-            **{f"m{number}": {"likeness": number / 10} for number in range(3, 8)},
-        }
-        port = Port(figures, on_proving=on_proving, num_tokens=200)
-        assert named(search(port, *many(9))) == ["m0", "m1"]
-        assert port.tried[-1] == (200, ["m0", "m1", "m7", "m6", "m5", "m4"])
-
-    def test_one_that_is_less_like_the_error_than_another_does_not_end_the_search(self) -> None:
-        unlike = {**CAUSE, "likeness": 0.5}
-        port = Port({"m0": unlike, "m1": {"likeness": 0.7}}, num_tokens=200)
-        assert named(search(port, *many(5))) == []
-        assert any(count == SCREEN for count, _ in port.tried)
-
-    def test_search_goes_on_if_all_tokens_do_not_prove_it(self) -> None:
-        port = Port({"b": CAUSE}, on_proving={"a": CAUSE, "b": {}}, num_tokens=200)
-        assert named(search(port, mistake("a"), mistake("b"))) == ["b"]
-        port = Port({"a": UNPROVED, "b": CAUSE}, on_proving={"a": CAUSE, "b": {}}, num_tokens=200)
-        search(port, mistake("a"), *many(5), mistake("b"))
-        assert any(count == SCREEN for count, _ in port.tried)
-
-    @pytest.mark.parametrize(("num_unjudged", "is_ended"), [(10, True), (11, False)])
-    def test_what_too_few_tokens_judge_is_judged_beside_it(self, num_unjudged: int, is_ended: bool) -> None:
-        on_proving = {f"m{number}": {"misfit": math.inf, "likeness": 0.0} for number in range(num_unjudged)}
-        port = Port({"a": CAUSE, "m9": CAUSE}, on_proving=on_proving, num_tokens=200)
-        assert set(named(search(port, *many(20), mistake("a")))) == {"a", "m9"}
-        assert (not any(count == SCREEN for count, _ in port.tried)) is is_ended
-        if is_ended:
-            assert set(port.tried[-1][1]) >= {f"m{number}" for number in range(num_unjudged)}
-
-    def test_mistake_of_decoded_tokens_alone_is_proved_as_such(self) -> None:
-        port = Port({"decoded a": CAUSE}, num_tokens=200, has_decoded=True)
-        outcome = search(port, mistake("a"), mistake("b"))
-        assert [(score.hypothesis.name, score.is_decode_only) for score in outcome.named] == [("a", True)]
-        assert {count for count, names in port.tried if names} == {PROVING, 200}
-
-    def test_hypotheses_that_the_values_give_end_the_search_if_all_tokens_prove_them(self) -> None:
-        found = mistake("of experts", Site.MOE_DELTA, candidates=lambda _: (), find=lambda _: ({},))
-        for cause, is_ended in ((CAUSE, True), (UNPROVED, False)):
-            port = Port({"of experts": cause}, num_tokens=200)
-            assert named(search(port, mistake("a"), found)) == ["of experts"]
-            assert (port.tried == [(200, ["of experts"])]) is is_ended
-
-    def test_longer_search_of_the_values_comes_last(self) -> None:
-        found = mistake("of experts", Site.MOE_DELTA, candidates=lambda _: (), find_at_last=lambda _: ({},))
-        port = Port({"of experts": UNPROVED}, num_tokens=200)
-        assert named(search(port, mistake("a"), found)) == ["of experts"]
-        tried = [turn for turn in port.tried if turn[1]]
-        assert (tried[0], tried[-1]) == ((PROVING, ["a"]), (200, ["of experts"]))
-
-    def test_finalist_of_an_earlier_turn_is_named_beside_a_proof(self) -> None:
-        expected = mistake("expected").with_parameters({})
-        figures = {"expected": {**CAUSE, "leaves": 1.35}, "at": {**CAUSE, "misfit": 1.05}}
-        port = Port(figures, num_tokens=200)
-        outcome = search(port, mistake("at"), suspects=frozenset({Site.Q_PROJ}), expected=[expected])
-        assert (named(outcome), (SCREEN, ["at"]) in port.tried) == (["expected", "at"], True)
-        port = Port({**figures, "expected": {**CAUSE, "leaves": 1.35, "misfit": 1.1}}, num_tokens=200)
-        outcome = search(port, mistake("at"), suspects=frozenset({Site.Q_PROJ}), expected=[expected])
-        assert (named(outcome), (SCREEN, ["at"]) in port.tried) == (["at", "expected"], False)
-
-    @pytest.mark.parametrize(("leaves", "is_tried"), [(9.9, False), (10.0, True)])
-    def test_fewest_tokens_judge_large_errors_alone(self, leaves: float, is_tried: bool) -> None:
-        port = Port({}, null_figures={"leaves": leaves}, num_tokens=200)
-        search(port, mistake("a"))
-        assert (port.tried[1][0] == PROVING) is is_tried
-
-    @pytest.mark.parametrize(("num_settled", "is_tried"), [(11, False), (12, True)])
-    def test_fewest_tokens_are_settled(self, num_settled: int, is_tried: bool) -> None:
-        port = Port({"a": CAUSE}, num_tokens=200, num_settled=num_settled)
-        assert named(search(port, mistake("a"))) == ["a"]
-        assert (port.tried[1][0] == PROVING) is is_tried
-        fewest = [indices for indices in port.selected if len(indices) == PROVING]
-        assert all(max(indices) < num_settled for indices in fewest)
-        assert bool(fewest) is is_tried
-
-    def test_proof_of_one_turn_spares_the_next(self) -> None:
-        port = Port({"at": CAUSE}, num_tokens=200)
-        suspects = frozenset({Site.K_PROJ})
-        search(port, mistake("other"), mistake("at", Site.K_PROJ), suspects=suspects)
-        assert [count for count, names in port.tried if names] == [PROVING, 200]
+def proofs() -> dict[str, str]:
+    """A mistake that the fewest tokens prove is judged on all, and ends the search."""
+    near = {"m0": CAUSE, "m1": {**CAUSE, "misfit": 1.01}}
+    beside = {
+        **each(8, likeness=lambda n: n / 10),
+        "m0": {**CAUSE, "misfit": 1.5, "likeness": 0.2},
+        "m1": {**CAUSE, "likeness": 0.3},
+        "m2": {**CAUSE, "misfit": 1.51, "likeness": 0.2},
+    }
+    unlike = {"m0": {**CAUSE, "likeness": 0.5}, "m1": {"likeness": 0.7}}
+    of_a = {"a": CAUSE, "b": {}}
+    of_experts = found("of experts", Site.MOE_DELTA, find=find)
+    at_last = found("of experts", Site.MOE_DELTA, find_at_last=find)
+    expected = [mistake("expected").with_parameters({})]
+    at = mistake("at")
+    return {
+        "the fewest tokens prove": word_search(Port({"m5": CAUSE}, num_tokens=200), *many(9)),
+        "near ones and the most alike are judged beside it": word_search(
+            Port(near, on_proving=beside, num_tokens=200), *many(9)
+        ),
+        "one that is less like the error than another": word_search(Port(unlike, num_tokens=200), *many(5)),
+        "all tokens prove another": word_search(Port({"b": CAUSE}, on_proving=of_a, num_tokens=200), A, B),
+        "all tokens do not prove it": word_search(
+            Port({"a": UNPROVED, "b": CAUSE}, on_proving=of_a, num_tokens=200), A, *many(5), B
+        ),
+        **{
+            f"too few tokens judge {number}": word_search(
+                Port(
+                    {"a": CAUSE, "m9": CAUSE},
+                    on_proving=each(number, misfit=lambda _: math.inf, likeness=lambda _: 0.0),
+                    num_tokens=200,
+                ),
+                *many(20),
+                A,
+            )
+            for number in (10, 11)
+        },
+        "decoded tokens alone are proved": word_search(
+            Port({"decoded a": CAUSE}, num_tokens=200, has_decoded=True), A, B
+        ),
+        **{
+            f"hypotheses that the values give, {title}": word_search(
+                Port({"of experts": figures}, num_tokens=200), A, of_experts
+            )
+            for title, figures in (("proved", CAUSE), ("not proved", UNPROVED))
+        },
+        "a longer search of the values comes last": word_search(
+            Port({"of experts": UNPROVED}, num_tokens=200), A, at_last
+        ),
+        **{
+            f"a finalist of an earlier turn, of misfit {misfit}, is named beside a proof": word_search(
+                Port(
+                    {"expected": {**left(1.35), "misfit": misfit}, "at": {**CAUSE, "misfit": 1.05}},
+                    num_tokens=200,
+                ),
+                at,
+                suspects=AT_QUERIES,
+                expected=expected,
+            )
+            for misfit in (1.0, 1.1)
+        },
+        **{
+            f"fewest tokens judge ρ {rho}": word_search(
+                Port({}, null_figures={"leaves": rho}, num_tokens=200), A
+            )
+            for rho in (9.9, 10.0)
+        },
+        "one turn spares the next": word_search(
+            Port({"at": CAUSE}, num_tokens=200), mistake("other"), KEYS, suspects=AT_KEYS
+        ),
+    }
 
 
-class TestFitting:
-    @staticmethod
-    def fitted(name: str) -> Mistake:
-        return mistake(name, fitted="factor", candidates=lambda _: ({"factor": 2.0},))
-
-    def rounds(self, port: Port, *mistakes: Mistake) -> list[list[str]]:
-        """Names tried in each round of the fit."""
-        search(port, *mistakes)
-        return [names for _, names in port.tried if names and len(names) > len(set(names))]
-
-    def test_proved_mistakes_are_not_fitted(self) -> None:
-        assert self.rounds(Port({"a": {**CAUSE, "leaves": 1.3}}), self.fitted("a")) == []
-        assert len(self.rounds(Port({"a": {**CAUSE, "leaves": 1.4}}), self.fitted("a"))) == 4
-
-    def test_best_six_and_the_most_alike_are_fitted(self) -> None:
-        figures = {f"m{index}": {"misfit": 401.0 + index, "likeness": 0.1} for index in range(12)}
-        for index, likeness in ((11, 0.9), (10, 0.8), (9, 0.7), (8, 0.6), (7, 0.4)):
-            figures[f"m{index}"]["likeness"] = likeness
-        port = Port(figures)
-        first, *_ = self.rounds(port, *(self.fitted(f"m{index}") for index in range(12)))
-        assert list(dict.fromkeys(first)) == [*(f"m{index}" for index in range(6)), "m11", "m10", "m9", "m8"]
-
-
-class TestFaint:
-    FAINT: Mapping[str, float] = {**CAUSE, "unexplained": 1.4, "misfit": 0.9}
-
-    def port(self, leaves: float, **options: Any) -> Port:
-        figures = {"a": {"z": 1.0}, "b": {"z": -1.0}, "c": {"z": 0.9}}
-        return Port(figures, null_figures={"leaves": leaves}, faint={"a": self.FAINT}, **options)
-
-    def test_mistakes_that_the_noise_covers_are_tried_last(self) -> None:
-        port = self.port(6.0)
-        assert named(search(port, mistake("a"), mistake("b"), mistake("c"))) == ["a"]
-        assert port.tried_faint == [(20, ["a", "b"])]
-
-    def test_none_is_tried_if_the_error_is_far_above_the_noise(self) -> None:
-        port = self.port(6.1)
-        assert named(search(port, mistake("a"))) == []
-        assert port.tried_faint == []
-
-    def test_best_ten_by_z_and_the_most_alike_are_judged_on_all_tokens(self) -> None:
-        figures = {f"m{index}": {"z": float(index), "likeness": 0.1} for index in range(20)}
-        for index in range(4):
-            figures[f"m{index}"]["likeness"] = 0.9 - index / 5
-        may_be_faint = {f"m{index}": {"z": 1.0} for index in range(20)}
-        port = Port(may_be_faint, null_figures={"leaves": 6.0}, faint=figures, num_tokens=200)
-        search(port, *many(20))
-        (screened, all_names), (whole, chosen) = port.tried_faint
-        assert (screened, whole, len(all_names)) == (SCREEN, 200, 20)
-        assert chosen == [*(f"m{index}" for index in range(19, 9, -1)), "m0", "m1", "m2"]
+def fits() -> dict[str, str]:
+    """Which mistakes with a parameter are fitted, and which are tried below the noise."""
+    alike = dict(zip(range(11, 6, -1), (0.9, 0.8, 0.7, 0.6, 0.4), strict=True))
+    figures = each(12, misfit=lambda n: 401.0 + n, likeness=lambda n: alike.get(n, 0.1))
+    in_noise = {"a": {"z": 1.0}, "b": {"z": -1.0}, "c": {"z": 0.9}}
+    faint = {"a": {**CAUSE, "unexplained": 1.4, "misfit": 0.9}}
+    by_z = each(20, z=float, likeness=lambda n: 0.9 - n / 5 if n < 4 else 0.1)
+    return {
+        **{
+            f"fits what leaves {leaves}": word_search(Port({"a": left(leaves)}), fitted("a"))
+            for leaves in (1.3, 1.4)
+        },
+        "fits the best six and the most alike": word_search(
+            Port(figures), *(fitted(f"m{index}") for index in range(12))
+        ),
+        **{
+            f"the noise covers mistakes at ρ {rho}": word_search(
+                Port(in_noise, null_figures={"leaves": rho}, faint=faint), A, B, mistake("c")
+            )
+            for rho in (6.0, 6.1)
+        },
+        "faint ones, the best ten by z and the most alike on all tokens": word_search(
+            Port(each(20, z=lambda _: 1.0), null_figures={"leaves": 6.0}, faint=by_z, num_tokens=200),
+            *many(20),
+        ),
+    }
 
 
-class TestPairs:
-    PAIR: Mapping[str, Any] = {**CAUSE, "misfits": torch.ones(6)}
+def pairs() -> dict[str, str]:
+    """Two mistakes at once."""
+    both: Mapping[str, Any] = {**CAUSE, "misfits": torch.ones(6)}
     # One of two mistakes takes some of the error away, and leaves more than both do.
-    HALF: Mapping[str, Any] = {"likeness": 0.3, "misfits": torch.full((6,), 400.0)}
-
-    @staticmethod
-    def pairs(port: Port) -> list[str]:
-        return [name for names in (names for _, names in port.tried) for name in names if "+" in name]
-
-    def test_mistakes_of_attention_go_with_those_of_the_experts(self) -> None:
-        port = Port({"a + e": self.PAIR, "a": self.HALF, "e": self.HALF})
-        outcome = search(port, mistake("a"), mistake("e", Site.MOE_DELTA))
-        assert (named(outcome), outcome.num_tried, outcome.nearest) == (["a + e"], 3, ())
-        assert set(self.pairs(port)) == {"a + e"}
-
-    @pytest.mark.parametrize(
-        "half", [{"misfit": 1.9}, {"misfits": torch.tensor([0.0, 400.0, 0.0, 0.0, 0.0, 0.0])}]
-    )
-    def test_pair_is_not_named_if_one_mistake_alone_may_be_the_cause(self, half: dict[str, Any]) -> None:
-        port = Port({"a + e": self.PAIR, "a": {**self.HALF, **half}, "e": self.HALF})
-        assert named(search(port, mistake("a"), mistake("e", Site.MOE_DELTA))) == []
-        assert set(self.pairs(port)) == {"a + e"}
-
-    @pytest.mark.parametrize(("leaves", "is_tried"), [(1.49, False), (1.5, True)])
-    def test_pairs_are_tried_if_the_error_is_clear(self, leaves: float, is_tried: bool) -> None:
-        port = Port({"a": self.HALF}, null_figures={"leaves": leaves})
-        search(port, mistake("a"), mistake("e", Site.MOE_DELTA))
-        assert bool(self.pairs(port)) is is_tried
-
-    def test_pairs_are_not_tried_if_one_mistake_explains_the_layer(self) -> None:
-        port = Port({"a": CAUSE})
-        search(port, mistake("a"), mistake("e", Site.MOE_DELTA))
-        assert self.pairs(port) == []
-
-    def test_one_side_alone_pairs_where_its_mistakes_begin_at_different_sites(self) -> None:
-        figures = {"a": self.HALF, "b": self.HALF}
-        port = Port(figures)
-        search(port, mistake("a"), mistake("b"), mistake("c", Site.K_PROJ))
-        assert set(self.pairs(port)) == {"a + c", "b + c"}
-        reading = mistake("c", Site.K_PROJ, reads_right_layer=True)
-        port = Port(figures)
-        search(port, mistake("a"), reading)
-        assert self.pairs(port) == []
-
-    def test_what_leads_somewhere_goes_with_what_the_rest_of_the_error_is_like(self) -> None:
-        figures = {"a": {**self.HALF, "predicted": torch.tensor([1.0, 0.0])}}
-        figures |= {f"m{index}": {"predicted": torch.tensor([1.0, 0.0])} for index in range(20)}
-        figures["rest"] = {"predicted": torch.tensor([0.0, 1.0])}
-        port = Port(figures, error=torch.tensor([1.0, 1.0]))
-        others = [mistake(name, Site.MOE_DELTA) for name in figures if name != "a"]
-        search(port, mistake("a"), *others)
+    half: Mapping[str, Any] = {"likeness": 0.3, "misfits": torch.full((6,), 400.0)}
+    one_token = torch.tensor([0.0, 400.0, 0.0, 0.0, 0.0, 0.0])
+    halves = {"a": half, "b": half}
+    along = {"a": {**half, "predicted": torch.tensor([1.0, 0.0])}}
+    along |= each(20, predicted=lambda _: torch.tensor([1.0, 0.0]))
+    along["rest"] = {"predicted": torch.tensor([0.0, 1.0])}
+    of_experts = [mistake(name, Site.MOE_DELTA) for name in along if name != "a"]
+    tried = [A.with_parameters({}).and_also(EXPERTS.with_parameters({}))]
+    vain = {"a + e": {"leaves": 9.0, "misfit": 90.0, "likeness": 0.5}, "a": half}
+    decoded = {"decoded a1": {**half, "misfit": 1.0}, "a0": half}
+    return {
+        "of attention and of the experts": word_search(
+            Port({"a + e": both, "a": half, "e": half}), A, EXPERTS
+        ),
+        **{
+            f"one mistake alone may be the cause, by its {title}": word_search(
+                Port({"a + e": both, "a": {**half, **alone}, "e": half}), A, EXPERTS
+            )
+            for title, alone in (("misfit", {"misfit": 1.9}), ("tokens", {"misfits": one_token}))
+        },
+        **{
+            f"the error is of ρ {rho}": word_search(
+                Port({"a": half}, null_figures={"leaves": rho}), A, EXPERTS
+            )
+            for rho in (1.49, 1.5)
+        },
+        "one mistake explains the layer": word_search(Port({"a": CAUSE}), A, EXPERTS),
+        "one side alone, at different sites": word_search(Port(halves), A, B, mistake("c", Site.K_PROJ)),
+        "a mistake that reads the right layer": word_search(
+            Port(halves), A, mistake("c", Site.K_PROJ, reads_right_layer=True)
+        ),
         # Twelve by the direction of the rest, and twelve by its tokens, of which nothing is known here.
-        assert set(self.pairs(port)) == {"a + rest", *(f"a + m{index}" for index in range(12))}
-
-    def test_what_leads_nowhere_is_not_paired(self) -> None:
-        port = Port({"a": {"likeness": 0.19}, "e": {"explains": 0.19}})
-        search(port, mistake("a"), mistake("e", Site.MOE_DELTA))
-        assert self.pairs(port) == []
-
-    def test_pairs_of_other_layers_are_not_paired_again(self) -> None:
-        first, second = mistake("a"), mistake("e", Site.MOE_DELTA)
-        pair = first.with_parameters({}).and_also(second.with_parameters({}))
-        port = Port({"a + e": {"leaves": 9.0, "misfit": 90.0, "likeness": 0.5}, "a": self.HALF})
-        search(port, first, second, expected=[pair])
-        assert set(self.pairs(port)) == {"a + e"}
-
-    def test_scores_of_decoded_tokens_are_not_paired(self) -> None:
+        "what leads somewhere, and what the rest of the error is like": word_search(
+            Port(along, error=torch.tensor([1.0, 1.0])), A, *of_experts
+        ),
+        "what leads nowhere": word_search(
+            Port({"a": {"likeness": 0.19}, "e": {"explains": 0.19}}), A, EXPERTS
+        ),
+        "pairs of other layers are not paired again": word_search(Port(vain), A, EXPERTS, expected=tried),
         # Only as a mistake of decoded tokens, a1 leads somewhere.
-        figures = {"decoded a1": {**self.HALF, "misfit": 1.0}, "a0": self.HALF}
-        port = Port(figures, has_decoded=True)
-        search(port, mistake("a0"), mistake("a1"), mistake("e", Site.MOE_DELTA))
-        assert set(self.pairs(port)) == {"a0 + e"}
+        "scores of decoded tokens are not paired": word_search(
+            Port(decoded, has_decoded=True), mistake("a0"), mistake("a1"), EXPERTS
+        ),
+    }
 
 
-def test_three_nearest_are_told_if_nothing_explains_the_layer() -> None:
-    port = Port(
-        {f"m{index}": {"explains": index / 10, "misfit": 401.0 + math.cos(index)} for index in range(5)}
-    )
-    assert nearest(search(port, *many(5))) == ["m4", "m3", "m2"]
-    assert nearest(search(Port({"m0": CAUSE}), *many(5))) == []
+def test_searches_read_as_their_golden_text(expect_text: Callable[..., None]) -> None:
+    expect_text("search.txt", {**turns(), **tokens(), **proofs(), **fits(), **pairs()})
+
+
+@pytest.mark.parametrize(("num_settled", "is_tried"), [(11, False), (12, True)])
+def test_fewest_tokens_are_settled(num_settled: int, is_tried: bool) -> None:
+    port = Port({"a": CAUSE}, num_tokens=200, num_settled=num_settled)
+    assert [score.hypothesis.name for score in search(port, A).named] == ["a"]
+    fewest = [indices for indices in port.selected if len(indices) == PROVING]
+    assert all(max(indices) < num_settled for indices in fewest)
+    assert bool(fewest) is is_tried

@@ -110,6 +110,10 @@ def figures(scores: Sequence[Score]) -> list[tuple[bool, float]]:
     return [(score.is_decode_only, score.leaves) for score in scores]
 
 
+# Squared norms over four channels, the noise being 0.006² of a channel's part; the right layer's variance is 1.
+ROUNDED = 0.006**2
+
+
 class TestJudging:
     def test_right_layer_has_the_error_of_the_port(self) -> None:
         null = trial(5.0).null()
@@ -122,28 +126,29 @@ class TestJudging:
         assert (first.hypothesis, second.hypothesis) == (hypotheses[0], hypotheses[1])
         assert (first.leaves, second.leaves) == (0.0, pytest.approx(1.0, rel=1e-3))
 
-    def test_larger_values_err_more_at_the_output_by_those_of_both_deltas(self) -> None:
-        (found,) = trial(0.0).judge([set_to(Site.MOE_DELTA, 1000.0)])
-        # Squared norms grow by 4 · (1001² - 3²) and by 4 · (1000² - 2²), and the noise by 0.006² of a channel's part.
-        variance = 1.0 + 0.006**2 * (1001**2 - 3**2 + 1000**2 - 2**2)
-        assert found.leaves == pytest.approx(1001.0 / math.sqrt(variance), rel=1e-4)
-
-    def test_smaller_values_do_not_err_less(self) -> None:
-        base = layer(attention=1000.0, experts=-1000.0)
-        (found,) = trial(5.0, base=base).judge([set_to(Site.MOE_DELTA, -900.0)])
-        # The output alone has grown; the deltas are no larger.
-        assert found.leaves == pytest.approx(95.0 / math.sqrt(1.0 + 0.006**2 * 100**2), rel=1e-4)
+    @pytest.mark.parametrize(
+        ("port", "parts", "value", "error", "growth"),
+        [
+            # The output grows from 3 to 1001, and errs by the growth of the experts' delta too.
+            (0.0, {}, 1000.0, 1001.0, 1001**2 - 3**2 + 1000**2 - 2**2),
+            # The output alone has grown, from 0 to 100; the deltas are no larger.
+            (5.0, {"base": {"attention": 1000.0, "experts": -1000.0}}, -900.0, 95.0, 100**2),
+            # Other sites err by their own size alone.
+            (0.0, {"site": Site.MOE_DELTA}, 1000.0, 1000.0, 1000**2 - 2**2),
+        ],
+    )
+    def test_larger_values_err_more(
+        self, port: float, parts: dict[str, Any], value: float, error: float, growth: float
+    ) -> None:
+        base = layer(**parts.get("base", {}))
+        (found,) = trial(port, **{**parts, "base": base}).judge([set_to(Site.MOE_DELTA, value)])
+        assert found.leaves == pytest.approx(error / math.sqrt(1.0 + ROUNDED * growth), rel=1e-4)
 
     def test_values_as_large_as_right_ones_err_as_much(self) -> None:
         right = trial(3.0 + 1e-3)
         small = replace(right.yardsticks[Site.OUTPUT], variance=torch.full((NUM_TOKENS, WIDTH), 1e-6))
         (found,) = replace(right, yardsticks={Site.OUTPUT: small}).judge([set_to(Site.MOE_DELTA, 2.0)])
         assert found.leaves == pytest.approx(1.0, rel=1e-3)
-
-    def test_other_sites_err_by_their_own_size_alone(self) -> None:
-        (found,) = trial(0.0, site=Site.MOE_DELTA).judge([set_to(Site.MOE_DELTA, 1000.0)])
-        variance = 1.0 + 0.006**2 * (1000**2 - 2**2)
-        assert found.leaves == pytest.approx(1000.0 / math.sqrt(variance), rel=1e-4)
 
     def test_decoded_tokens_are_scored_alone_too(self) -> None:
         port = torch.where(LATE[:, None], filled(5.0), filled(3.0))
@@ -203,12 +208,10 @@ class TestFaint:
             replace_stage(Site.OUTPUT, lambda found: 2.0 * (found[Site.ATTN_DELTA] + found[Site.MOE_DELTA]))
         )
         # The golden's values give 7.5 with the mistake and 3.75 without; the right layer has 3.
-        found = trial(3.0 + 3.75, on_golden_values=golden).judge_faint([doubled, set_to(Site.OUTPUT, 3.75)])
-        assert figures(found) == [(False, 0.0), (False, 3.75)]
-
-    def test_decoded_tokens_are_scored_alone_too(self) -> None:
-        found = trial(3.0, on_golden_values=layer(), is_decoded=LATE).judge_faint([set_to(Site.OUTPUT, 5.0)])
-        assert [score.is_decode_only for score in found] == [False, True]
+        port = trial(3.0 + 3.75, on_golden_values=golden, is_decoded=LATE)
+        found = port.judge_faint([doubled, set_to(Site.OUTPUT, 3.75)])
+        assert [score.is_decode_only for score in found] == [False, True] * 2
+        assert [score.leaves for score in found[::2]] == [0.0, 3.75]
 
     def test_mistake_of_the_router_counts_all_usable_tokens(self) -> None:
         port = filled(1.0)
@@ -238,9 +241,8 @@ class TestRefuting:
         port = trial(1.0, site=Site.Q_PROJ)
         assert port.refutes(self.whole(11.01, self.SITES))
         assert not port.refutes(self.whole(10.99, self.SITES))
-
-    def test_one_changed_site_is_no_other_layer(self) -> None:
-        assert not trial(1.0, site=Site.Q_PROJ).refutes(self.whole(99.0, self.SITES[:1]))
+        # One changed site is no other layer.
+        assert not port.refutes(self.whole(99.0, self.SITES[:1]))
 
     @pytest.mark.parametrize(("value", "is_refuted"), [(2.3, False), (2.5, True)])
     def test_right_site_that_a_hypothesis_makes_wrong_refutes_it(
@@ -285,17 +287,10 @@ class TestWrongTokens:
         assert (len(found.is_wrong), found.positions[0], len(found.experts)) == (6, 12, 6)
 
     def test_worst_site_tells_a_token(self) -> None:
-        base = layer()
-        right, wrong = filled(3.0), filled(2.0)
+        wrong = filled(2.0)
         wrong[4] = 9.0
-        both = Trial(
-            base=base,
-            on_golden_values=None,
-            yardsticks={Site.MOE_DELTA: yardstick(wrong, 2.0), Site.OUTPUT: yardstick(right, 3.0)},
-            logit_noise=0.1,
-            is_decoded=~ALL,
-            is_usable=ALL,
-        )
+        yardsticks = {Site.MOE_DELTA: yardstick(wrong, 2.0), Site.OUTPUT: yardstick(filled(3.0), 3.0)}
+        both = replace(trial(), yardsticks=yardsticks)
         assert both.clues.wrong_tokens.is_wrong.nonzero().flatten().tolist() == [4]
 
 
@@ -313,25 +308,21 @@ def test_some_tokens_of_a_trial_are_those_of_all_its_parts() -> None:
     assert trial().select_tokens(torch.tensor([1])).on_golden_values is None
 
 
+def choosing(logits: list[float], number: int, k: int) -> Evaluation:
+    """So many tokens with these logits, of which each chooses `k` experts."""
+    stages: dict[GraphNode, Stage] = {
+        Site.ROUTER_LOGITS: lambda _: torch.tensor(logits).repeat(number, 1),
+        Site.ROUTER_EXPERTS: lambda found: found[Site.ROUTER_LOGITS].topk(k).indices,
+    }
+    return Evaluation(inputs(number), stages, tokens=torch.arange(number))
+
+
 def test_tokens_are_settled_if_six_draws_of_twice_the_noise_change_nothing() -> None:
-    number, noise = 6000, 0.1
     # The difference of two draws has a standard deviation of 2√2 · noise: one draw keeps the order in 4 of 5 cases.
-    margin = 0.8416 * 2.0 * math.sqrt(2.0) * noise
-    stages: dict[GraphNode, Stage] = {
-        Site.ROUTER_LOGITS: lambda _: torch.tensor([margin, 0.0]).repeat(number, 1),
-        Site.ROUTER_EXPERTS: lambda found: found[Site.ROUTER_LOGITS].topk(1).indices,
-    }
-    evaluation = Evaluation(inputs(number), stages, tokens=torch.arange(number))
-    settled = settled_tokens(evaluation, noise)
+    evaluation = choosing([0.8416 * 2.0 * math.sqrt(2.0) * 0.1, 0.0], 6000, 1)
+    settled = settled_tokens(evaluation, 0.1)
     assert float(settled.float().mean()) == pytest.approx(0.8**6, abs=0.02)
-    assert torch.equal(settled, settled_tokens(evaluation, noise))
+    assert torch.equal(settled, settled_tokens(evaluation, 0.1))
     assert bool(settled_tokens(evaluation, 0.0).all())
-
-
-def test_experts_in_another_order_are_the_same() -> None:
-    stages: dict[GraphNode, Stage] = {
-        Site.ROUTER_LOGITS: lambda _: torch.tensor([[1.0, 1.0, -99.0]]).repeat(50, 1),
-        Site.ROUTER_EXPERTS: lambda found: found[Site.ROUTER_LOGITS].topk(2).indices,
-    }
-    evaluation = Evaluation(inputs(50), stages, tokens=torch.arange(50))
-    assert bool(settled_tokens(evaluation, 0.1).all())
+    # Experts in another order are the same.
+    assert bool(settled_tokens(choosing([1.0, 1.0, -99.0], 50, 2), 0.1).all())

@@ -45,8 +45,8 @@ def explained(*findings: MistakeFinding) -> tuple[LayerDiagnosis, ...]:
     return tuple(layer(one.layer or 0, named=(one,)) for one in findings)
 
 
-def diagnosis(**parts: Any) -> Diagnosis:
-    return Diagnosis(**{"reference": "golden", "target": "run", "is_failed": True, "layers": (), **parts})
+def diagnosis(*layers: LayerDiagnosis, **parts: Any) -> Diagnosis:
+    return Diagnosis(**{"reference": "golden", "target": "run", "is_failed": True, "layers": layers, **parts})
 
 
 def proof(outcome: ProofOutcome = PROVED, **parts: Any) -> MistakeProof:
@@ -54,7 +54,7 @@ def proof(outcome: ProofOutcome = PROVED, **parts: Any) -> MistakeProof:
 
 
 def proved(found: MistakeProof) -> Diagnosis:
-    return diagnosis(layers=explained(finding(layer=1, proof=found)))
+    return diagnosis(*explained(finding(layer=1, proof=found)))
 
 
 def edited(number: int, times: int, outcome: ProofOutcome = PROVED, **parts: Any) -> MistakeFinding:
@@ -83,10 +83,10 @@ WEIGHTS = Blame(layer=4, sites=("weights",), reason="w1 is that of expert 3")
 PROOFS = [proof(NOT_PROVED), proof(PROVED)]
 PLACES: dict[str, Diagnosis] = {
     "places are told in the model's order": diagnosis(
-        layers=(layer(),), sites=(site(LOGITS), site(EMBEDDING), site(NORM, unexplained=1.0))
+        layer(), sites=(site(LOGITS), site(EMBEDDING), site(NORM, unexplained=1.0))
     ),
     "nothing differs": diagnosis(is_failed=False),
-    "nothing to explain": diagnosis(is_failed=False, layers=(layer(**RIGHT),)),
+    "nothing to explain": diagnosis(layer(**RIGHT), is_failed=False),
     "right sites of a right run are not told": diagnosis(
         is_failed=False, sites=(site(EMBEDDING, unexplained=1.0), site(NORM, unexplained=1.5))
     ),
@@ -97,49 +97,41 @@ PLACES: dict[str, Diagnosis] = {
     "two sites, and right ones": diagnosis(
         sites=(site(EMBEDDING, unexplained=1.0), site(NORM, nearest=(finding(),)), site(LOGITS))
     ),
-    "a wrong shape, and no other site": diagnosis(layers=(replace(WRONG_SHAPE, sites=()),)),
-    "a wrong shape": diagnosis(layers=(WRONG_SHAPE,)),
+    "a wrong shape, and no other site": diagnosis(replace(WRONG_SHAPE, sites=())),
+    "a wrong shape": diagnosis(WRONG_SHAPE),
     "layers like others": diagnosis(
-        layers=(UNNAMED, replace(UNNAMED, layer=2, num_hypotheses=300)),
+        UNNAMED,
+        replace(UNNAMED, layer=2, num_hypotheses=300),
         passed_over=(PassedOver(layers=(3, 4), like=(1, 2)), PassedOver(layers=(9,), like=(8,))),
     ),
-    "one layer passed over": diagnosis(layers=(UNNAMED,), passed_over=(PassedOver(layers=(0,), like=(1,)),)),
+    "one layer passed over": diagnosis(UNNAMED, passed_over=(PassedOver(layers=(0,), like=(1,)),)),
     "right layers beside a wrong one": diagnosis(
-        layers=(layer(0, **RIGHT), UNNAMED, layer(2, **RIGHT), layer(3, blamed("v_proj", layer=3)))
+        layer(0, **RIGHT), UNNAMED, layer(2, **RIGHT), layer(3, blamed("v_proj", layer=3))
     ),
     "a blamed layer is not right however small its error": diagnosis(
-        layers=(layer(0, blamed("k_norm", layer=0), unexplained=1.02),)
+        layer(0, blamed("k_norm", layer=0), unexplained=1.02)
     ),
-    "several suspects": diagnosis(layers=(layer(1, blamed("k_norm", "k_rope")),)),
-    "suspects of which nothing is right": diagnosis(layers=(layer(1, blamed("k_norm", "k_rope", right=())),)),
-    "more suspects than formulas": diagnosis(
-        layers=(layer(1, blamed("q_norm", "k_norm", "q_rope", "k_rope")),)
-    ),
+    "several suspects": diagnosis(layer(1, blamed("k_norm", "k_rope"))),
+    "suspects of which nothing is right": diagnosis(layer(1, blamed("k_norm", "k_rope", right=()))),
+    "more suspects than formulas": diagnosis(layer(1, blamed("q_norm", "k_norm", "q_rope", "k_rope"))),
     "two sites of one operation": diagnosis(
-        layers=(
-            layer(
-                1,
-                blamed("q_rope", right=("q_norm",), operation="rotary embedding"),
-                blamed("k_rope", right=("k_norm",), operation="rotary embedding"),
-            ),
+        layer(
+            1,
+            blamed("q_rope", right=("q_norm",), operation="rotary embedding"),
+            blamed("k_rope", right=("k_norm",), operation="rotary embedding"),
         )
     ),
-    "layers of one mistake": diagnosis(layers=explained(*SCALED)),
+    "layers of one mistake": diagnosis(*explained(*SCALED)),
     "one of them explained by another too": diagnosis(
-        layers=(
-            layer(1, named=(SCALED[0],)),
-            layer(2, named=(SCALED[1], finding("other", layer=2))),
-        )
+        layer(1, named=(SCALED[0],)), layer(2, named=(SCALED[1], finding("other", layer=2)))
     ),
     "notes of some layers say which": diagnosis(
-        layers=(
-            layer(0, named=(finding(layer=0),), notes=("one NaN", "no FP8")),
-            layer(1, named=(finding(layer=1),), notes=("no FP8",)),
-        ),
+        layer(0, named=(finding(layer=0),), notes=("one NaN", "no FP8")),
+        layer(1, named=(finding(layer=1),), notes=("no FP8",)),
         notes=("on the whole",),
     ),
     "blame is told once": diagnosis(
-        layers=(layer(1, blamed("k_norm")),),
+        layer(1, blamed("k_norm")),
         sites=(site(LOGITS),),
         passed_over=(PassedOver(layers=(2,), like=(1,)),),
         unexplained_blame=(
@@ -151,15 +143,13 @@ PLACES: dict[str, Diagnosis] = {
     ),
     "wrong weights": diagnosis(weights=(WEIGHTS, replace(WEIGHTS, layer=5))),
     "sources, and more mistakes alike than are listed": diagnosis(
-        layers=(
-            layer(
-                1,
-                named=(
-                    finding("norm_eps", layer=1, sources=("vllm#1", "vllm#2")),
-                    *(finding(f"mistake_{number}", layer=1) for number in range(5)),
-                ),
-                num_hypotheses=7,
+        layer(
+            1,
+            named=(
+                finding("norm_eps", layer=1, sources=("vllm#1", "vllm#2")),
+                *(finding(f"mistake_{number}", layer=1) for number in range(5)),
             ),
+            num_hypotheses=7,
         )
     ),
 }
@@ -181,33 +171,33 @@ PROVED_PLACES: dict[str, Diagnosis] = {
         proof(NOT_PROVED, way=ProofWay.WEIGHTS, reason="output fails", sites=SITES[3:])
     ),
     "layers of one outcome are told together": diagnosis(
-        layers=explained(
+        *explained(
             finding(layer=1, proof=proof(way=ProofWay.WEIGHTS)),
             *(finding(layer=number, proof=proof(NOT_PROVABLE, reason="no port")) for number in (2, 3)),
             finding(layer=4),
         )
     ),
     "lines of several layers stand once": diagnosis(
-        layers=explained(
-            edited(1, 2), edited(3, 2), edited(4, 5, has_conversion=False), edited(5, 7, NOT_PROVED)
-        )
+        *explained(edited(1, 2), edited(3, 2), edited(4, 5, has_conversion=False), edited(5, 7, NOT_PROVED))
     ),
     "three edits, and where the others are": diagnosis(
-        layers=explained(*(edited(number, number + 2) for number in range(4)))
+        *explained(*(edited(number, number + 2) for number in range(4)))
     ),
     "outcomes of a mistake that is like the first": diagnosis(
-        layers=tuple(
-            layer(
-                number,
-                named=(
-                    finding("first", layer=number, proof=PROOFS[0]),
-                    finding("second", layer=number, proof=found),
-                ),
+        *tuple(
+            (
+                layer(
+                    number,
+                    named=(
+                        finding("first", layer=number, proof=PROOFS[0]),
+                        finding("second", layer=number, proof=found),
+                    ),
+                )
+                for number, found in enumerate(PROOFS)
             )
-            for number, found in enumerate(PROOFS)
         )
     ),
-    "nothing to prove": diagnosis(layers=(UNNAMED,)),
+    "nothing to prove": diagnosis(UNNAMED),
 }
 LINES = ("tensors['w'] *= 2",)
 
@@ -229,25 +219,25 @@ def test_diagnoses_read_as_their_golden_text(expect_text: Callable[..., None]) -
     expect_text("diagnosis.txt", {**places, **with_proofs, **proofs})
 
 
-def only(**parts: Any) -> DiagnosedPlace:
-    (place,) = word_diagnosis(diagnosis(**parts)).places
+def only(*layers: LayerDiagnosis) -> DiagnosedPlace:
+    (place,) = word_diagnosis(diagnosis(*layers)).places
     return place
 
 
 def test_nearest_mistakes_are_hints_and_explain_no_right_layer() -> None:
-    assert [mistake.is_named for mistake in only(layers=(UNNAMED,)).mistakes] == [False]
-    assert only(layers=(layer(**RIGHT, nearest=(finding(),)),)).mistakes == ()
+    assert [mistake.is_named for mistake in only(UNNAMED).mistakes] == [False]
+    assert only(layer(**RIGHT, nearest=(finding(),))).mistakes == ()
 
 
 def test_mistake_of_all_layers_names_none() -> None:
-    (mistake,) = only(layers=explained(*SCALED)).mistakes
+    (mistake,) = only(*explained(*SCALED)).mistakes
     assert (mistake.name, mistake.parameters, mistake.layers) == ("k_norm_scaled", "factor 0.5 … 0.51", "")
 
 
 def test_record_tells_what_explains_each_part() -> None:
     blame = Blame(layer=2, sites=("k_norm",), reason="error")
     layers = (layer(1, named=(finding(layer=1),)), layer(2, nearest=(finding(layer=2),)))
-    found = diagnosis(layers=layers, sites=(site(LOGITS, unexplained=1.0),), unexplained_blame=(blame,))
+    found = diagnosis(*layers, sites=(site(LOGITS, unexplained=1.0),), unexplained_blame=(blame,))
     record = diagnosis_record(found)
     (first, second), (of_site,) = record["layers"], record["sites"]
     assert (first["layer"], first["is_explained"], first["is_right"]) == (1, True, False)
