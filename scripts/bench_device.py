@@ -14,9 +14,15 @@ from __future__ import annotations
 
 import sys
 
-from device import bisection, regrouping, sweeping, true_size
+from device import bisection, regrouping, sweeping
 from figures import run_groups
 
+GROUPS = {
+    "sweeping": sweeping.measure,
+    "true_size": sweeping.measure_true_size,
+    "regrouping": regrouping.measure,
+    "bisection": bisection.measure,
+}
+
 if __name__ == "__main__":
-    modules = {"sweeping": sweeping, "true_size": true_size, "regrouping": regrouping, "bisection": bisection}
-    sys.exit(run_groups("device", __doc__, {name: module.measure for name, module in modules.items()}))
+    sys.exit(run_groups("device", __doc__, GROUPS))

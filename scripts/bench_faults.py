@@ -27,7 +27,7 @@ from faults.journal import Journal
 from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import choose_plants
 from faults.runs import carry_out
-from faults.tally import JoinedCounts, dump_misses, give_dump_figures, give_figures, give_pass_figures, misses
+from faults.tally import dump_misses, give_dump_figures, give_figures, give_pass_figures, misses
 from figures import benchmark_parser, print_figures
 
 from minimax_tools.errors import Mm2Error
@@ -40,7 +40,6 @@ def main() -> int:
     """Run what the journal lacks, and print; return 1 if a goal is missed, 3 if a run could not start, else 0."""
     arguments = _parse_arguments()
     try:
-        joined = [JoinedCounts.read(path) for path in arguments.join]
         all_cases = run_all(
             list(_plan(arguments)), journal=Journal[AnyCase](arguments.journal, Case, DumpCase)
         )
@@ -50,7 +49,7 @@ def main() -> int:
     cases = [case for case in all_cases if isinstance(case, Case)]
     dumps = [case for case in all_cases if isinstance(case, DumpCase)]
     _print_misses(cases, dumps)
-    figures = [*give_figures(cases), *give_dump_figures(dumps), *give_pass_figures(cases, dumps, joined)]
+    figures = [*give_figures(cases), *give_dump_figures(dumps), *give_pass_figures(cases, dumps)]
     return print_figures("faults", figures, as_json=arguments.json)
 
 
@@ -171,14 +170,6 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--journal", type=Path, help="file of finished runs; a later call goes on from there (default: none)"
-    )
-    parser.add_argument(
-        "--join",
-        nargs="+",
-        type=Path,
-        default=(),
-        metavar="FILE.json",
-        help="output of other benchmarks (--json), whose wrong things count in false_passes too",
     )
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Damaged captures, for `bench_damage.py`.
+"""Damaged captures, which tests/scripts/test_damage.py gives to the commands; other tests change files as they do.
 
 - `tampering`: changes to the files of a capture, with or without new digests
 - `damages`: ways in which captures are damaged

@@ -6,17 +6,13 @@ mistake that changes more than noise at one of its sites. Distinguishable: one t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from figures import Figure
 from scipy.special import betaincinv
 
 from faults.cases import WHOLE, Case, DumpCase
 from faults.rivals import RULES
-from minimax_tools.errors import UsageError
 
 
 def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
@@ -211,43 +207,7 @@ _BEYOND_DOUBT = 2.0
 TRIED, PASSED = "wrong_things", "false_passes"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedCounts:
-    """Counts of another benchmark."""
-
-    benchmark: str  # name of the benchmark
-    num_tried: int  # number of wrong things that it tried
-    num_passed: int  # number of these that ended in exit code 0
-
-    @classmethod
-    def read(cls, path: Path) -> JoinedCounts:
-        """Read the output of a benchmark with `--json`.
-
-        Raises:
-            UsageError: The file cannot be read, or lacks the figures.
-        """
-        next_step = f"Name the --json output of a benchmark that counts {TRIED} and {PASSED}."
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            found = {figure["figure"]: figure["value"] for figure in record["figures"]}
-            name = str(record["benchmark"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{path} is not the output of a benchmark", found=str(error), next_step=next_step
-            ) from error
-        missing = [figure for figure in (TRIED, PASSED) if figure not in found]
-        if missing:
-            raise UsageError(
-                f"{path} does not count {' and '.join(missing)}",
-                found=", ".join(sorted(found)),
-                next_step=next_step,
-            )
-        return cls(benchmark=name, num_tried=int(found[TRIED]), num_passed=int(found[PASSED]))
-
-
-def give_pass_figures(
-    cases: Sequence[Case], dumps: Sequence[DumpCase], joined: Sequence[JoinedCounts] = ()
-) -> Iterator[Figure]:
+def give_pass_figures(cases: Sequence[Case], dumps: Sequence[DumpCase]) -> Iterator[Figure]:
     """Count wrong things and those that pass: each run of a port is one, and each view (set of shown sites) of a dump.
 
     A port or dump is wrong if a mistake changes a shown site by two noise floors or more: right implementations may
@@ -261,12 +221,12 @@ def give_pass_figures(
     counts = {
         "ports": (len(ports), _count_passed(ports)),
         "dumps": (len(wrong_dumps), sum(case.is_passed for case in wrong_dumps)),
-        **{one.benchmark: (one.num_tried, one.num_passed) for one in joined},
     }
     tried = sum(number for number, _ in counts.values())
     if not tried:
         return
-    yield Figure.at_least(TRIED, tried, 1000)
+    # The goal of 1 000 counts damaged captures and dying ports too, which tests try.
+    yield Figure.plain(TRIED, tried)
     yield Figure.exactly(PASSED, sum(passed for _, passed in counts.values()), 0)
     for name, (number, passed) in counts.items():
         if number:

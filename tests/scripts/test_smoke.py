@@ -24,10 +24,6 @@ TOYS = {
         {"seed_over_ours", "share_of_memory_bandwidth", "peak_of_16_layers_over_2"},
     ),
     "bench_compare_command.py": (("--scale", "toy"), {"cold_over_reading", "warm_over_reading", "peak_gb"}),
-    "bench_damage.py": (
-        ("--states", "plain", "--damages", "floor zeroed", "twin cast to int8"),
-        {"wrong_things", "false_passes"},
-    ),
     "bench_device.py": (
         ("--scale", "toy"),
         {

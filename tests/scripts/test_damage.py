@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.captures import STATES, WholeCaptures, make_captures
 from damage.damages import DAMAGES, Damage
 from damage.tampering import exchange_files, sign
-from faults.tally import TRIED, JoinedCounts
 
 from minimax_tools.capture.manifest import Manifest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_damage.py"
 # Digests of their own hide nothing of a certified golden: its certificate is void, whatever was done.
 SIGNED = "under digests"
 
@@ -46,8 +42,8 @@ def test_damage_is_refused_by_name_and_is_nobodys_fault(
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(damage, id=damage.name, marks=() if number % 2 == 0 else pytest.mark.slow)
-        for number, damage in enumerate([one for one in DAMAGES if one.is_of_golden][::3])
+        pytest.param(damage, id=damage.name, marks=() if number % 6 == 0 else pytest.mark.slow)
+        for number, damage in enumerate(DAMAGES)
     ],
 )
 def test_damage_of_a_certified_golden_is_refused(
@@ -55,9 +51,9 @@ def test_damage_of_a_certified_golden_is_refused(
 ) -> None:
     outcome = captures.judge("certified", damage, tmp_path / "scratch")
     refused(outcome.exit_code, outcome.text, damage)
-    assert (SIGNED in damage.name) == (
-        "its certificate speaks of other tensors" in " ".join(outcome.text.split())
-    )
+    if damage.is_of_golden:
+        told = "its certificate speaks of other tensors" in " ".join(outcome.text.split())
+        assert told == (SIGNED in damage.name)
 
 
 def refused(exit_code: int, text: str, damage: Damage) -> None:
@@ -93,17 +89,3 @@ class TestShow:
         assert "VOID" in outcome.text
         assert "14 of 14 checks passed;" not in outcome.text
         assert ("DAMAGED" in outcome.text) != is_signed
-
-
-@pytest.mark.slow
-def test_benchmark_counts_what_passed_and_can_be_joined(tmp_path: Path) -> None:
-    words = ["--json", "--states", "plain", "--damages", "floor zeroed", "twin cast to int8"]
-    result = subprocess.run(
-        [sys.executable, SCRIPT, *words], capture_output=True, text=True, check=False, timeout=300
-    )
-    figures = {one["figure"]: one["value"] for one in json.loads(result.stdout)["figures"]}
-    assert (result.returncode, figures[TRIED]) == (0, 2)
-    assert {name for name, value in figures.items() if value} == {TRIED}
-    (tmp_path / "damage.json").write_text(result.stdout)
-    joined = JoinedCounts.read(tmp_path / "damage.json")
-    assert (joined.benchmark, joined.num_tried, joined.num_passed) == ("damage", 2, 0)
