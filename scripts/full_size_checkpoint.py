@@ -43,7 +43,7 @@ from minimax_tools.model.weight_names import layer_of
 from minimax_tools.stored_dtype import FLOAT8_E4M3FN
 from minimax_tools.synthetic.checkpoint import FP8, plan_tensors, write_tensor
 from minimax_tools.synthetic.random_weights import SyntheticWeights
-from minimax_tools.synthetic.toy_model import PRESETS, SyntheticModel
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import write_tokenizer
 
 # Clones begin and end on a multiple of this, in both files.
@@ -182,14 +182,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="new folder, on XFS or btrfs")
-    parser.add_argument("--preset", choices=list(PRESETS), default="m2", help="sizes (default: %(default)s)")
-    parser.add_argument("--num-hidden-layers", type=int, help="number of layers (default: the preset's)")
+    parser.add_argument("--num-hidden-layers", type=int, default=62, help="layers (default: %(default)s)")
     parser.add_argument("--distinct-layers", type=int, default=4, help="layers with codes of their own")
     parser.add_argument("--seed", type=int, default=0, help="seed of every number (default: %(default)s)")
     arguments = parser.parse_args()
-    model = PRESETS[arguments.preset]
-    if arguments.num_hidden_layers is not None:
-        model = replace(model, num_hidden_layers=arguments.num_hidden_layers)
+    model = replace(SyntheticModel.m2(), num_hidden_layers=arguments.num_hidden_layers)
     try:
         make_checkpoint(
             arguments.output, model, num_distinct_layers=arguments.distinct_layers, seed=arguments.seed

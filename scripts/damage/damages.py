@@ -81,9 +81,27 @@ def _delete(directory: Path, file: str) -> None:
     (directory / file).unlink()
 
 
-def _damage_of_site(name: str, file: str, tensor: str, change: Change) -> Damage:
-    """Build the damage of one tensor of the layer; a refusal must name site, layer and file."""
-    return Damage(name, _apply(change_tensor, file, tensor, change), (tensor.partition(".")[0], _PLACE, file))
+def _of_site(name: str, file: str, tensor: str, change: Change, *, place: tuple[str, ...] = ()) -> Damage:
+    """Build the damage of one tensor of the layer; a refusal must name site, layer and file, or site and `place`."""
+    words = place or (_PLACE, file)
+    return Damage(name, _apply(change_tensor, file, tensor, change), (tensor.partition(".")[0], *words))
+
+
+def _of_file(name: str, file: str, change: Change) -> Damage:
+    """Build the damage of all tensors of the layer's file; a refusal must name layer and file."""
+    return Damage(name, _apply(change_tensors, file, change), (_PLACE, file))
+
+
+def _exchanged(name: str, file: str, other: str, *place: str) -> Damage:
+    """Build the exchange of a file with another layer's; of the two, that of the lower layer is named."""
+    return Damage(
+        f"{name} exchanged with another layer's", _apply(exchange_files, file, other), (*place, other)
+    )
+
+
+def _broken(name: str, break_file: Callable[..., None], file: str) -> Damage:
+    """Build the damage of a file that a refusal must name."""
+    return Damage(name, _apply(break_file, file), (file,))
 
 
 def _with_digests(damage: Damage, *, with_statistics: bool = False) -> Damage:
@@ -102,48 +120,32 @@ _ONE_PERCENT = _scale(1.01)
 
 # These are applied twice: with the old digests, and hidden by new ones.
 _SIGNABLE = (
-    _damage_of_site("twin of a site zeroed", _TWINS, "moe_delta", _zero),
-    Damage("all twins of a layer zeroed", _apply(change_tensors, _TWINS, _zero), (_PLACE, _TWINS)),
-    Damage(
-        "twins exchanged with another layer's",
-        _apply(exchange_files, _TWINS, _OTHER_TWINS),
-        (_OTHER_PLACE, _OTHER_TWINS),
-    ),
-    _damage_of_site("twin cast to int8", _TWINS, "q_proj", lambda tensor: tensor.to(torch.int8)),
-    _damage_of_site("twin rounded to bfloat16", _TWINS, "q_proj", lambda tensor: tensor.to(torch.bfloat16)),
-    _damage_of_site("NaN in a twin", _TWINS, "attn_delta", _one_nan),
-    _damage_of_site("twin of another shape", _TWINS, "v_proj", lambda tensor: tensor[..., :-1]),
+    _of_site("twin of a site zeroed", _TWINS, "moe_delta", _zero),
+    _of_file("all twins of a layer zeroed", _TWINS, _zero),
+    _exchanged("twins", _TWINS, _OTHER_TWINS, _OTHER_PLACE),
+    _of_site("twin cast to int8", _TWINS, "q_proj", lambda tensor: tensor.to(torch.int8)),
+    _of_site("twin rounded to bfloat16", _TWINS, "q_proj", lambda tensor: tensor.to(torch.bfloat16)),
+    _of_site("NaN in a twin", _TWINS, "attn_delta", _one_nan),
+    _of_site("twin of another shape", _TWINS, "v_proj", lambda tensor: tensor[..., :-1]),
     Damage("the golden's own values as a twin", _golden_as_twin, ("moe_delta", _PLACE, _TWINS)),
-    _damage_of_site("twin twice as large", _TWINS, "moe_delta", _scale(2.0)),
-    Damage("floor zeroed", _apply(change_tensors, _FLOORS, _zero), (_PLACE, _FLOORS)),
-    Damage(
-        "floor a thousand times as large", _apply(change_tensors, _FLOORS, _scale(1000.0)), (_PLACE, _FLOORS)
-    ),
-    Damage(
-        "floors exchanged with another layer's",
-        _apply(exchange_files, _FLOORS, _OTHER_FLOORS),
-        (_OTHER_PLACE, _OTHER_FLOORS),
-    ),
+    _of_site("twin twice as large", _TWINS, "moe_delta", _scale(2.0)),
+    _of_file("floor zeroed", _FLOORS, _zero),
+    _of_file("floor a thousand times as large", _FLOORS, _scale(1000.0)),
+    _exchanged("floors", _FLOORS, _OTHER_FLOORS, _OTHER_PLACE),
     Damage(
         "router's noise a thousand times as large",
         _apply(change_tensor, _FLOORS, "router_noise", _scale(1000.0)),
         ("router", _PLACE, _FLOORS),
     ),
-    _damage_of_site("values of a site zeroed", _VALUES, "moe_delta", _zero),
-    _damage_of_site("values of a site 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
-    Damage(
-        "NaN in the golden's values", _apply(change_tensor, _VALUES, "output", _one_nan), ("output", _PLACE)
-    ),
-    _damage_of_site(
+    _of_site("values of a site zeroed", _VALUES, "moe_delta", _zero),
+    _of_site("values of a site 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
+    _of_site("NaN in the golden's values", _VALUES, "output", _one_nan, place=(_PLACE,)),
+    _of_site(
         "values of a site widened to float32", _VALUES, "post_norm", lambda tensor: tensor.float() * 1.001
     ),
-    _damage_of_site("an expert counted twice", _VALUES, "router_experts", _first_expert_twice),
+    _of_site("an expert counted twice", _VALUES, "router_experts", _first_expert_twice),
     Damage("logits zeroed", _apply(change_tensor, _MODEL_VALUES, "logits", _zero), ("logits",)),
-    Damage(
-        "twin of the logits zeroed",
-        _apply(change_tensor, _MODEL_TWINS, "logits", _zero),
-        ("logits", _MODEL_TWINS),
-    ),
+    _of_site("twin of the logits zeroed", _MODEL_TWINS, "logits", _zero, place=(_MODEL_TWINS,)),
     Damage("floor of the logits zeroed", _apply(change_tensors, _MODEL_FLOORS, _zero), (_MODEL_FLOORS,)),
     Damage(
         "positions shifted",
@@ -154,32 +156,28 @@ _SIGNABLE = (
     *(
         replace(damage, is_without_twins=True)
         for damage in (
-            Damage("floor without twins zeroed", _apply(change_tensors, _FLOORS, _zero), (_PLACE, _FLOORS)),
-            _damage_of_site(
+            _of_file("floor without twins zeroed", _FLOORS, _zero),
+            _of_site(
                 "a part of a floor without twins twice as large",
                 _FLOORS,
                 "moe_delta.error_ordinary",
                 _scale(2.0),
             ),
-            _damage_of_site("values of a golden without twins 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
+            _of_site("values of a golden without twins 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
         )
     ),
 )
 
 # New digests cannot hide these, or would describe another capture that is whole.
 _UNSIGNABLE = (
-    Damage(
-        "values exchanged with another layer's",
-        _apply(exchange_files, _VALUES, _OTHER_VALUES),
-        (_OTHER_VALUES,),
-    ),
-    Damage("one bit of the values", _apply(flip_byte, _VALUES), (_VALUES,)),
-    Damage("one bit of the twins", _apply(flip_byte, _TWINS), (_TWINS,)),
-    Damage("values cut off", _apply(cut_file, _VALUES), (_VALUES,)),
-    Damage("twins cut off", _apply(cut_file, _TWINS), (_TWINS,)),
-    Damage("floors cut off", _apply(cut_file, _FLOORS), (_FLOORS,)),
-    Damage("no twins", _apply(_delete, _TWINS), (_TWINS,)),
-    Damage("no floors", _apply(_delete, _FLOORS), (_FLOORS,)),
+    _exchanged("values", _VALUES, _OTHER_VALUES),
+    _broken("one bit of the values", flip_byte, _VALUES),
+    _broken("one bit of the twins", flip_byte, _TWINS),
+    _broken("values cut off", cut_file, _VALUES),
+    _broken("twins cut off", cut_file, _TWINS),
+    _broken("floors cut off", cut_file, _FLOORS),
+    _broken("no twins", _delete, _TWINS),
+    _broken("no floors", _delete, _FLOORS),
     Damage("a twin left out", _apply(remove_tensor, _TWINS, "moe_delta"), ("moe_delta", _PLACE, _TWINS)),
     Damage(
         "a floor left out", _apply(remove_tensor, _FLOORS, "moe_delta.error"), ("moe_delta", _PLACE, _FLOORS)
@@ -189,20 +187,12 @@ _UNSIGNABLE = (
 _OF_DEVICE_RUN = tuple(
     replace(damage, name=f"device run: {damage.name}", is_of_golden=False)
     for damage in (
-        _damage_of_site("a site replaced", _VALUES, "moe_delta", _ONE_PERCENT),
-        _damage_of_site("a site zeroed", _VALUES, "q_proj", _zero),
-        Damage("one bit", _apply(flip_byte, _VALUES), (_VALUES,)),
-        Damage("values cut off", _apply(cut_file, _VALUES), (_VALUES,)),
-        Damage(
-            "values exchanged with another layer's",
-            _apply(exchange_files, _VALUES, _OTHER_VALUES),
-            (_OTHER_VALUES,),
-        ),
-        Damage(
-            "logits replaced",
-            _apply(change_tensor, _MODEL_VALUES, "logits", _ONE_PERCENT),
-            ("logits", _MODEL_VALUES),
-        ),
+        _of_site("a site replaced", _VALUES, "moe_delta", _ONE_PERCENT),
+        _of_site("a site zeroed", _VALUES, "q_proj", _zero),
+        _broken("one bit", flip_byte, _VALUES),
+        _broken("values cut off", cut_file, _VALUES),
+        _exchanged("values", _VALUES, _OTHER_VALUES),
+        _of_site("logits replaced", _MODEL_VALUES, "logits", _ONE_PERCENT, place=(_MODEL_VALUES,)),
         Damage("a token less", _apply(change_tensor, _INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
     )
 )

@@ -21,18 +21,8 @@ _NUM_SWEEPS = 1000
 # Caches fill in the first sweeps: what comes after must be flat.
 _NUM_WARMING = 100
 _MOST_GROWN_BYTES = 20e6
-_WRONG_PORT = f"""
-import sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-import port, torch
-
-class DecoderLayer(port.DecoderLayer):
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
-        gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)
-        state["moe.gate_up_proj"] = torch.cat((up, gate), dim=1)
-        return state
-"""
+# A right port, and one that is wrong in each layer; with their exit codes.
+_PORTS = (("port.py:DecoderLayer", 0), ("swapped_device_layer.py:SwappedDeviceLayer", 1))
 
 
 def run_soak(scratch: Path, _: int) -> Tally:
@@ -41,26 +31,14 @@ def run_soak(scratch: Path, _: int) -> Tally:
     model, golden = scratch / "model", scratch / "golden"
     write_model(model, SyntheticModel(num_hidden_layers=1), dtype=torch.bfloat16)
     capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=(12, 7)), noise_floor="full")
-    wrong_port = scratch / "wrong_port.py"
-    wrong_port.write_text(_WRONG_PORT, encoding="utf-8")
     runner, process = click.testing.CliRunner(), psutil.Process()
     warm_bytes = warm_files = 0
     for number in range(_NUM_SWEEPS):
-        port, expected = ((EXAMPLES / "port.py", 0), (wrong_port, 1))[number % 2]
+        port, expected = _PORTS[number % 2]
         sides = ("--model", model, "--golden", golden, "--output-dir", scratch / "run", "--overwrite")
-        words = (
-            "sweep",
-            *sides,
-            "--target",
-            f"{port}:DecoderLayer",
-            "--backend",
-            "cpu",
-            "--quiet",
-        )
+        words = ("sweep", *sides, "--target", EXAMPLES / port, "--backend", "cpu", "--quiet")
         result = runner.invoke(mm2_test, [str(word) for word in words])
-        tally.check(
-            result.exit_code == expected, f"sweep {number} of {port.name}: exit code {result.exit_code}"
-        )
+        tally.check(result.exit_code == expected, f"sweep {number} of {port}: exit code {result.exit_code}")
         if number == _NUM_WARMING:
             warm_bytes, warm_files = _resident_bytes(process), _count_files()
     grown_bytes, grown_files = _resident_bytes(process) - warm_bytes, _count_files() - warm_files
