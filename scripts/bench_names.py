@@ -23,23 +23,22 @@ from typing import Any
 from faults import lookalikes, reported
 from faults.baseline import Baseline, BaselineRequest, TrainedModel, open_baseline
 from faults.journal import Journal
-from faults.judging import as_black_box, default_criteria
+from faults.judging import as_black_box
 from faults.plant import Plant
 from faults.port import PlantedPort
+from faults.proofs import make_prover
 from figures import Figure, benchmark_parser, print_figures
-from port_runs import request_run, run_port
+from port_runs import run_port
 
 from compare.catalogue.undo import undo_finding
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.finding import MistakeFinding
 from compare.diagnosis.proof import ProofOutcome
-from compare.sides.golden_weights import CheckpointWeights
-from minimax_tools.model.run import single_layer_run, sweep_run
+from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.runtime import Runtime, open_runtime
-from neuron.runs.proving import PortProver
 
 GROUPS: Mapping[str, tuple[Plant, ...]] = {"reported": reported.PLANTS, "lookalikes": lookalikes.PLANTS}
 VIEWS = ("sites", "black box")
@@ -216,15 +215,7 @@ def _prove(
     if any(undo.may_lie_before(shown) for undo in undone):
         return ProofOutcome.NOT_PROVABLE
     port = PlantedPort(plant=plant, layers=frozenset({finding.layer})).target()
-    run = single_layer_run(finding.layer, sites_level="all")
-    prover = PortProver(
-        request_run(baseline.folder, baseline.golden, port, run),
-        runtime=runtime,
-        reader=baseline.reader,
-        weights=CheckpointWeights(model=str(baseline.folder)),
-        criteria=default_criteria(),
-        directory=directory / "proof",
-    )
+    prover = make_prover(baseline, port, finding.layer, runtime=runtime, directory=directory)
     return prover.prove(undone).outcome
 
 

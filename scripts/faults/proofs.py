@@ -20,7 +20,6 @@ from faults.baseline import Baseline
 from faults.judging import default_criteria
 from faults.plant import Kind, Plant
 from faults.port import PlantedLayer, PlantedPort
-from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.reference.evaluation import LayerInputs
 from minimax_tools.reference.expert_pass import LayerWeights
@@ -53,6 +52,22 @@ class ProofCase:
         )
 
 
+def make_prover(
+    baseline: Baseline, target: Target, layer: int, *, runtime: Runtime, directory: Path
+) -> PortProver:
+    """Build what undoes mistakes in one layer of a port, and judges it again; it writes below `directory`."""
+    return PortProver(
+        port_runs.request_run(
+            baseline.folder, baseline.golden, target, single_layer_run(layer, sites_level="all")
+        ),
+        runtime=runtime,
+        reader=baseline.reader,
+        weights=CheckpointWeights(model=str(baseline.folder)),
+        criteria=default_criteria(),
+        directory=directory / "proof",
+    )
+
+
 class Proofs:
     """Proofs in the last layer of a port on a baseline."""
 
@@ -72,28 +87,15 @@ class Proofs:
         self._weights = CheckpointWeights(model=str(baseline.folder))
         shutil.rmtree(directory, ignore_errors=True)
         target = _hide_sites(plant, self._layer) if is_black_box else _plant_in(plant, self._layer)
-        run = single_layer_run(self._layer, sites_level="all")
-        self._prover = PortProver(
-            port_runs.request_run(baseline.folder, baseline.golden, target, run),
-            runtime=runtime,
-            reader=baseline.reader,
-            weights=self._weights,
-            criteria=default_criteria(),
-            directory=directory / "proof",
-        )
+        self._prover = make_prover(baseline, target, self._layer, runtime=runtime, directory=directory)
         self._capture = port_runs.run_port(
             baseline.golden,
             target,
-            run,
+            single_layer_run(self._layer, sites_level="all"),
             reader=baseline.reader,
             runtime=runtime,
             directory=directory / "run",
         )
-
-    @property
-    def capture(self) -> Capture:
-        """The port's run as it is."""
-        return self._capture
 
     def named(self) -> Iterator[ProofCase]:
         """Undo what the diagnosis names first; nothing if it names nothing."""
