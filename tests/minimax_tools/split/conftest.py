@@ -1,4 +1,4 @@
-"""Tiny models of seven architectures, made by transformers and saved as it saves them, and their logits."""
+"""Tiny models of many architectures, made by transformers and saved as it saves them, and their logits."""
 
 from __future__ import annotations
 
@@ -41,6 +41,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 11, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
     "mixtral": {**_EXPERTS, "num_local_experts": 11},
     "gpt2": {"tie_word_embeddings": True},
+    # mm2 does not know these by heart.
+    "gemma2": {"head_dim": 8},
+    "gpt_oss": {"head_dim": 8},
+    # Its final norm stands before its layers, where modules are listed.
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "moe_intermediate_size": 16,
+    },
 }
 Chain = Callable[[Any, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -73,12 +85,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         *,
         shard_size: str = "60KB",
         pickled: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
+        **config: Any,
     ) -> Made:
-        key = (model_type, shard_size, pickled, dtype)
+        key = (model_type, shard_size, pickled, json.dumps(config))
         if key not in made:
             folder = tmp_path_factory.mktemp(model_type)
-            model = build_model(model_type, dtype)
+            model = build_model(model_type, config)
             model.save_pretrained(folder, max_shard_size=shard_size)
             if pickled:
                 turn_into_pickles(folder)
@@ -88,12 +100,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return make_one
 
 
-def build_model(model_type: str, dtype: torch.dtype) -> Any:
+def build_model(model_type: str, values: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **ARCHITECTURES[model_type]})
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **ARCHITECTURES.get(model_type, {}), **values})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     generator = torch.Generator().manual_seed(1)
     for name, tensor in model.state_dict().items():
         # Biases and norms that are all zero or one would hide a swap.

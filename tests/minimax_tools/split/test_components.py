@@ -74,16 +74,12 @@ def test_mask_and_positions_must_fit_the_inputs(parts: Parts, input_ids: torch.T
         parts[0](input_ids, **{name: torch.ones(2, 8, dtype=torch.long)})
 
 
-def test_nothing_there_is_no_component(tmp_path: Path) -> None:
-    for name in ("bottom", "bottom.pt"):
+def test_nothing_there_is_no_component(parts: Parts, tmp_path: Path) -> None:
+    parts[1].save(tmp_path / "trunk")
+    # Another suffix is not taken for the folder's.
+    for name in ("bottom", "bottom.pt", "trunk.safetensors"):
         with pytest.raises(CheckpointError, match="no such folder"):
             SplitModel.load(tmp_path / name)
-
-
-def test_other_suffix_is_not_taken_for_the_folder(parts: Parts, tmp_path: Path) -> None:
-    parts[1].save(tmp_path / "trunk")
-    with pytest.raises(CheckpointError, match="no such folder"):
-        SplitModel.load(tmp_path / "trunk.safetensors")
 
 
 @pytest.mark.gpu
@@ -92,13 +88,8 @@ def test_hidden_states_move_to_the_components_device(
 ) -> None:
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
-    parts = ModelFactory.create_split_models(
-        "minimax_m2",
-        str(made.folder),
-        1,
-        3,
-        device_map={"bottom": "cpu", "trunk": "cuda:0", "top": "cpu"},
-    )
+    device_map = {"bottom": "cpu", "trunk": "cuda:0", "top": "cpu"}
+    parts = ModelFactory.create_split_models("minimax_m2", str(made.folder), 1, 3, device_map=device_map)
     assert [part.device.type for part in parts] == ["cpu", "cuda", "cpu"]
     logits = chain(parts, input_ids, mask)
     assert logits.device.type == "cpu"

@@ -23,6 +23,7 @@ from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory, logging_to_stderr
 
 ARCHITECTURES = ("minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2")
+OTHERS = ("bloom", "cohere", "falcon", "gemma2", "gpt_neox", "gpt_oss", "mistral", "opt", "phi")
 Q_PROJ, UP_PROJ, NORM, EXPERT = (
     f"model.layers.2.{name}.weight"
     for name in ("self_attn.q_proj", "mlp.up_proj", "input_layernorm", "block_sparse_moe.experts.7.w3")
@@ -64,6 +65,29 @@ def test_chained_logits_are_the_whole_models_bit_for_bit(
     logits = chain(parts, input_ids, attention_mask)
     assert logits.dtype == torch.bfloat16
     assert torch.equal(logits, made.logits(input_ids, attention_mask))
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_architectures_that_pass_the_proof_chain_to_the_whole_models_logits(
+    model_type: str, make: Any, chain: Any, input_ids: torch.Tensor
+) -> None:
+    made = make(model_type)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    assert torch.equal(chain(split(made), input_ids, mask), made.logits(input_ids, mask))
+
+
+def test_buffers_that_no_checkpoint_holds_are_computed(make: Any) -> None:
+    made = make("llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
+    found, expected = (dict(model.named_buffers()) for model in (split(made)[1].model, made.model))
+    assert found.keys() == expected.keys() != set()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_transformers_keeps_in_float32_stays_so(make: Any) -> None:
+    trunk = split(make("deepseek_v3"))[1]
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert trunk.model.state_dict()[name].dtype == torch.float32
 
 
 @pytest.mark.parametrize("model_type", ["minimax_m2", "gpt2", "qwen3_moe"])
@@ -397,3 +421,43 @@ def test_what_is_shown_already_is_not_shown_twice(capsys: pytest.CaptureFixture[
         package.info("loading")
     assert stream.getvalue() == "loading\n"
     assert capsys.readouterr() == ("", "")
+
+
+# What the top alone holds.
+TOP = ("model.layers.3.", "model.norm.", "lm_head.")
+# Splits a hub's model: huggingface_hub reads its variables when it is imported.
+_SPLIT = """
+import sys
+import torch
+from minimax_tools.split.factory import ModelFactory
+
+parts = ModelFactory.create_split_models("minimax_m2", "owner/tiny", 1, 3, verbose=True)
+states = torch.load(sys.argv[1] + "/ids.pt")
+with torch.no_grad():
+    for part in parts:
+        states = part(states)
+torch.save(states, sys.argv[1] + "/logits.pt")
+"""
+
+
+def test_shards_are_fetched_component_by_component_each_once(
+    hub: Any, make: Callable[..., Any], input_ids: torch.Tensor, tmp_path: Path, forked_python: Any
+) -> None:
+    made = make("minimax_m2")
+    hub.add("owner/tiny", made.folder)
+    torch.save(input_ids, tmp_path / "ids.pt")
+    done = forked_python(
+        _SPLIT, tmp_path, HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="0"
+    )
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), made.logits(input_ids, None))
+    shards = sorted(path.name for path in made.folder.glob("*.safetensors"))
+    asked = [one.file for one in hub.asked("GET") if one.file in shards]
+    assert sorted(asked) == shards
+    assert done.stderr.index("Loading component: bottom") < done.stderr.index("Memory: Bottom loaded")
+    only_top = {
+        shard for shard in shards if all(name.startswith(TOP) for name in load_file(made.folder / shard))
+    }
+    assert only_top
+    assert set(asked[-len(only_top) :]) == only_top
+    assert f"Shards: {len(shards)} of" not in done.stderr

@@ -16,10 +16,7 @@ def test_three_components_hold_every_layer_once() -> None:
     assert [layer for part in parts for layer in part.layers] == list(range(28))
     assert [part.has_embedding for part in parts] == [True, False, False]
     assert [part.has_head for part in parts] == [False, False, True]
-
-
-def test_words_name_layers_and_what_comes_with_them() -> None:
-    assert [str(part) for part in plan_parts(8, 24, num_hidden_layers=28)] == [
+    assert [str(part) for part in parts] == [
         "bottom (layers 0-7 + embedding)",
         "trunk (layers 8-23)",
         "top (layers 24-27 + final norm + lm_head)",
@@ -34,17 +31,27 @@ def test_component_without_layers_is_refused(points: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "start", "stop"),
-    [(Role.BOTTOM, 1, 2), (Role.BOTTOM, 0, 4), (Role.TRUNK, 0, 2), (Role.TRUNK, 2, 4), (Role.TOP, 1, 3)],
+    ("role", "span", "num_layers", "fault"),
+    [
+        (Role.BOTTOM, Span(1, 2), 4, "cannot be the bottom of a model of 4 layers"),
+        (Role.BOTTOM, Span(0, 4), 4, "cannot be the bottom of a model of 4 layers"),
+        (Role.TRUNK, Span(0, 2), 4, "cannot be the trunk of a model of 4 layers"),
+        (Role.TRUNK, Span(2, 4), 4, "cannot be the trunk of a model of 4 layers"),
+        (Role.TOP, Span(1, 3), 4, "cannot be the top of a model of 4 layers"),
+        (Role.TOP, Span(2, 6), 4, "layer 5 is out of range"),
+        (
+            Role.BOTTOM,
+            Span(0, 1),
+            10**400,
+            r"a model of 1000.* layers cannot be split: expected at most 1048576",
+        ),
+    ],
 )
-def test_component_with_another_ones_layers_is_refused(role: Role, start: int, stop: int) -> None:
-    with pytest.raises(UsageError, match=f"cannot be the {role} of a model of 4 layers"):
-        Part(role=role, span=Span(start, stop), num_hidden_layers=4)
-
-
-def test_layers_past_the_last_are_refused() -> None:
-    with pytest.raises(UsageError, match="layer 5 is out of range"):
-        Part(role=Role.TOP, span=Span(2, 6), num_hidden_layers=4)
+def test_layers_that_no_such_component_has_are_refused(
+    role: Role, span: Span, num_layers: int, fault: str
+) -> None:
+    with pytest.raises(UsageError, match=fault):
+        Part(role=role, span=span, num_hidden_layers=num_layers)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +69,10 @@ def test_auto_gives_the_trunk_a_gpu_first(num_gpus: int, devices: list[str]) -> 
     assert [str(device) for device in chosen.values()] == devices
 
 
-def test_one_device_serves_all_where_there_is_no_map() -> None:
+def test_map_names_each_component_and_without_one_a_device_serves_all() -> None:
     assert set(choose_devices("cuda", None, num_gpus=1).values()) == {torch.device("cuda:0")}
-
-
-def test_map_names_each_component_by_text_or_role() -> None:
-    chosen = choose_devices(
-        "cpu", {Role.BOTTOM: "cpu", "trunk": torch.device("cuda:1"), "top": "cuda"}, num_gpus=2
-    )
+    by_text_or_role: Any = {Role.BOTTOM: "cpu", "trunk": torch.device("cuda:1"), "top": "cuda"}
+    chosen = choose_devices("cpu", by_text_or_role, num_gpus=2)
     assert [str(chosen[role]) for role in Role] == ["cpu", "cuda:1", "cuda:0"]
 
 
@@ -89,14 +92,6 @@ def test_map_that_is_not_whole_is_refused(device_map: Any, message: str) -> None
 
 
 def test_gpu_that_is_not_here_is_refused() -> None:
-    with pytest.raises(
-        BackendError, match="there is no cuda:2, which trunk should go to: found 2 CUDA devices"
-    ):
+    fault = "there is no cuda:2, which trunk should go to: found 2 CUDA devices"
+    with pytest.raises(BackendError, match=fault):
         choose_devices("cpu", {"bottom": "cpu", "trunk": "cuda:2", "top": "cpu"}, num_gpus=2)
-
-
-def test_model_of_more_layers_than_any_has_is_not_built() -> None:
-    with pytest.raises(
-        UsageError, match=r"a model of 1000.* layers cannot be split: expected at most 1048576"
-    ):
-        Part(role=Role.BOTTOM, span=Span(0, 1), num_hidden_layers=10**400)
