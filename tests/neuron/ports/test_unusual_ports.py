@@ -143,6 +143,21 @@ class TestFolded:
         assert sentence.startswith("each channel is a multiple of the golden's, 0.25")
 
 
+@pytest.fixture(scope="module")
+def two_layers(make_golden: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Options that name a model of two layers and its golden."""
+    model = tmp_path_factory.mktemp("two_layers") / "model"
+    quantities = SyntheticModel(
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=32,
+    )
+    synthesize(model, model=quantities, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    return ("--model", model, "--golden", make_golden(model, "--seq-len", "10,7"))
+
+
 class TestLayouts:
     """Queries and keys as [B,S,heads,D], [B·S,heads,D] or [B·S,heads·D] are judged, compiled and mended like others."""
 
@@ -163,20 +178,6 @@ class TestLayouts:
     def test_wrong_name_is_not_proved(self, judge: Any) -> None:
         exit_code, record = judge("tokens_first:DefaultTheta", "--undo", "rope_theta,theta=20000.0")
         assert (exit_code, record["proof"]["outcome"]) == (1, "not proved")
-
-    @pytest.fixture(scope="class")
-    def two_layers(self, make_golden: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
-        """Options that name a model of two layers and its golden."""
-        model = tmp_path_factory.mktemp("two_layers") / "model"
-        quantities = SyntheticModel(
-            num_hidden_layers=2,
-            hidden_size=64,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            intermediate_size=32,
-        )
-        synthesize(model, model=quantities, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-        return ("--model", model, "--golden", make_golden(model, "--seq-len", "10,7"))
 
     @pytest.fixture
     def judge_whole(self, run: Any, two_layers: tuple[object, ...]) -> Any:

@@ -107,7 +107,7 @@ def search(run: Any, tmp_path: Path, small_fp8: Path, on_small: Any, vllm_neuron
         points = []
         while True:
             arguments = ("replacement", *on_small, "--format", "vllm-neuron")
-            result = run(*arguments, "--output-dir", folder, "--decode", 3, "--json", "--quiet")
+            result = run(*arguments, "--output-dir", folder, "--decode", 6, "--json", "--quiet")
             record = json.loads(result.stdout)
             if record["is_finished"]:
                 return record, points
