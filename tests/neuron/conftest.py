@@ -42,6 +42,24 @@ from torch import nn
 from minimax_tools.reference.layer import ReferenceAttention, ReferenceLayer, ReferenceMoe, ReferenceRouter
 """
 
+# Fails, or waits to be killed, at the layer that a variable names: the source stays the same.
+_STUMBLING_PORT = """
+import time
+
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.layer_idx = layer_idx
+
+    def forward(self, *arguments):
+        if os.environ.get("FAIL_AT") == str(self.layer_idx):
+            raise RuntimeError("out of luck")
+        if os.environ.get("HANG_AT") == str(self.layer_idx):
+            open(os.environ["HANGS"], "w").close()
+            time.sleep(600)
+        return super().forward(*arguments)
+"""
+
 # The device layer with its experts in other chunks than its own choice.
 _CHUNKED_PORT = """
 from neuron.builtin.layer import DeviceLayer
@@ -112,8 +130,9 @@ def process(tmp_path: Path, environment_of: Environment) -> Process:
     """Runs `mm2-test` in a process of its own, in the test's folder."""
 
     def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "neuron", *map(str, arguments)]
-        return _run_process(command, folder=tmp_path, environment=environment_of(**environment))
+        return _run_process(
+            "-m", "neuron", *arguments, folder=tmp_path, environment=environment_of(**environment)
+        )
 
     return run_there
 
@@ -126,10 +145,20 @@ def run_python(tmp_path_factory: pytest.TempPathFactory, environment_of: Environ
         code: str, *, folder: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("python") if folder is None else folder
-        command = [sys.executable, "-c", code]
-        return _run_process(command, folder=folder, environment=environment_of(**environment))
+        return _run_process("-c", code, folder=folder, environment=environment_of(**environment))
 
     return run_code
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path, environment_of: Environment) -> Process:
+    """Runs a Python file, or a module with its arguments, as two ranks of torchrun, in the test's folder."""
+
+    def run_ranks(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+        return _run_process(*launcher, *arguments, folder=tmp_path, environment=environment_of(**environment))
+
+    return run_ranks
 
 
 @pytest.fixture
@@ -182,6 +211,18 @@ def write_port(tmp_path: Path) -> WritePort:
         return f"{path}:{name}"
 
     return write
+
+
+@pytest.fixture
+def stumbling() -> str:
+    """The source of a port that fails at a layer when `fail_at` says so."""
+    return _STUMBLING_PORT
+
+
+@pytest.fixture
+def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets the stumbling port fail at a layer; at -1, at none."""
+    return lambda layer: monkeypatch.setenv("FAIL_AT", str(layer))
 
 
 @pytest.fixture
@@ -247,35 +288,24 @@ def vllm_neuron(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def serve(forked_python: Process) -> Callable[..., list[dict[str, Any]]]:
-    """Runs several `mm2-test` commands in one new process; for each its exit code, stdout and stderr."""
-
-    return _serve_by(lambda texts, environment: forked_python(_SERVE, standard_input=texts, **environment))
-
-
-@pytest.fixture(scope="session")
-def serve_anew(environment_of: Callable[..., dict[str, str]]) -> Callable[..., list[dict[str, Any]]]:
-    """Runs commands as `serve` does, in a process that imports torch anew: for devices that torch loads with itself."""
-
-    return _serve_by(
-        lambda texts, environment: subprocess.run(
-            [sys.executable, "-c", _SERVE],
-            input=texts,
-            env=environment_of(**environment),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    )
-
-
-def _serve_by(
-    run: Callable[[str, dict[str, str]], subprocess.CompletedProcess[str]],
+def serve(
+    forked_python: Process, tmp_path_factory: pytest.TempPathFactory, environment_of: Environment
 ) -> Callable[..., list[dict[str, Any]]]:
-    """Return what serves commands in the process that `run` starts, from its standard input and variables."""
+    """Runs several `mm2-test` commands in one new process; for each its exit code, stdout and stderr.
 
-    def serve_all(commands: Sequence[Sequence[object]], **environment: str) -> list[dict[str, Any]]:
-        done = run(json.dumps([[*map(str, arguments)] for arguments in commands]), environment)
+    `imports_torch` starts one that imports torch anew: for devices that torch loads with itself.
+    """
+    folder = tmp_path_factory.mktemp("python")
+
+    def serve_all(
+        commands: Sequence[Sequence[object]], *, imports_torch: bool = False, **environment: str
+    ) -> list[dict[str, Any]]:
+        texts = json.dumps([[*map(str, arguments)] for arguments in commands])
+        if imports_torch:
+            given = environment_of(**environment)
+            done = _run_process("-c", _SERVE, folder=folder, environment=given, standard_input=texts)
+        else:
+            done = forked_python(_SERVE, standard_input=texts, **environment)
         assert done.returncode == 0, done.stderr
         results: list[dict[str, Any]] = json.loads(done.stdout)
         return results
@@ -286,18 +316,24 @@ def _serve_by(
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model smaller than the toy, in BF16, for what needs no golden: 4 layers, hidden 64, 8 experts."""
-    folder = tmp_path_factory.mktemp("small") / "small"
-    synthesize(folder, model=SMALL, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return folder
+    return _synthesize(tmp_path_factory, SMALL, torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
 def small_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in FP8 as small as `small`, whose experts are not square."""
-    folder = tmp_path_factory.mktemp("small") / "fp8"
+    return _synthesize(tmp_path_factory, replace(SMALL, intermediate_size=32), torch.float8_e4m3fn)
+
+
+@pytest.fixture(scope="session")
+def copies(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+    """The small model whose experts are not square in FP8, BF16 and float32."""
     model = replace(SMALL, intermediate_size=32)
-    synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
-    return folder
+    others = (torch.bfloat16, torch.float32)
+    return {
+        torch.float8_e4m3fn: small_fp8,
+        **{dtype: _synthesize(tmp_path_factory, model, dtype) for dtype in others},
+    }
 
 
 @pytest.fixture(scope="session")
@@ -327,26 +363,28 @@ def on_small(small_fp8: Path, small_golden: Path) -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="session")
-def copies(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
-    """The small model whose experts are not square in FP8, BF16 and float32."""
-    folders = {torch.float8_e4m3fn: small_fp8}
-    model = replace(SMALL, intermediate_size=32)
-    for dtype in (torch.bfloat16, torch.float32):
-        folders[dtype] = tmp_path_factory.mktemp("copies") / str(dtype)
-        synthesize(folders[dtype], model=model, dtype=dtype, shard_size_bytes=None, seed=0)
-    return folders
-
-
-@pytest.fixture(scope="session")
 def float32_golden(copies: dict[torch.dtype, Path], make_golden: MakeGolden) -> Path:
     """The small model's golden in float32, which has no BF16 noise and so no floor."""
     in_float32 = ("--dtype", "float32", "--noise-floor", "off")
     return make_golden(copies[torch.float32], *in_float32, "--seq-len", "24,15")
 
 
+def _synthesize(tmp_path_factory: pytest.TempPathFactory, model: SyntheticModel, dtype: torch.dtype) -> Path:
+    folder = tmp_path_factory.mktemp("small") / str(dtype).removeprefix("torch.")
+    synthesize(folder, model=model, dtype=dtype, shard_size_bytes=None, seed=0)
+    return folder
+
+
 def _run_process(
-    command: list[str], *, folder: Path, environment: dict[str, str]
+    *arguments: object, folder: Path, environment: dict[str, str], standard_input: str = ""
 ) -> subprocess.CompletedProcess[str]:
+    """Run Python with arguments in a process of its own."""
     return subprocess.run(
-        command, cwd=folder, env=environment, input="", capture_output=True, text=True, check=False
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        input=standard_input,
+        capture_output=True,
+        text=True,
+        check=False,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,18 @@ from safetensors.torch import load_file
 from compare.cli import main as mm2_compare
 from neuron.cli import main as mm2_test
 
+LAYER_0 = ("single-layer", "--layer", 0)
+COMPONENTS = ("attention", "router", "experts", "moe", "input_norm", "post_norm")
 PRESETS: dict[str, tuple[object, ...]] = {
     "single_layer_2": ("single-layer", "--layer", 2),
     "layers_1_to_3": ("multi-layer", "--start-layer", 1, "--end-layer", 3),
     "layers_0_to_1": ("multi-layer", "--layers", "0:2"),
     "sweep_0_to_3": ("sweep",),
     "full_model": ("full",),
-    "component_1_attention": ("component", "--layer", 1, "--component", "attention"),
-    "component_1_router": ("component", "--layer", 1, "--component", "router"),
-    "component_1_experts": ("component", "--layer", 1, "--component", "experts"),
-    "component_1_moe": ("component", "--layer", 1, "--component", "moe"),
-    "component_1_input_norm": ("component", "--layer", 1, "--component", "input_norm"),
-    "component_1_post_norm": ("component", "--layer", 1, "--component", "post_norm"),
+    **{
+        f"component_1_{component}": ("component", "--layer", 1, "--component", component)
+        for component in COMPONENTS
+    },
 }
 
 # Scaled after o_proj: nothing before it is wrong, all after it is.
@@ -40,7 +41,6 @@ class Port(ReferenceLayer):
         return output * 1.5 if self.layer_idx == 1 else output
 """
 
-
 # One of each kind, and all components of the device layer.
 EVERY_RUN = [(name, target) for name in PRESETS for target in ("builtin", "reference")]
 FAST_RUNS = {
@@ -50,52 +50,65 @@ FAST_RUNS = {
 }
 
 
+@pytest.fixture
+def judge(run: Any, on_small: tuple[object, ...]) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Runs a preset on the small model and its golden: the exit code, and the JSON."""
+
+    def judge_run(*words: object) -> tuple[int, dict[str, Any]]:
+        result = run(*words, *on_small, "--json")
+        return result.exit_code, json.loads(result.stdout)
+
+    return judge_run
+
+
+@pytest.fixture
+def record_of(run: Any, small_fp8: Path) -> Callable[..., dict[str, Any]]:
+    """Runs the small model without a golden: the JSON."""
+
+    def record(*words: object) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(run(*words, "--model", small_fp8, "--json").stdout)
+        return found
+
+    return record
+
+
 @pytest.mark.parametrize(
     ("name", "target"),
     [pytest.param(*run, marks=() if run in FAST_RUNS else pytest.mark.slow) for run in EVERY_RUN],
 )
-def test_clean_target_passes_every_preset(
-    run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path, name: str, target: str
-) -> None:
-    result = run(*PRESETS[name], "--model", small_fp8, "--golden", small_golden, "--target", target, "--json")
-    record = json.loads(result.stdout)
-    assert (result.exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
+def test_clean_target_passes_every_preset(judge: Any, tmp_path: Path, name: str, target: str) -> None:
+    exit_code, record = judge(*PRESETS[name], "--target", target)
+    assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
     assert record["compared"] == record["of"] > 0
     assert record["directory"] == str(tmp_path / "captures" / "neuron" / name)
+    # The CPU is the default where nothing else is.
+    assert record["description"]["provenance"]["backend"] == "cpu"
 
 
 @pytest.mark.parametrize(
-    ("preset", "exit_code"),
+    ("preset", "blame"),
     [
         # TestSummary runs it fast.
-        pytest.param("sweep_0_to_3", 1, marks=pytest.mark.slow),
-        ("full_model", 1),
-        pytest.param("layers_1_to_3", 1, marks=pytest.mark.slow),
-        ("component_1_attention", 1),
-        ("single_layer_2", 0),
-        ("component_1_moe", 0),
-        pytest.param("component_1_post_norm", 0, marks=pytest.mark.slow),
-        pytest.param("component_1_input_norm", 0, marks=pytest.mark.slow),
+        pytest.param("sweep_0_to_3", [(1, ["attn_delta"])], marks=pytest.mark.slow),
+        ("full_model", [(1, ["attn_delta"])]),
+        pytest.param("layers_1_to_3", [(1, ["attn_delta"])], marks=pytest.mark.slow),
+        ("component_1_attention", [(1, ["attn_delta"])]),
+        ("single_layer_2", []),
+        ("component_1_moe", []),
+        pytest.param("component_1_post_norm", [], marks=pytest.mark.slow),
+        pytest.param("component_1_input_norm", [], marks=pytest.mark.slow),
     ],
 )
 def test_wrong_attention_of_layer_1_fails_what_runs_it(
-    run: Any, write_port: Any, small_fp8: Path, small_golden: Path, preset: str, exit_code: int
+    judge: Any, write_port: Any, preset: str, blame: list[tuple[int, list[str]]]
 ) -> None:
-    target = write_port(WRONG_ATTENTION)
-    result = run(
-        *PRESETS[preset], "--model", small_fp8, "--golden", small_golden, "--target", target, "--json"
-    )
-    record = json.loads(result.stdout)
-    assert result.exit_code == exit_code
-    assert record["verdict"] == ("fail" if exit_code else "pass")
-    if exit_code:
-        assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, ["attn_delta"])]
+    exit_code, record = judge(*PRESETS[preset], "--target", write_port(WRONG_ATTENTION))
+    assert (exit_code, record["verdict"]) == ((1, "fail") if blame else (0, "pass"))
+    assert [(one["layer"], one["sites"]) for one in record["blame"]] == blame
 
 
-def test_statistics_are_those_of_the_stored_tensors(run: Any, small_fp8: Path) -> None:
-    record = json.loads(
-        run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 9, "--json").stdout
-    )
+def test_statistics_are_those_of_the_stored_tensors(record_of: Any) -> None:
+    record = record_of(*LAYER_0, "--seq-len", 9)
     stored = load_file(Path(record["directory"]) / "layer_0.safetensors")
     (layer,) = record["layers"]
     assert {site["site"] for site in layer["sites"]} == set(stored)
@@ -108,17 +121,7 @@ def test_statistics_are_those_of_the_stored_tensors(run: Any, small_fp8: Path) -
         assert (site["min"], site["max"]) == (float(tensor.min()), float(tensor.max()))
 
 
-def test_text_names_the_directory_the_statistics_and_the_verdict(
-    run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
-) -> None:
-    result = run("single-layer", "--layer", 0, "--model", small_fp8, "--golden", small_golden, "--verbose")
-    assert str(tmp_path / "captures/neuron/single_layer_0") in result.stdout.replace("\n", "")
-    for word in ("mean", "std", "min", "max", "NaN", "Inf", "moe_delta", "2x24x64", "bfloat16", "PASS"):
-        assert word in result.stdout
-    assert re.search(r"Layer 0 \(1 of 1\): took \d+:\d\d.*, memory ", result.stderr)
-
-
-def test_nan_is_counted(run: Any, write_port: Any, small_fp8: Path) -> None:
+def test_nan_is_counted(record_of: Any, write_port: Any) -> None:
     source = """
 class Port(ReferenceLayer):
     def forward(self, hidden_states, attention_mask, position_ids):
@@ -127,42 +130,37 @@ class Port(ReferenceLayer):
         output[0, 4, 0] = float("inf")
         return output
 """
-    target = write_port(source)
-    result = run(
-        "single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 9, "--target", target, "--json"
-    )
-    sites = {site["site"]: site for site in json.loads(result.stdout)["layers"][0]["sites"]}
-    assert (sites["output"]["num_nan"], sites["output"]["num_inf"]) == (5, 1)
-    assert (sites["moe_delta"]["num_nan"], sites["moe_delta"]["num_inf"]) == (0, 0)
+    (layer,) = record_of(*LAYER_0, "--seq-len", 9, "--target", write_port(source))["layers"]
+    sites = {site["site"]: (site["num_nan"], site["num_inf"]) for site in layer["sites"]}
+    assert (sites["output"], sites["moe_delta"]) == ((5, 1), (0, 0))
 
 
-def test_backend_is_the_cpu_where_nothing_else_is(run: Any, small_fp8: Path) -> None:
-    record = json.loads(
-        run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--json").stdout
-    )
-    assert record["description"]["provenance"]["backend"] == "cpu"
+def test_text_names_the_directory_the_statistics_and_the_verdict(
+    run: Any, on_small: tuple[object, ...], tmp_path: Path
+) -> None:
+    result = run(*LAYER_0, *on_small, "--verbose")
+    assert str(tmp_path / "captures/neuron/single_layer_0") in result.stdout.replace("\n", "")
+    for word in ("mean", "std", "min", "max", "NaN", "Inf", "moe_delta", "2x24x64", "bfloat16", "PASS"):
+        assert word in result.stdout
+    assert re.search(r"Layer 0 \(1 of 1\): took \d+:\d\d.*, memory ", result.stderr)
 
 
-@pytest.mark.parametrize("level", ["layer", "component"])
-def test_fewer_sites_are_kept_and_judged(run: Any, small_fp8: Path, small_golden: Path, level: str) -> None:
-    result = run("sweep", "--model", small_fp8, "--golden", small_golden, "--sites", level, "--json")
-    record = json.loads(result.stdout)
-    sites = [site["site"] for site in record["layers"][2]["sites"]]
-    assert result.exit_code == 0
-    assert len(sites) == {"layer": 2, "component": 9}[level]
-    assert record["of"] == 4 * (len(sites) - 1)
+@pytest.mark.parametrize(("level", "num_sites"), [("layer", 2), ("component", 9)])
+def test_fewer_sites_are_kept_and_judged(judge: Any, level: str, num_sites: int) -> None:
+    exit_code, record = judge("sweep", "--layers", "1:3", "--sites", level)
+    assert exit_code == 0
+    assert len(record["layers"][0]["sites"]) == num_sites
+    assert record["of"] == 2 * (num_sites - 1)
 
 
 class TestReport:
-    NAMES = ("report.md", "report.txt", "junit.xml", "comparison_report.json", "comparison.csv")
-
     @pytest.mark.parametrize(
         "preset",
         [
-            "sweep_0_to_3",
+            pytest.param("sweep_0_to_3", marks=pytest.mark.slow),
             pytest.param("full_model", marks=pytest.mark.slow),
             pytest.param("single_layer_2", marks=pytest.mark.slow),
-            "component_1_moe",
+            "component_1_attention",
         ],
     )
     def test_judged_run_writes_the_same_report_as_a_comparison(
@@ -175,45 +173,35 @@ class TestReport:
         tmp_path: Path,
         preset: str,
     ) -> None:
+        names = ("report.md", "report.txt", "junit.xml", "comparison_report.json", "comparison.csv")
         sides = ("--model", small_fp8, "--golden", small_golden, "--target", write_port(WRONG_ATTENTION))
-        folder = tmp_path / "report"
+        folder, again = tmp_path / "report", tmp_path / "again"
         result = run(*PRESETS[preset], *sides, "--report-path", folder)
-        assert all(f"written: {folder / name}" in result.stdout for name in self.NAMES)
-        saved = (
-            "--neuron-path",
-            tmp_path / "captures" / "neuron" / preset,
-            "--report-path",
-            tmp_path / "again",
-        )
+        assert all(f"written: {folder / name}" in result.stdout for name in names)
+        saved = ("--neuron-path", tmp_path / "captures" / "neuron" / preset, "--report-path", again)
         command(mm2_compare, "--gpu-path", small_golden, "--model", small_fp8, *saved)
-        for name in self.NAMES:
-            assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+        for name in names:
+            assert (folder / name).read_bytes() == (again / name).read_bytes()
 
-    def test_report_without_a_golden_is_refused(self, run: Any, small_fp8: Path, tmp_path: Path) -> None:
-        result = run("single-layer", "--layer", 0, "--model", small_fp8, "--report-path", tmp_path / "report")
-        assert result.exit_code == 2
-        assert "nothing judges this one" in result.stderr
-        assert not (tmp_path / "report").exists()
-
-    def test_proof_has_no_report(self, run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> None:
-        undone = ("--undo", "gate_up_swapped", "--report-path", tmp_path / "report")
-        result = run("single-layer", "--layer", 1, "--model", small_fp8, "--golden", small_golden, *undone)
-        assert result.exit_code == 2
-        assert "mm2-diagnose --prove --report-path FOLDER" in result.stderr
-
-    def test_json_says_nothing_of_the_files(
-        self, run: Any, on_small: tuple[object, ...], tmp_path: Path
-    ) -> None:
-        sides = (*on_small, "--report-path", tmp_path / "report", "--json")
-        assert json.loads(run("single-layer", "--layer", 0, *sides).stdout)["verdict"] == "pass"
+    def test_json_says_nothing_of_the_files(self, judge: Any, tmp_path: Path) -> None:
+        assert judge(*LAYER_0, "--report-path", tmp_path / "report")[1]["verdict"] == "pass"
         assert (tmp_path / "report" / "junit.xml").exists()
+
+    def test_run_that_nothing_judges_has_none(
+        self, run: Any, small_fp8: Path, on_small: tuple[object, ...], tmp_path: Path
+    ) -> None:
+        report = ("--report-path", tmp_path / "report")
+        refused = run(*LAYER_0, "--model", small_fp8, *report)
+        assert (refused.exit_code, "nothing judges this one" in refused.stderr) == (2, True)
+        refused = run(*LAYER_0, *on_small, "--undo", "gate_up_swapped", *report)
+        assert refused.exit_code == 2
+        assert "mm2-diagnose --prove --report-path FOLDER" in refused.stderr
+        assert not (tmp_path / "report").exists()
 
 
 class TestSavedRun:
-    def test_show_prints_what_the_run_printed(self, run: Any, command: Any, small_fp8: Path) -> None:
-        record = json.loads(
-            run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--json").stdout
-        )
+    def test_show_prints_what_the_run_printed(self, record_of: Any, command: Any) -> None:
+        record = record_of(*LAYER_0, "--seq-len", 5)
         shown = json.loads(command(mm2_test, "show", record["directory"], "--json").stdout)
         assert shown.pop("inspection") == {"num_tensors": 21, "faults": []}
         assert shown.pop("next") == [f"mm2-compare --run {record['directory']}"]
@@ -221,50 +209,38 @@ class TestSavedRun:
         assert shown == told
 
     def test_skip_compile_judges_the_saved_run_without_running(
-        self, run: Any, write_port: Any, small_fp8: Path, small_golden: Path, tmp_path: Path
+        self, judge: Any, write_port: Any, tmp_path: Path
     ) -> None:
-        target = write_port(WRONG_ATTENTION)
-        arguments = ("single-layer", "--layer", 1, "--model", small_fp8, "--golden", small_golden, "--json")
-        first = run(*arguments, "--target", target)
+        layer, target = ("single-layer", "--layer", 1), write_port(WRONG_ATTENTION)
+        first = judge(*layer, "--target", target)
         (tmp_path / "port.py").write_text("raise RuntimeError('it runs')")
-        loaded = run(*arguments, "--skip-compile")
-        again = run(*arguments, "--skip-compile", "--target", target)
-        assert [result.exit_code for result in (first, loaded, again)] == [1, 1, 1]
-        assert json.loads(loaded.stdout)["sites"] == json.loads(first.stdout)["sites"]
-        assert json.loads(loaded.stdout)["graphs"] is None
+        loaded = judge(*layer, "--skip-compile")
+        again = judge(*layer, "--skip-compile", "--target", target)
+        assert [exit_code for exit_code, _ in (first, loaded, again)] == [1, 1, 1]
+        assert loaded[1]["sites"] == first[1]["sites"]
+        assert loaded[1]["graphs"] is None
 
-    def test_skip_compile_does_not_pass_another_targets_run_off(self, run: Any, small_fp8: Path) -> None:
-        run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5)
-        result = run(
-            "single-layer", "--layer", 0, "--model", small_fp8, "--target", "reference", "--skip-compile"
-        )
-        assert result.exit_code == 3
-        assert "a run of another port: expected reference, found builtin" in result.stderr
-
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("--layer", 0, "--target", "reference"), "another port: expected reference, found builtin"),
+            (("--layer", 1), "another run than --skip-compile asks for"),
+            (("--layer", 1, "--output-dir", "nowhere"), "no capture at"),
+        ],
+    )
     def test_skip_compile_does_not_pass_another_run_off(
-        self, run: Any, small_fp8: Path, tmp_path: Path
+        self, run: Any, small_fp8: Path, tmp_path: Path, words: tuple[object, ...], message: str
     ) -> None:
-        directory = tmp_path / "saved"
-        run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 5, "--output-dir", directory)
-        result = run(
-            "single-layer", "--layer", 1, "--model", small_fp8, "--output-dir", directory, "--skip-compile"
-        )
+        place = ("--model", small_fp8, "--output-dir", tmp_path / "saved")
+        run(*LAYER_0, *place, "--seq-len", 5)
+        result = run("single-layer", *place, *words, "--skip-compile")
         assert result.exit_code == 3
-        assert "another run than --skip-compile asks for" in result.stderr
-
-    def test_skip_compile_without_a_saved_run_says_so(self, run: Any, small_fp8: Path) -> None:
-        result = run("single-layer", "--layer", 0, "--model", small_fp8, "--skip-compile")
-        assert result.exit_code == 3
-        assert "no capture at" in result.stderr
+        assert message in result.stderr
 
 
 class TestWhereInputsComeFrom:
-    def test_golden_gives_the_first_input_of_a_chained_run(
-        self, run: Any, small_fp8: Path, small_golden: Path
-    ) -> None:
-        record = json.loads(
-            run(*PRESETS["layers_1_to_3"], "--model", small_fp8, "--golden", small_golden, "--json").stdout
-        )
+    def test_golden_gives_the_first_input_of_a_chained_run(self, judge: Any, small_golden: Path) -> None:
+        _, record = judge(*PRESETS["layers_1_to_3"])
         directory = Path(record["directory"])
         expected = load_file(small_golden / "layer_0.safetensors")["output"]
         assert record["description"]["input_source"] == "golden full_model"
@@ -272,58 +248,37 @@ class TestWhereInputsComeFrom:
         assert torch.equal(load_file(directory / "inputs.safetensors")["hidden_states"], expected)
         assert "input" not in load_file(directory / "layer_2.safetensors")
 
-    def test_layers_before_make_the_input_without_a_golden(
-        self, run: Any, small_fp8: Path, tmp_path: Path
-    ) -> None:
-        tokens = ("--model", small_fp8, "--seq-len", 12, "--json")
-        alone = json.loads(run("single-layer", "--layer", 2, *tokens).stdout)
-        chained = json.loads(run("multi-layer", "--layers", "0:3", *tokens).stdout)
+    def test_layers_before_make_the_input_without_a_golden(self, record_of: Any) -> None:
+        alone = record_of(*PRESETS["single_layer_2"], "--seq-len", 12)
+        chained = record_of("multi-layer", "--layers", "0:3", "--seq-len", 12)
         assert alone["description"]["input_source"] == "tokens through layers 0 to 1: random ids of seed 0"
-        mine = load_file(Path(alone["directory"]) / "layer_2.safetensors")
-        theirs = load_file(Path(chained["directory"]) / "layer_2.safetensors")
+        mine, theirs = (load_file(Path(one["directory"]) / "layer_2.safetensors") for one in (alone, chained))
         assert torch.equal(mine["output"], theirs["output"])
 
-    def test_random_input_is_recorded(self, run: Any, small_fp8: Path) -> None:
-        arguments: tuple[object, ...] = ("single-layer", "--layer", 2)
-        arguments += ("--model", small_fp8, "--random-input", "--seq-len", 12, "--json")
-        records = [json.loads(run(*arguments, "--seed", seed).stdout) for seed in (7, 7, 8)]
-        assert records[0]["description"]["input_source"] == "random numbers of seed 7"
-        assert records[0] == records[1]
-        assert records[0]["layers"] != records[2]["layers"]
-
-    def test_run_on_random_input_cannot_be_judged(
-        self, run: Any, command: Any, small_fp8: Path, small_golden: Path
+    def test_random_input_is_recorded_and_cannot_be_judged(
+        self, run: Any, record_of: Any, command: Any, on_small: tuple[object, ...], small_golden: Path
     ) -> None:
-        arguments: tuple[object, ...] = ("single-layer", "--layer", 2, "--model", small_fp8)
-        arguments += ("--random-input", "--seq-len", "24,15", "--json")
-        directory = json.loads(run(*arguments).stdout)["directory"]
-        judged = command(mm2_compare, "--golden", small_golden, "--run", directory)
-        skipped = run(
-            *PRESETS["single_layer_2"], "--model", small_fp8, "--golden", small_golden, "--skip-compile"
-        )
-        assert (judged.exit_code, skipped.exit_code) == (3, 3)
-        assert "random numbers of seed 0" in judged.stderr
-        assert "random numbers of seed 0" in skipped.stderr
+        layer = PRESETS["single_layer_2"]
+        records = [
+            record_of(*layer, "--random-input", "--seq-len", "24,15", "--seed", seed) for seed in (8, 7, 7)
+        ]
+        assert records[1]["description"]["input_source"] == "random numbers of seed 7"
+        assert records[1] == records[2]
+        assert records[1]["layers"] != records[0]["layers"]
+        judged = command(mm2_compare, "--golden", small_golden, "--run", records[1]["directory"])
+        for refused in (judged, run(*layer, *on_small, "--skip-compile")):
+            assert (refused.exit_code, "random numbers of seed 7" in refused.stderr) == (3, True)
 
-    @pytest.mark.parametrize("side", ["left", "right"])
-    def test_prompts_are_padded_on_the_side_asked_for(self, run: Any, small_fp8: Path, side: str) -> None:
-        arguments = (
-            "single-layer",
-            "--layer",
-            0,
-            "--model",
-            small_fp8,
-            "--input-ids",
-            "1,2,3",
-            "--input-ids",
-            "4",
-        )
-        record = json.loads(run(*arguments, "--padding-side", side, "--pad-to", 5, "--json").stdout)
-        mask = load_file(Path(record["directory"]) / "inputs.safetensors")["attention_mask"].tolist()
-        assert (
-            mask
-            == {"right": [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], "left": [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]}[side]
-        )
+    @pytest.mark.parametrize(
+        ("side", "mask"),
+        [("left", [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]), ("right", [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])],
+    )
+    def test_prompts_are_padded_on_the_side_asked_for(
+        self, record_of: Any, side: str, mask: list[list[int]]
+    ) -> None:
+        rows = ("--input-ids", "1,2,3", "--input-ids", "4", "--padding-side", side, "--pad-to", 5)
+        inputs = load_file(Path(record_of(*LAYER_0, *rows)["directory"]) / "inputs.safetensors")
+        assert inputs["attention_mask"].tolist() == mask
 
 
 class TestSummary:
@@ -339,6 +294,6 @@ class TestSummary:
         assert not [line for line in record["next"] if "--json" in line]
 
     def test_summary_without_a_verdict_is_refused(self, run: Any, small_fp8: Path) -> None:
-        result = run("single-layer", "--layer", 0, "--model", small_fp8, "--seq-len", 8, "--json=summary")
+        result = run(*LAYER_0, "--model", small_fp8, "--seq-len", 8, "--json=summary")
         assert result.exit_code == 2
         assert "nothing is judged without a golden" in json.loads(result.stdout)["error"]

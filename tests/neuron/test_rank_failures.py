@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
 SHORT = ("--seq-len", "12,7", "--backend", "cpu")
 # Three processes import torch, on a machine that may have much else to do.
 DEADLINE_S = 300
@@ -66,94 +64,88 @@ except Mm2Error as error:
 
 
 @pytest.fixture
-def sweep_of(small: Path) -> tuple[object, ...]:
-    return ("multi-layer", "--layers", "0:3", "--model", small, *SHORT, "--tp-degree", 2)
+def sweep_of(small: Path, write_port: Any) -> Callable[[str], tuple[object, ...]]:
+    """The command that runs three layers on two ranks, of which the second gets into trouble."""
+
+    def words(trouble: str) -> tuple[object, ...]:
+        target = write_port(TROUBLED_PORT.format(trouble=trouble))
+        return (
+            "multi-layer",
+            "--layers",
+            "0:3",
+            "--model",
+            small,
+            *SHORT,
+            "--tp-degree",
+            2,
+            "--target",
+            target,
+        )
+
+    return words
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `mm2-test` in the test's folder, and ends what is left of it."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: object) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        environment.pop("WORLD_SIZE", None)
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "neuron", *map(str, arguments)],
-                cwd=tmp_path,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                # Tests that run in the background, or under nohup, ignore these signals, and so would the run.
-                preexec_fn=lambda: [
-                    signal.signal(stop, signal.SIG_DFL) for stop in (signal.SIGINT, signal.SIGHUP)
-                ],
-            )
-        )
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.05)
+def hanging(
+    sweep_of: Any, environment_of: Any, tmp_path: Path
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A run whose rank 1 sleeps in its port, and the processes of its ranks; what is left of it is ended."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "neuron", *map(str, sweep_of("time.sleep(600)"))],
+        cwd=tmp_path,
+        env=environment_of(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that run in the background, or under nohup, ignore these signals, and so would the run.
+        preexec_fn=lambda: [signal.signal(stop, signal.SIG_DFL) for stop in (signal.SIGINT, signal.SIGHUP)],
+    ) as launcher:
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while not (tmp_path / "reached").exists():
+                assert time.monotonic() < deadline, "the port did not run"
+                time.sleep(0.05)
+            yield launcher, psutil.Process(launcher.pid).children(recursive=True)
+        finally:
+            launcher.kill()
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_resumes(
-    forked: Any, sweep_of: Any, write_port: Any, tmp_path: Path
+    forked: Any, sweep_of: Any, tmp_path: Path
 ) -> None:
-    port = write_port(TROUBLED_PORT.format(trouble="os.kill(os.getpid(), signal.SIGKILL)"))
     directory = tmp_path / "capture"
-    done = forked(*sweep_of, "--target", port, "--output-dir", directory, "--json")
+    sweep = sweep_of("os.kill(os.getpid(), signal.SIGKILL)")
+    done = forked(*sweep, "--output-dir", directory, "--json")
     assert done.returncode == 3
     error = json.loads(done.stdout)["error"]
-    assert error.startswith(
-        "rank 1 failed: it was ended by SIGKILL (often by the kernel, where memory ran out) while "
-    )
-    assert f"while running layer 1 of port {port} on hidden states [2, 12, 64]" in error
+    end = "it was ended by SIGKILL (often by the kernel, where memory ran out)"
+    assert error.startswith(f"rank 1 failed: {end} while ")
+    assert f"while running layer 1 of port {sweep[-1]} on hidden states [2, 12, 64]" in error
     assert "rank 0" not in done.stderr
     assert json.loads((directory / "manifest.json").read_text())["complete_layers"] == [0]
 
 
 @pytest.mark.slow
-def test_an_error_on_a_rank_is_told_once_by_it_and_once_by_the_lead(
-    forked: Any, sweep_of: Any, write_port: Any
-) -> None:
-    port = write_port(TROUBLED_PORT.format(trouble="raise ValueError('no such head')"))
-    done = forked(*sweep_of, "--target", port, "--quiet")
+def test_an_error_on_a_rank_is_told_once_by_it_and_once_by_the_lead(forked: Any, sweep_of: Any) -> None:
+    sweep = sweep_of("raise ValueError('no such head')")
+    done = forked(*sweep, "--quiet")
     assert done.returncode == 3
-    text = f"port {port}, layer 1 failed while it ran: found ValueError: no such head, at "
+    text = f"port {sweep[-1]}, layer 1 failed while it ran: found ValueError: no such head, at "
     errors = sorted(line for line in done.stderr.splitlines() if "Error" in line)
     assert [line.startswith(start + text) for line, start in zip(errors, ERRORS, strict=True)] == [True, True]
 
 
 @pytest.mark.slow
-def test_a_rank_that_prints_does_not_get_between_the_results(
-    forked: Any, sweep_of: Any, write_port: Any
-) -> None:
-    port = write_port(TROUBLED_PORT.format(trouble="print('in between', flush=True)"))
-    done = forked(*sweep_of, "--target", port, "--json")
+def test_a_rank_that_prints_does_not_get_between_the_results(forked: Any, sweep_of: Any) -> None:
+    done = forked(*sweep_of("print('in between', flush=True)"), "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["layers"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_is_stopped_leaves_no_rank_behind(
-    started: Any, sweep_of: Any, write_port: Any, tmp_path: Path, sent: int
-) -> None:
-    launcher = started(*sweep_of, "--target", write_port(TROUBLED_PORT.format(trouble="time.sleep(600)")))
-    wait_for(tmp_path / "reached")
-    ranks = psutil.Process(launcher.pid).children(recursive=True)
+def test_a_run_that_is_stopped_leaves_no_rank_behind(hanging: Any, sent: int) -> None:
+    launcher, ranks = hanging
     assert len(ranks) >= 2
     launcher.send_signal(sent)
     _, stderr = launcher.communicate(timeout=DEADLINE_S)
@@ -163,16 +155,9 @@ def test_a_run_that_is_stopped_leaves_no_rank_behind(
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_the_lead_computes_on_is_named(
-    started: Any, sweep_of: Any, write_port: Any, tmp_path: Path
-) -> None:
-    launcher = started(*sweep_of, "--target", write_port(TROUBLED_PORT.format(trouble="time.sleep(600)")))
-    wait_for(tmp_path / "reached")
-    (rank,) = (
-        process
-        for process in psutil.Process(launcher.pid).children(recursive=True)
-        if process.environ().get("RANK") == "1"
-    )
+def test_a_rank_that_dies_while_the_lead_computes_on_is_named(hanging: Any) -> None:
+    launcher, ranks = hanging
+    (rank,) = (process for process in ranks if process.environ().get("RANK") == "1")
     rank.send_signal(signal.SIGKILL)
     _, stderr = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 3
@@ -180,32 +165,17 @@ def test_a_rank_that_dies_while_the_lead_computes_on_is_named(
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_in_vain_says_so(tmp_path: Path) -> None:
+def test_a_rank_that_waits_in_vain_says_so(torchrun: Any, tmp_path: Path) -> None:
     (tmp_path / "lonely.py").write_text(LONELY_SUM)
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "lonely.py"))
-    done = subprocess.run(
-        [sys.executable, *torchrun],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lead, other = sorted(done.stdout.splitlines())
+    lead, other = sorted(torchrun(tmp_path / "lonely.py").stdout.splitlines())
     assert "rank 0 waited in vain for the other ranks. All must make the same collective calls" in lead
     assert other.startswith("1: rank 0 failed: ")
 
 
 @pytest.mark.slow
-def test_under_torchrun_every_rank_but_one_is_silent(small: Path, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "neuron")
-    run = ("single-layer", "--layer", "0", "--model", str(small), *SHORT, "--json")
-    done = subprocess.run(
-        [sys.executable, *torchrun, *run, "--output-dir", str(tmp_path / "capture")],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_under_torchrun_every_rank_but_one_is_silent(torchrun: Any, small: Path, tmp_path: Path) -> None:
+    run = ("single-layer", "--layer", 0, "--model", small, *SHORT, "--json")
+    done = torchrun("-m", "neuron", *run, "--output-dir", tmp_path / "capture")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["layers"]
     manifest = json.loads((tmp_path / "capture" / "manifest.json").read_text())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,27 +28,17 @@ class Port(ReferenceLayer):
 PHASES = ("read", "regroup", "transfer", "compile", "run", "copy back")
 
 
-@pytest.fixture
-def profiled(run: Any, small: Path, tmp_path: Path) -> tuple[Any, Path]:
-    """A profiled run of two layers, and its capture directory."""
+def test_profile_has_a_row_and_all_phases_of_each_layer(run: Any, small: Path, tmp_path: Path) -> None:
     directory = tmp_path / "profiled"
-    common = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", "12,7", "--profile")
-    return run(*common, "--output-dir", directory), directory
-
-
-def test_table_has_a_row_for_each_layer_and_one_for_all(profiled: tuple[Any, Path]) -> None:
-    result, directory = profiled
+    layers = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", "12,7")
+    result = run(*layers, "--profile", "--output-dir", directory)
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines()]
     # Peaks are of the process that runs the tests: megabytes, or more.
     rows = [line[0] for line in lines if line[:1] in (["0"], ["1"], ["all"]) and {"MB", "GB"} & set(line)]
     assert rows == ["0", "1", "all"]
     assert f"trace: {directory / 'profile.json'}" in result.stdout
-
-
-def test_trace_holds_every_phase_of_every_layer_in_its_time(profiled: tuple[Any, Path]) -> None:
-    trace = json.loads((profiled[1] / "profile.json").read_text())
-    events = trace["traceEvents"]
+    events = json.loads((directory / "profile.json").read_text())["traceEvents"]
     for layer in (0, 1):
         (whole,) = [event for event in events if event["name"] == f"layer {layer}"]
         phases = [event for event in events if event["args"].get("layer") == layer]
@@ -55,12 +47,25 @@ def test_trace_holds_every_phase_of_every_layer_in_its_time(profiled: tuple[Any,
         assert whole["args"]["peak_host_bytes"] > 10**8
     first, second = (event for event in events if event["name"].startswith("layer"))
     assert first["ts"] + first["dur"] <= second["ts"] + 1e3
-
-
-def test_nothing_is_profiled_unasked(run: Any, small: Path, tmp_path: Path) -> None:
-    common = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", "12,7")
-    assert "copy back" not in run(*common, "--output-dir", tmp_path / "plain").stdout
+    # Nothing is profiled unasked.
+    assert "copy back" not in run(*layers, "--output-dir", tmp_path / "plain").stdout
     assert not (tmp_path / "plain" / "profile.json").exists()
+
+
+def make_profile(*, times: Mapping[str, float] = MappingProxyType({}), **about: Any) -> RunProfile:
+    """Return a profile of three layers that take the same times, but for compiling the first."""
+    layers = tuple(
+        LayerProfile(
+            layer=layer,
+            started_s=0.0,
+            times=LayerTimes(compile_s=9.0 if layer == 0 else 0.0, **times),
+            peak_host_bytes=1,
+            peak_device_bytes=None,
+        )
+        for layer in range(3)
+    )
+    run = {"backend": "cpu", "spec_digest": "0", "dtype": "bfloat16", "num_ranks": 1, "num_decoded": 0}
+    return RunProfile(**{**run, "batch_size": 2, "sequence_length": 64, **about}, layers=layers)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +79,7 @@ def test_nothing_is_profiled_unasked(run: Any, small: Path, tmp_path: Path) -> N
     ],
 )
 def test_damaged_profile_is_refused_by_name(tmp_path: Path, damage: Any, found: str) -> None:
-    profile = RunProfile(
-        backend="cpu",
-        spec_digest="0",
-        dtype="bfloat16",
-        num_ranks=1,
-        num_decoded=0,
-        batch_size=2,
-        sequence_length=64,
-        layers=(
-            LayerProfile(
-                layer=0, started_s=0.0, times=LayerTimes(), peak_host_bytes=1, peak_device_bytes=None
-            ),
-        ),
-    )
+    profile = make_profile()
     path = profile.write(tmp_path)
     assert RunProfile.read(tmp_path) == profile
     whole = json.loads(path.read_text())
@@ -104,44 +96,23 @@ def test_damaged_profile_is_refused_by_name(tmp_path: Path, damage: Any, found: 
 class TestEstimate:
     """`mm2-test check --profile-of`."""
 
-    def write(self, folder: Path, model: Path, *, times: dict[str, float], **about: Any) -> Path:
-        layers = tuple(
-            LayerProfile(
-                layer=layer,
-                started_s=0.0,
-                times=LayerTimes(compile_s=9.0 if layer == 0 else 0.0, **times),
-                peak_host_bytes=1,
-                peak_device_bytes=None,
+    @pytest.fixture
+    def check(self, command: Any, small: Path, tmp_path: Path) -> Any:
+        """Checks the small model with a profile of it; `about` names what is of something else."""
+
+        def run(times: dict[str, float], *options: object, **about: Any) -> Any:
+            made = make_profile(
+                **{"spec_digest": ModelSpec.from_folder(small).digest(), **about}, times=times
             )
-            for layer in range(3)
-        )
-        RunProfile(
-            **{
-                "backend": "cpu",
-                "spec_digest": ModelSpec.from_folder(model).digest(),
-                "dtype": "bfloat16",
-                "num_ranks": 1,
-                "num_decoded": 0,
-                "batch_size": 2,
-                "sequence_length": 64,
-                **about,
-            },
-            layers=layers,
-        ).write(folder)
-        return folder
+            made.write(tmp_path)
+            return command(main, "check", "--model", small, "--profile-of", tmp_path, *options)
 
-    def check(self, command: Any, folder: Path, model: Path) -> list[str]:
-        result = command(
-            main, "check", "--model", model, "--seq-len", "64,128", "--profile-of", folder, "--json"
-        )
-        findings = json.loads(result.stdout)["findings"]
-        return [finding["found"] for finding in findings if finding["subject"] == "time"]
+        return run
 
-    def test_loading_stays_and_running_grows(self, command: Any, small: Path, tmp_path: Path) -> None:
-        folder = self.write(
-            tmp_path, small, times={"read_s": 2.0, "regroup_s": 0.5, "transfer_s": 0.5, "run_s": 4.0}
-        )
-        same, twice = self.check(command, folder, small)
+    def test_loading_stays_and_running_grows(self, check: Any) -> None:
+        times = {"read_s": 2.0, "regroup_s": 0.5, "transfer_s": 0.5, "run_s": 4.0}
+        findings = json.loads(check(times, "--seq-len", "64,128", "--json").stdout)["findings"]
+        same, twice = (finding["found"] for finding in findings if finding["subject"] == "time")
         # A row is half of the batch that was measured; four layers; what was compiled is left out.
         assert (
             "a row of 64 tokens takes about 5.00 s a layer (3.00 s to load, 2.00 s to run) and 0:20 for 4 layers"
@@ -161,10 +132,9 @@ class TestEstimate:
         ],
     )
     def test_profile_of_something_else_is_refused(
-        self, command: Any, small: Path, tmp_path: Path, about: dict[str, Any], message: str
+        self, check: Any, about: dict[str, Any], message: str
     ) -> None:
-        folder = self.write(tmp_path, small, times={"run_s": 1.0}, **about)
-        result = command(main, "check", "--model", small, "--backend", "cpu", "--profile-of", folder)
+        result = check({"run_s": 1.0}, "--backend", "cpu", **about)
         assert result.exit_code == 3
         assert f"the profile is of {message}" in result.stderr
 
@@ -177,34 +147,21 @@ class TestEstimate:
 class TestCheckCapture:
     """`--check-capture`."""
 
-    def test_recording_that_changes_nothing_is_said_to(self, run_layer: Any, run: Any, small: Path) -> None:
-        common = ("single-layer", "--layer", 0, "--model", small, "--seq-len", "12,7", "--check-capture")
-        result = run(*common)
-        assert "recording the sites changes no bit of the output of 1 layer" in result.stdout
-        (effect,) = json.loads(run(*common, "--json").stdout)["capture_effects"]
+    def test_recording_that_changes_nothing_is_said_to(self, run: Any, small: Path) -> None:
+        layer = ("single-layer", "--layer", 0, "--model", small, "--seq-len", "12,7", "--check-capture")
+        text = run(*layer).stdout
+        assert "recording the sites changes no bit of the output of 1 layer" in text
+        (effect,) = json.loads(run(*layer, "--json").stdout)["capture_effects"]
         assert (effect["num_changed"], effect["num_values"], effect["max_abs_diff"]) == (0, 2 * 12 * 64, 0.0)
 
     def test_recording_that_changes_the_output_is_warned_of(
         self, run: Any, write_port: Any, small: Path
     ) -> None:
-        target = write_port(CHANGES_WHEN_WATCHED)
-        result = run(
-            "single-layer",
-            "--layer",
-            0,
-            "--model",
-            small,
-            "--seq-len",
-            "12,7",
-            "--check-capture",
-            "--target",
-            target,
-        )
+        layer = ("single-layer", "--layer", 0, "--model", small, "--seq-len", "12,7", "--check-capture")
+        result = run(*layer, "--target", write_port(CHANGES_WHEN_WATCHED))
         assert result.exit_code == 0
-        assert (
-            "warning: recording the sites changes the output of layer 0: of layer 0 1536 of 1536 values"
-            in result.stderr
-        )
+        changes = "recording the sites changes the output of layer 0: of layer 0 1536 of 1536 values"
+        assert f"warning: {changes}" in result.stderr
 
     def test_nan_on_both_sides_is_no_change_and_on_one_is(self) -> None:
         values = torch.tensor([1.0, float("nan"), 3.0])

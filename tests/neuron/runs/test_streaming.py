@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,11 @@ from neuron.runs.runner import DeviceRun
 CONVERTING_PORT = Path(__file__).parents[3] / "scripts" / "examples" / "port.py"
 TARGETS = {"builtin": "builtin", "reference": "reference", "converting": f"{CONVERTING_PORT}:DecoderLayer"}
 MB = 1_000_000
+# Changes a model or a run's folder between two runs, and returns the model of the second.
+Change = Callable[[Path, Path], Path]
 
 # Of the wide model: so many tokens that the logits take 280 MB; what is left for all but them.
 MANY, MANY_BUT_LOGITS = (200,), 200 * MB
-
-# Fails at the layer that a variable names: the source stays the same.
-STUMBLING = """
-class Port(ReferenceLayer):
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        self.layer_idx = layer_idx
-
-    def forward(self, *arguments):
-        if os.environ.get("FAIL_AT") == str(self.layer_idx):
-            raise RuntimeError("out of luck")
-        return super().forward(*arguments)
-"""
 
 # Runs commands in a process of its own; prints the anonymous memory before each, and at the most. A command that
 # comes with a number gets a budget of so much more than is held before.
@@ -169,47 +159,37 @@ class TestReadingAhead:
 
     def test_begins_with_the_next_layer_of_the_run_while_one_runs(self, run: Any, small: Path) -> None:
         common = ("multi-layer", "--layers", "1:3", "--model", small, "--seq-len", 9, "--debug")
-        lines = run(*common, "--prefetch").stderr.splitlines()
+        text = run(*common, "--prefetch").stderr
+        lines = text.splitlines()
         told = [line for line in lines if line.startswith(("Reading", "Layer"))]
         words = [line.split(" (")[0].rstrip(".") for line in told]
         # The layers before the span make its input; no layer follows the last one of the run.
-        assert words == [
-            "Reading layer 0 ahead",
-            "Reading layer 1 ahead",
-            "Layer 0",
-            "Reading layer 2 ahead",
-            "Layer 1",
-            "Layer 2",
-        ]
+        ahead = [f"Reading layer {layer} ahead" for layer in range(3)]
+        assert words == [*ahead[:2], "Layer 0", ahead[2], "Layer 1", "Layer 2"]
+        # Where the CPU computes, nothing is prepared for another device.
+        assert "Preparing" not in text
         assert "ahead" not in run(*common, "--no-prefetch").stderr
 
     @pytest.mark.slow
     def test_changes_no_bit_and_compiles_no_graph_on_xla(
         self, needs_xla: None, serve: Any, small: Path, tmp_path: Path
     ) -> None:
-        common: tuple[object, ...] = ("multi-layer", "--layers", "0:3")
-        common += ("--model", small, "--seq-len", "12,7", "--backend", "xla-cpu")
+        layers = ("multi-layer", "--layers", "0:3", "--model", small, "--seq-len", "12,7", "--json")
         runs = [(target, option) for target in TARGETS for option in ("--prefetch", "--no-prefetch")]
-        directories = [tmp_path / f"{target}{option}" for target, option in runs]
-        results = serve(
-            [
-                (*common, "--target", TARGETS[target], option, "--output-dir", directory, "--json")
-                for (target, option), directory in zip(runs, directories, strict=True)
-            ],
-            # Graphs are counted, not timed: the compiler need not try.
-            XLA_FLAGS="--xla_backend_optimization_level=0",
-        )
-        graphs = [json.loads(result["stdout"])["graphs"] for result in results]
-        for (_, option), counted in zip(runs, graphs, strict=True):
+        folders = [tmp_path / f"{target}{option}" for target, option in runs]
+        commands = [
+            (*layers, "--backend", "xla-cpu", "--target", TARGETS[target], option, "--output-dir", folder)
+            for (target, option), folder in zip(runs, folders, strict=True)
+        ]
+        # Graphs are counted, not timed: the compiler need not try.
+        results = serve(commands, XLA_FLAGS="--xla_backend_optimization_level=0")
+        for (_, option), result in zip(runs, results, strict=True):
+            counted = json.loads(result["stdout"])["graphs"]
             # The second run of a target finds what the first compiled.
             assert (counted["first_layer"] > 0) is (option == "--prefetch")
             assert (counted["later_layers"], counted["fallbacks"]) == (0, [])
-        for prefetched, plain in zip(directories[::2], directories[1::2], strict=True):
+        for prefetched, plain in zip(folders[::2], folders[1::2], strict=True):
             assert contents(prefetched) == contents(plain)
-
-    def test_where_the_cpu_computes_nothing_is_prepared(self, run: Any, small: Path) -> None:
-        common = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", 9, "--debug", "--prefetch")
-        assert "Preparing" not in run(*common).stderr
 
     def test_counts_nothing_twice(self, small: Path, tmp_path: Path) -> None:
         counts = []
@@ -248,17 +228,36 @@ def footprint(folder: Path, *, length: int, backend: Backend = Backend.CPU) -> D
     )
 
 
-class TestProgress:
-    def test_tells_each_layer_with_the_bytes_read_for_it(self, toy: Path, tmp_path: Path) -> None:
-        watcher = Watcher()
-        with device_run(toy, full_run(4, sites_level="layer"), progress=watcher) as (run, reader):
-            run.capture(tmp_path / "run")
-            embedding = reader.index[EMBEDDING].size_bytes
-            stored = [stored_layer_bytes(reader.index, layer) for layer in range(4)]
-        assert watcher.ran == [(0, stored[0] + embedding), *((layer, stored[layer]) for layer in (1, 2, 3))]
+def test_progress_tells_each_layer_with_the_bytes_read_for_it(small: Path, tmp_path: Path) -> None:
+    watcher = Watcher()
+    with device_run(small, full_run(4, sites_level="layer"), progress=watcher) as (run, reader):
+        run.capture(tmp_path / "run")
+        embedding = reader.index[EMBEDDING].size_bytes
+        stored = [stored_layer_bytes(reader.index, layer) for layer in range(4)]
+    assert watcher.ran == [(0, stored[0] + embedding), *((layer, stored[layer]) for layer in (1, 2, 3))]
 
-    def test_is_silent_where_asked(self, run: Any, toy: Path) -> None:
-        assert run("multi-layer", "--layers", "0:2", "--model", toy, "--seq-len", 9, "--quiet").stderr == ""
+
+def test_progress_is_silent_where_asked(run: Any, small: Path) -> None:
+    assert run("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", 9, "--quiet").stderr == ""
+
+
+def spoil_inputs(model: Path, directory: Path) -> Path:
+    """Change the stored input of a run's first layer."""
+    inputs = load_file(directory / "inputs.safetensors")
+    inputs["hidden_states"][0, 0, 0] += 1
+    save_file(inputs, directory / "inputs.safetensors")
+    return model
+
+
+def change_layer_0(model: Path, directory: Path) -> Path:
+    """Copy the model with another norm in layer 0."""
+    other = shutil.copytree(model, directory.parent / "other")
+    norm = "model.layers.0.input_layernorm.weight"
+    shard = TensorIndex.from_folder(other)[norm].file
+    tensors = load_file(shard)
+    tensors[norm] *= 2
+    save_file(tensors, shard, metadata={"format": "pt"})
+    return other
 
 
 class TestResumption:
@@ -266,59 +265,69 @@ class TestResumption:
 
     @pytest.fixture
     def stumble(
-        self, write_port: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, stumbling: str, write_port: Any, fail_at: Any, tmp_path: Path
     ) -> Callable[..., tuple[Watcher, int]]:
         """Runs until it fails at a layer, then goes on; what the second run told, and the bytes it read.
 
         Between the two a change may be made in the run's folder; it returns the model that goes on.
         """
-        target = write_port(STUMBLING)
+        target = write_port(stumbling)
 
-        def run_twice(
-            folder: Path, run: Run, layer: int, change: Callable[[Path], Path] | None = None
-        ) -> tuple[Watcher, int]:
-            monkeypatch.setenv("FAIL_AT", str(layer))
+        def run_twice(folder: Path, run: Run, layer: int, change: Change | None) -> tuple[Watcher, int]:
+            fail_at(layer)
             with device_run(folder, run, target=target) as (failing, _), pytest.raises(TargetError):
                 failing.capture(tmp_path / "run")
-            monkeypatch.delenv("FAIL_AT")
+            fail_at(-1)
             watcher = Watcher()
-            folder = folder if change is None else change(tmp_path / "run")
+            folder = folder if change is None else change(folder, tmp_path / "run")
             with device_run(folder, run, target=target, progress=watcher) as (resumed, reader):
                 resumed.capture(tmp_path / "run")
             return watcher, reader.num_bytes_read
 
         return run_twice
 
-    def test_whole_model_goes_on_from_the_stored_output(self, stumble: Any, toy: Path) -> None:
-        watcher, num_bytes = stumble(toy, full_run(4, sites_level="layer"), 2)
-        assert watcher.skipped == [0, 1]
-        assert [layer for layer, _ in watcher.ran] == [2, 3]
-        with CheckpointReader(toy) as reader:
+    @pytest.mark.parametrize(
+        ("start", "failing", "change", "first_run"),
+        [
+            (None, 2, None, 2),
+            (1, 3, None, 3),
+            # Nothing of the span itself is stored.
+            (2, 2, None, 0),
+            # The first layer was not fed the input that is stored.
+            (1, 3, spoil_inputs, 0),
+            # Another layer before the span made it.
+            (1, 3, change_layer_0, 0),
+        ],
+    )
+    def test_goes_on_with_the_layer_that_failed(
+        self,
+        stumble: Any,
+        small: Path,
+        start: int | None,
+        failing: int,
+        change: Change | None,
+        first_run: int,
+    ) -> None:
+        """A run of the whole model, or from layer `start` on; it goes on with layer `first_run`."""
+        whole = full_run(4, sites_level="layer")
+        run = whole if start is None else multi_layer_run(Span(start, 4), sites_level="layer")
+        watcher, num_bytes = stumble(small, run, failing, change)
+        ran = list(range(first_run, 4))
+        assert (watcher.skipped, [layer for layer, _ in watcher.ran]) == (list(range(first_run)), ran)
+        if first_run == 0:
+            return
+        with CheckpointReader(small) as reader:
+            layers = sum(stored_layer_bytes(reader.index, layer) for layer in ran)
             head = sum(reader.index[name].size_bytes for name in (FINAL_NORM, LM_HEAD))
-            layers = sum(stored_layer_bytes(reader.index, layer) for layer in (2, 3))
-        assert num_bytes == fingerprint_bytes(toy, Span(0, 4)) + layers + head
-
-    def test_span_in_mid_model_does_not_run_the_layers_before_again(self, stumble: Any, toy: Path) -> None:
-        watcher, num_bytes = stumble(toy, multi_layer_run(Span(1, 4), sites_level="layer"), 3)
-        assert watcher.skipped == [0, 1, 2]
-        assert [layer for layer, _ in watcher.ran] == [3]
-        with CheckpointReader(toy) as reader:
-            layers = stored_layer_bytes(reader.index, 3)
-        fingerprints = fingerprint_bytes(toy, Span(1, 4)) + fingerprint_bytes(toy, Span(0, 1))
-        assert num_bytes == fingerprints + layers
-
-    def test_span_whose_first_layer_failed_runs_those_before_again(self, stumble: Any, toy: Path) -> None:
-        watcher, _ = stumble(toy, multi_layer_run(Span(2, 4), sites_level="layer"), 2)
-        assert (watcher.skipped, [layer for layer, _ in watcher.ran]) == ([], [0, 1, 2, 3])
+        # The layers before a span, which made its input, are looked at too.
+        outside = head if start is None else fingerprint_bytes(small, Span(0, start))
+        assert num_bytes == fingerprint_bytes(small, Span(start or 0, 4)) + layers + outside
 
     def test_head_that_failed_is_all_that_is_left(self, wide: Path, tmp_path: Path) -> None:
         run, directory = full_run(2, sites_level="layer"), tmp_path / "run"
         with pytest.raises(MemoryBudgetError, match="the lm_head and its logits would break"):
             run_within(MANY_BUT_LOGITS, wide, directory, run, lengths=MANY)
-        assert {path.name for path in directory.glob("layer_*")} == {
-            "layer_0.safetensors",
-            "layer_1.safetensors",
-        }
+        assert len([*directory.glob("layer_*.safetensors")]) == 2
         watcher = Watcher()
         with device_run(wide, run, lengths=MANY, progress=watcher) as (resumed, reader):
             resumed.capture(directory)
@@ -328,32 +337,6 @@ class TestResumption:
         with device_run(wide, run, lengths=MANY) as (whole, _):
             whole.capture(tmp_path / "whole")
         assert contents(directory) == contents(tmp_path / "whole")
-
-    def test_stored_input_that_the_first_layer_was_not_fed_is_not_gone_on_with(
-        self, stumble: Any, toy: Path
-    ) -> None:
-        def spoil(directory: Path) -> Path:
-            inputs = load_file(directory / "inputs.safetensors")
-            inputs["hidden_states"][0, 0, 0] += 1
-            save_file(inputs, directory / "inputs.safetensors")
-            return toy
-
-        watcher, _ = stumble(toy, multi_layer_run(Span(1, 4), sites_level="layer"), 3, spoil)
-        assert (watcher.skipped, [layer for layer, _ in watcher.ran]) == ([], [0, 1, 2, 3])
-
-    def test_other_layer_before_the_span_is_not_gone_on_behind(self, stumble: Any, small: Path) -> None:
-        def change_model(directory: Path) -> Path:
-            other = directory.parent / "other"
-            shutil.copytree(small, other)
-            norm = "model.layers.0.input_layernorm.weight"
-            shard = TensorIndex.from_folder(other)[norm].file
-            tensors = load_file(shard)
-            tensors[norm] *= 2
-            save_file(tensors, shard, metadata={"format": "pt"})
-            return other
-
-        watcher, _ = stumble(small, multi_layer_run(Span(1, 4), sites_level="layer"), 3, change_model)
-        assert [layer for layer, _ in watcher.ran] == [0, 1, 2, 3]
 
 
 def fingerprint_bytes(folder: Path, span: Span) -> int:
@@ -397,118 +380,83 @@ class TestBudget:
         assert "reading the embedding would break the memory budget: expected at most 1.0 MB" in result.stderr
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight layers of few experts: with many tokens, what a layer computes is larger than its weights."""
-    folder = tmp_path_factory.mktemp("deep") / "deep"
-    model = SyntheticModel(num_hidden_layers=8, num_local_experts=4, num_experts_per_tok=2)
-    synthesize(folder, model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return folder
+Commands = dict[str, tuple[list[str], int | None]]
+Measured = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def needed(large: Path) -> DeviceFootprint:
-    """The needs of two layers of the large model."""
-    spec = ModelSpec.from_folder(large)
-    return DeviceFootprint(
-        spec=spec,
-        dtype=torch.bfloat16,
-        inputs=build_inputs(InputRequest(seq_lens=(128, 128)), folder=large, spec=spec),
-        backend=Backend.CPU,
-        num_experts_at_once=find_target("builtin").num_experts_at_once(
-            spec, dtype=torch.bfloat16, is_lazy=False
-        ),
-    )
+@pytest.fixture
+def measure(forked_python: Any, tmp_path: Path) -> Callable[[Commands], Measured]:
+    """Runs commands by name, one after the other in one process: the exit code, and what each took at the most."""
 
+    def run(commands: Commands) -> Measured:
+        words = [
+            ([*command, "--quiet", "--output-dir", str(tmp_path / name)], budget)
+            for name, (command, budget) in commands.items()
+        ]
+        done = forked_python(MEASURED.replace("sys.argv[1]", repr(json.dumps(words))))
+        assert done.returncode == 0, done.stderr
+        return dict(zip(commands, json.loads(done.stdout), strict=True))
 
-@pytest.fixture(scope="module")
-def allowed(needed: DeviceFootprint) -> int:
-    """The bytes of a budget that lets the large model through."""
-    return needed.loaded_layer_bytes + needed.activation_bytes + 10 * MB
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all captures, each under the name of its run."""
-    return tmp_path_factory.mktemp("measured")
-
-
-@pytest.fixture(scope="module")
-def measured(
-    forked_python: Any,
-    toy: Path,
-    large: Path,
-    deep: Path,
-    needed: DeviceFootprint,
-    allowed: int,
-    folder: Path,
-) -> dict[str, dict[str, Any]]:
-    """Runs by name, one after the other in one process: the exit code, and what each took at the most."""
-
-    def full(target: str, option: str, model: Path = large) -> list[str]:
-        return ["full", "--model", str(model), "--seq-len", "8,5", "--target", TARGETS[target], option]
-
-    def layers(span: str) -> list[str]:
-        batch = ("--seq-len", "128", "--batch-size", "8")
-        return ["multi-layer", "--model", str(deep), "--layers", span, *batch]
-
-    def budgeted(model: Path) -> list[str]:
-        lengths = ("--random-input", "--seq-len", "128,128")
-        return ["multi-layer", "--model", str(model), "--layers", "0:2", *lengths]
-
-    commands: dict[str, tuple[list[str], int | None]] = {
-        # The first of each kind import what the others use.
-        "import builtin": (full("builtin", "--prefetch", toy), None),
-        "import reference": (full("reference", "--prefetch", toy), None),
-        "builtin ahead": (full("builtin", "--prefetch"), None),
-        "builtin": (full("builtin", "--no-prefetch"), None),
-        "reference ahead": (full("reference", "--prefetch"), None),
-        "converting ahead": (full("converting", "--prefetch"), None),
-        "import layers": (layers("0:1"), None),
-        "one": (layers("0:1"), None),
-        "eight": (layers("0:8"), None),
-        "import random": (budgeted(toy), None),
-        "let through": (budgeted(large), allowed),
-        "stopped": (budgeted(large), needed.loaded_layer_bytes + needed.activation_bytes // 2),
-    }
-    words = [
-        ([*command, "--quiet", "--output-dir", str(folder / name)], budget)
-        for name, (command, budget) in commands.items()
-    ]
-    done = forked_python(MEASURED.replace("sys.argv[1]", repr(json.dumps(words))))
-    assert done.returncode == 0, done.stderr
-    return dict(zip(commands, json.loads(done.stdout), strict=True))
+    return run
 
 
 class TestMemory:
-    """Measured in a process of its own, on layers of 100 MB."""
+    """Measured in a process of its own, on layers of 100 MB. The first run of each imports what the others use."""
 
+    @pytest.mark.parametrize(
+        ("option", "target", "least", "most"),
+        [
+            ("--prefetch", "builtin", 0.9, 1.25),
+            pytest.param("--no-prefetch", "builtin", 0.9, 1.25, marks=pytest.mark.slow),
+            pytest.param("--prefetch", "reference", 0.9, 1.25, marks=pytest.mark.slow),
+            # A second layer would be seen: a port that converts holds it.
+            ("--prefetch", "converting", 1.9, 10.0),
+        ],
+    )
     def test_at_most_one_layer_is_held_with_and_without_reading_ahead(
-        self, measured: dict[str, dict[str, Any]], large: Path
+        self, measure: Any, toy: Path, large: Path, option: str, target: str, least: float, most: float
     ) -> None:
         layer = layer_bytes(ModelSpec.from_folder(large), torch.bfloat16)
         assert vocabulary_bytes(ModelSpec.from_folder(large), torch.bfloat16) > 0.5 * layer
-        for name in ("builtin ahead", "builtin", "reference ahead"):
-            assert measured[name]["exit_code"] == 0, measured[name]["stderr"]
-            assert 0.9 * layer < measured[name]["taken"] < 1.25 * layer
-        # A second layer would be seen: a port that converts holds it.
-        assert measured["converting ahead"]["taken"] > 1.9 * layer
+        words = ["full", "--seq-len", "8,5", "--target", TARGETS[target], option, "--model"]
+        run = measure({"imports": ([*words, str(toy)], None), target + option: ([*words, str(large)], None)})
+        assert run[target + option]["exit_code"] == 0, run[target + option]["stderr"]
+        assert least * layer < run[target + option]["taken"] < most * layer
 
-    def test_layers_that_were_written_are_held_no_more(
-        self, measured: dict[str, dict[str, Any]], folder: Path
-    ) -> None:
-        one, eight = measured["one"], measured["eight"]
-        sites_bytes = (folder / "one" / "layer_0.safetensors").stat().st_size
+    @pytest.mark.slow
+    def test_layers_that_were_written_are_held_no_more(self, measure: Any, tmp_path: Path) -> None:
+        # Few experts: with many tokens, what a layer computes is larger than its weights.
+        model = SyntheticModel(num_hidden_layers=8, num_local_experts=4, num_experts_per_tok=2)
+        deep = tmp_path / "deep"
+        synthesize(deep, model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+        words = ["multi-layer", "--model", str(deep), "--seq-len", "128", "--batch-size", "8", "--layers"]
+        spans = {"imports": "0:1", "one": "0:1", "eight": "0:8"}
+        run = measure({name: ([*words, span], None) for name, span in spans.items()})
+        sites_bytes = (tmp_path / "one" / "layer_0.safetensors").stat().st_size
         assert sites_bytes > 8 * MB
-        assert eight["exit_code"] == 0, eight["stderr"]
+        assert run["eight"]["exit_code"] == 0, run["eight"]["stderr"]
         # What the allocator keeps for itself differs by less than a few layers' sites.
-        assert eight["taken"] < one["taken"] + 5 * sites_bytes
+        assert run["eight"]["taken"] < run["one"]["taken"] + 5 * sites_bytes
 
+    @pytest.mark.slow
     def test_stays_within_a_budget_that_lets_the_run_through(
-        self, measured: dict[str, dict[str, Any]], needed: DeviceFootprint, allowed: int
+        self, measure: Any, toy: Path, large: Path
     ) -> None:
-        let_through, stopped = measured["let through"], measured["stopped"]
-        assert let_through["exit_code"] == 0, let_through["stderr"]
-        assert needed.loaded_layer_bytes < let_through["taken"] <= allowed
-        assert stopped["exit_code"] == 3
-        assert "what layer 0 computes would break the memory budget" in stopped["stderr"]
+        spec, target = ModelSpec.from_folder(large), find_target("builtin")
+        num_experts = target.num_experts_at_once(spec, dtype=torch.bfloat16, is_lazy=False)
+        inputs = build_inputs(InputRequest(seq_lens=(128, 128)), folder=large, spec=spec)
+        needed = replace(footprint(large, length=128), inputs=inputs, num_experts_at_once=num_experts)
+        allowed = needed.loaded_layer_bytes + needed.activation_bytes + 10 * MB
+        too_few = needed.loaded_layer_bytes + needed.activation_bytes // 2
+        words = ["multi-layer", "--layers", "0:2", "--random-input", "--seq-len", "128,128", "--model"]
+        run = measure(
+            {
+                "imports": ([*words, str(toy)], None),
+                "let through": ([*words, str(large)], allowed),
+                "stopped": ([*words, str(large)], too_few),
+            }
+        )
+        assert run["let through"]["exit_code"] == 0, run["let through"]["stderr"]
+        assert needed.loaded_layer_bytes < run["let through"]["taken"] <= allowed
+        assert run["stopped"]["exit_code"] == 3
+        assert "what layer 0 computes would break the memory budget" in run["stopped"]["stderr"]
