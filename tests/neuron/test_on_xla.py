@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,38 @@ PRESETS: dict[str, tuple[object, ...]] = {
     "component": ("component", "--layer", 1, "--component", "experts"),
 }
 
-FAILS_AT_LAYER_2 = """
+MOST_GRAPHS = 3
+
+PORTS = """
+from torch import nn
 from neuron.builtin.layer import DeviceLayer
 
-class Port(DeviceLayer):
+class FailsAtLayer2(DeviceLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         if layer_idx == 2:
             raise ValueError("no such layer")
         return super().convert_state_dict(tensors, config, layer_idx)
+
+class BuiltPerLayer(DeviceLayer):
+    reuse = False
+
+class Small(nn.Module):
+    sites = {}
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        return {}
+
+class NumberOfTheLayer(Small):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        return hidden_states * (1 + self.layer_idx)
+
+class Fallback(Small):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        return hidden_states * hidden_states.float().mean().item()
 """
 
 
@@ -51,10 +76,13 @@ def on_xla(
     folder: Path,
 ) -> Results:
     """Runs that are fast, one after the other in one process: on the small model, then on the one with a golden."""
-    (folder / "port.py").write_text(FAILS_AT_LAYER_2)
-    failing = ("--target", f"{folder / 'port.py'}:Port")
+    (folder / "ports.py").write_text(PORTS)
+    targets = {
+        name: ("--target", f"{folder / 'ports.py'}:{name}")
+        for name in ("FailsAtLayer2", "BuiltPerLayer", "NumberOfTheLayer", "Fallback")
+    }
     layers = ("multi-layer", "--model", small, "--layers")
-    judged = ("sweep", "--model", small_fp8, "--golden", small_golden, "--json")
+    judged = ("sweep", "--layers", "1:3", "--model", small_fp8, "--golden", small_golden, "--json")
     return serve_on_xla(
         serve,
         folder,
@@ -64,12 +92,24 @@ def on_xla(
             "decoded": (*layers, "0:3", "--seq-len", "9,5", "--json", "--decode", 3),
             "prepared": (*layers, "0:4", "--seq-len", "12,7", "--debug", "--prefetch"),
             "plain": (*layers, "0:4", "--seq-len", "12,7", "--debug", "--no-prefetch"),
-            "failing": (*layers, "0:4", "--seq-len", "12,7", "--debug", "--prefetch", *failing),
+            "failing": (
+                *(*layers, "0:4", "--seq-len", "12,7", "--debug", "--prefetch"),
+                *targets["FailsAtLayer2"],
+            ),
+            # Each is the first of its shapes again.
+            "two": (*layers, "0:2", "--seq-len", "10,4", "--json"),
+            "four": (*layers, "0:4", "--seq-len", "11,4", "--json"),
+            # Of the shapes before.
+            "built per layer": (*layers, "0:4", "--seq-len", "11,4", "--json", *targets["BuiltPerLayer"]),
+            "number": (*layers, "0:2", "--seq-len", "9,4", *targets["NumberOfTheLayer"]),
+            "fallback": (*layers, "0:2", "--seq-len", "9,4", *targets["Fallback"]),
             "sweep": judged,
             "chunked": (*judged, "--target", write_chunked_port(2, num_chunks=4)),
         },
         # Neither the time of compiling nor that of a graph is judged: the compiler need not try.
         XLA_FLAGS="--xla_backend_optimization_level=0",
+        # Whatever the user's variable says, xla-cpu was asked for.
+        PJRT_DEVICE="TPU",
     )
 
 
@@ -116,9 +156,10 @@ def test_builtin_passes_every_preset(every_preset: Results, name: str) -> None:
     assert_passes(every_preset[name])
 
 
-def test_xla_on_the_cpu_is_never_called_neuron(on_xla: Results) -> None:
+def test_xla_on_the_cpu_opens_as_itself_and_is_never_called_neuron(on_xla: Results) -> None:
     for name in ("decoded", "sweep", "chunked"):
         provenance = json.loads(on_xla[name]["stdout"])["description"]["provenance"]
+        assert (provenance["backend"], provenance["environment"]["PJRT_DEVICE"]) == ("xla-cpu", "CPU")
         assert "neuron" not in f"{provenance['backend']} {provenance['device']}".lower()
 
 
@@ -138,11 +179,33 @@ def test_chunks_share_their_graphs(on_xla: Results) -> None:
     assert chunked["graphs"]["later_layers"] == 0
 
 
-def test_a_step_compiles_as_much_as_the_whole_pass_and_nothing_later(on_xla: Results) -> None:
-    result = on_xla["decoded"]
+def graphs(result: dict[str, Any]) -> tuple[int, int, list[str]]:
+    """Return the numbers of graphs for the first layer and later, and the operations that fell back to the CPU."""
     assert result["exit_code"] == 0, result["stderr"]
-    graphs = json.loads(result["stdout"])["graphs"]
-    assert (graphs["first_layer"], graphs["later_layers"], graphs["fallbacks"]) == (6, 0, [])
+    found = json.loads(result["stdout"])["graphs"]
+    return found["first_layer"], found["later_layers"], found["fallbacks"]
+
+
+def test_graphs_are_few_and_all_of_the_first_layer_whatever_the_number_of_layers(on_xla: Results) -> None:
+    first_layer, later_layers, fallbacks = graphs(on_xla["two"])
+    assert 0 < first_layer <= MOST_GRAPHS
+    assert (later_layers, fallbacks) == (0, [])
+    assert graphs(on_xla["four"]) == graphs(on_xla["two"])
+    assert "warning" not in on_xla["four"]["stderr"]
+    # A layer that is built anew has the graphs of the one before.
+    assert graphs(on_xla["built per layer"]) == (0, 0, [])
+    # A step compiles as much as the whole pass.
+    assert graphs(on_xla["decoded"]) == (6, 0, [])
+
+
+def test_graph_that_depends_on_the_layer_and_operation_on_the_cpu_are_warned_of(on_xla: Results) -> None:
+    number = on_xla["number"]
+    found = re.search(r"graphs compiled: \d+ for the first layer, (\d+) after it", number["stdout"])
+    assert found is not None
+    assert int(found[1]) > 0
+    assert "warning: a graph depends on the layer" in number["stderr"]
+    fallback = "warning: aten::_local_scalar_dense ran on the CPU instead of the device"
+    assert fallback in on_xla["fallback"]["stderr"]
 
 
 def test_compiling_and_sending_are_told_apart(on_xla: Results, folder: Path) -> None:

@@ -21,6 +21,8 @@ from neuron.devices.compiler import CompileCounts, Compiler, GraphBreak, choose_
 REPOSITORY = Path(__file__).parents[3]
 EVERY_SITE = f"{REPOSITORY / 'scripts/examples/port.py'}:DecoderLayer"
 
+Runs = dict[str, dict[str, Any]]
+
 PORTS = """
 from neuron.builtin.layer import DeviceLayer
 
@@ -72,7 +74,7 @@ def run_two_layers(serve: Any, model: Path, folder: Path, **runs: tuple[object, 
 
 
 @pytest.fixture(scope="module")
-def compiled(serve: Any, small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def compiled(serve: Any, small: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs of one process, by name."""
     return run_two_layers(
         serve,
@@ -81,12 +83,11 @@ def compiled(serve: Any, small: Path, tmp_path_factory: pytest.TempPathFactory) 
         off=(EVERY_SITE, "off"),
         eager=(EVERY_SITE, "eager"),
         printing=("Printing", "eager"),
-        number=("NumberOfTheLayer", "eager"),
     )
 
 
 @pytest.fixture(scope="module")
-def further(serve: Any, small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def further(serve: Any, small: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """More runs of one process, by name."""
     return run_two_layers(
         serve,
@@ -95,6 +96,7 @@ def further(serve: Any, small: Path, tmp_path_factory: pytest.TempPathFactory) -
         off=(EVERY_SITE, "off"),
         aot_eager=(EVERY_SITE, "aot_eager"),
         item=("ReadsAValue", "eager"),
+        number=("NumberOfTheLayer", "eager"),
         anew=("BuiltPerLayer", "eager"),
         broken=("Broken", "eager"),
         checked=("builtin", "aot_eager", "--check-capture"),
@@ -111,7 +113,7 @@ def sites(result: dict[str, Any], layer: int) -> dict[str, torch.Tensor]:
     return load_file(Path(record(result)["directory"]) / f"layer_{layer}.safetensors")
 
 
-def differing_sites(runs: dict[str, dict[str, Any]], one: str, other: str) -> list[str]:
+def differing_sites(runs: Runs, one: str, other: str) -> list[str]:
     """The sites of both layers that differ between two runs, in any bit."""
     pairs = [(sites(runs[one], layer), sites(runs[other], layer)) for layer in (0, 1)]
     for expected, found in pairs:
@@ -121,12 +123,18 @@ def differing_sites(runs: dict[str, dict[str, Any]], one: str, other: str) -> li
 
 
 class TestValues:
-    def test_every_site_is_that_of_the_layer_uncompiled(self, compiled: dict[str, dict[str, Any]]) -> None:
+    def test_every_site_is_that_of_the_layer_uncompiled(self, compiled: Runs) -> None:
         assert differing_sites(compiled, "off", "eager") == []
 
     @pytest.mark.slow
-    def test_every_site_is_the_same_through_aten_graphs(self, further: dict[str, dict[str, Any]]) -> None:
+    def test_every_site_is_the_same_through_aten_graphs_and_where_recording_is_checked(
+        self, further: Runs
+    ) -> None:
         assert differing_sites(further, "off", "aot_eager") == []
+        # A layer whose recording is checked is compiled without its sites too.
+        found = record(further["checked"])
+        assert (found["graphs"]["first_layer"], found["graphs"]["later_layers"]) == (2, 0)
+        assert all(effect["num_changed"] == 0 for effect in found["capture_effects"])
 
     @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler: apt install g++")
@@ -142,84 +150,59 @@ class TestValues:
         assert (told["verdict"], told["compared"]) == ("pass", told["of"])
         assert (told["graphs"]["first_layer"], told["graphs"]["later_layers"]) == (1, 0)
 
-    def test_compiler_is_in_the_captures_provenance(self, compiled: dict[str, dict[str, Any]]) -> None:
-        manifests = [
-            json.loads((Path(record(compiled[name])["directory"]) / "manifest.json").read_text())
-            for name in ("off", "eager")
-        ]
-        options = [manifest["provenance"]["options"] for manifest in manifests]
-        assert ["compile" in found for found in options] == [False, True]
-        assert options[1]["compile"] == "eager"
-
-    @pytest.mark.slow
-    def test_recording_that_is_checked_compiles_the_layer_without_its_sites_too(
-        self, further: dict[str, dict[str, Any]]
-    ) -> None:
-        found = record(further["checked"])
-        assert (found["graphs"]["first_layer"], found["graphs"]["later_layers"]) == (2, 0)
-        assert all(effect["num_changed"] == 0 for effect in found["capture_effects"])
-
 
 class TestGraphs:
-    def test_resident_layer_takes_one_graph_for_all_layers(self, compiled: dict[str, dict[str, Any]]) -> None:
-        graphs = record(compiled["eager"])["graphs"]
-        assert (graphs["compiler"], graphs["first_layer"], graphs["later_layers"]) == ("eager", 1, 0)
-        assert (graphs["graph_breaks"], graphs["recompiles"]) == ([], [])
-
-    @pytest.mark.slow
-    def test_layers_built_anew_share_a_graph(self, further: dict[str, dict[str, Any]]) -> None:
-        assert record(further["anew"])["graphs"]["later_layers"] == 0
-
-    def test_nothing_is_compiled_unless_it_is_asked_for(self, compiled: dict[str, dict[str, Any]]) -> None:
-        graphs = record(compiled["off"])["graphs"]
-        assert (graphs["compiler"], graphs["first_layer"], graphs["later_layers"]) == (None, 0, 0)
-
-    def test_line_that_breaks_the_graph_is_named_with_torchs_reason(
-        self, compiled: dict[str, dict[str, Any]]
+    def test_resident_layer_takes_one_graph_for_all_layers_where_it_is_asked_for(
+        self, compiled: Runs
     ) -> None:
+        told = {name: record(compiled[name]) for name in ("off", "eager")}
+        counted = {
+            name: [one["graphs"][key] for key in ("compiler", "first_layer", "later_layers")]
+            for name, one in told.items()
+        }
+        assert counted == {"off": [None, 0, 0], "eager": ["eager", 1, 0]}
+        graphs = told["eager"]["graphs"]
+        assert (graphs["graph_breaks"], graphs["recompiles"]) == ([], [])
+        for name, compiler in (("off", None), ("eager", "eager")):
+            manifest = json.loads((Path(told[name]["directory"]) / "manifest.json").read_text())
+            assert manifest["provenance"]["options"].get("compile") == compiler
+
+    def test_line_that_breaks_the_graph_is_named_with_torchs_reason(self, compiled: Runs) -> None:
         (found,) = record(compiled["printing"])["graphs"]["graph_breaks"]
         assert found["place"] == 'ports.py:7 `print("running")`'
         assert "builtin" in found["reason"]
 
     @pytest.mark.slow
-    def test_value_that_is_read_breaks_the_graph_and_makes_others(
-        self, further: dict[str, dict[str, Any]]
-    ) -> None:
+    def test_value_that_is_read_breaks_the_graph_and_makes_others(self, further: Runs) -> None:
         graphs = record(further["item"])["graphs"]
         (found,) = graphs["graph_breaks"]
         assert found["place"].startswith("ports.py:24 `if hidden_states.abs().max().item() > 1e9:")
         assert "item()" in found["reason"]
         assert graphs["first_layer"] > 1
 
-    def test_number_of_the_layer_makes_a_graph_for_each_and_is_named(
-        self, compiled: dict[str, dict[str, Any]]
-    ) -> None:
-        graphs = record(compiled["number"])["graphs"]
+    @pytest.mark.slow
+    def test_number_of_the_layer_makes_a_graph_for_each_and_is_named(self, further: Runs) -> None:
+        graphs = record(further["number"])["graphs"]
         assert graphs["later_layers"] == 1
         assert "layer_idx == 0" in graphs["recompiles"][0]
+        # Layers that are built anew share a graph.
+        assert record(further["anew"])["graphs"]["later_layers"] == 0
 
     @pytest.mark.slow
-    def test_layer_that_does_not_compile_ends_the_run_and_names_the_compiler(
-        self, further: dict[str, dict[str, Any]]
-    ) -> None:
+    def test_layer_that_does_not_compile_ends_the_run_and_names_the_compiler(self, further: Runs) -> None:
         result = further["broken"]
         assert result["exit_code"] == 3
         assert "layer 0 cannot be compiled by torch.compile for eager" in result["stderr"]
         assert "--compile off runs it operation by operation" in result["stderr"]
 
 
-@pytest.fixture(scope="module")
-def failing_compiler() -> None:
-    """A compiler under TorchNeuron's name, which fails: torch wraps its error in one of its own."""
-
-    def fail(graph: object, inputs: object, **options: object) -> None:
-        raise ValueError("a tensor of 4.5 GB is too large\nsee the log")
-
-    register_backend(compiler_fn=fail, name="neuron")
-
-
 class TestFailures:
-    def test_reason_is_the_compilers_own(self, failing_compiler: None) -> None:
+    def test_reason_is_the_compilers_own(self) -> None:
+        # Under TorchNeuron's name. torch wraps its error in one of its own.
+        def fail(graph: object, inputs: object, **options: object) -> None:
+            raise ValueError("a tensor of 4.5 GB is too large\nsee the log")
+
+        register_backend(compiler_fn=fail, name="neuron")
         run = Compiler.NEURON.compile(nn.Linear(2, 2), what="layer 3")
         with pytest.raises(TargetError) as caught:
             run(torch.zeros(1, 2))
@@ -249,6 +232,7 @@ def test_graph_for_each_of_many_layers_is_compiled_and_counted() -> None:
         assert run(torch.ones(2)).tolist() == [number, number]
     grown, wall_s = count_torch_compiles().since(before), time.monotonic() - start_s
     assert (grown.compiles, sum(grown.recompiles.values())) == (10, 9)
+    assert any("number == 0" in reason for reason in grown.recompiles)
     assert 0.0 < grown.seconds < wall_s
 
 

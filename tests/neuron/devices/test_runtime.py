@@ -1,9 +1,7 @@
-"""Backends opened and closed, process groups, and the graphs that XLA compiles in a fresh process."""
+"""Backends opened and closed, process groups, tensors copied back to the host, and lack of memory."""
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,142 +10,26 @@ import torch
 import torch.distributed
 
 from minimax_tools.errors import BackendError
-from minimax_tools.synthetic.checkpoint import synthesize
-from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.distributed import probe_group, process_group
+from neuron.devices.machine import device_memory_errors, is_out_of_device_memory
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime, to_host
 
-MOST_GRAPHS = 3
-
-PORTS = """
-from torch import nn
-from neuron.builtin.layer import DeviceLayer
-
-
-class BuiltPerLayer(DeviceLayer):
-    reuse = False
-
-
-class Small(nn.Module):
-    sites = {}
-
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.layer_idx = layer_idx
-
-    def convert_state_dict(self, tensors, config, layer_idx):
-        return {}
-
-
-class NumberOfTheLayer(Small):
+FULL_PORT = """
+class Port(ReferenceLayer):
     def forward(self, hidden_states, attention_mask, position_ids):
-        return hidden_states * (1 + self.layer_idx)
-
-
-class Fallback(Small):
-    def forward(self, hidden_states, attention_mask, position_ids):
-        return hidden_states * hidden_states.float().mean().item()
+        raise RuntimeError({message!r})
 """
-# Graphs are counted, not timed: the compiler need not try.
-FAST_COMPILER = "--xla_backend_optimization_level=0"
+ALLOCATION = 'nrt_tensor_allocate status=4 message="Allocation Failure"'
+ASKS_FOR_ITS_RANK = """
+import torch.distributed
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Small BF16 models by their number of layers."""
-    folders = {}
-    for num_layers in (2, 6):
-        folders[num_layers] = tmp_path_factory.mktemp("models") / f"{num_layers}_layers"
-        model = SyntheticModel(
-            num_hidden_layers=num_layers, hidden_size=64, num_local_experts=8, vocab_size=512
-        )
-        synthesize(folders[num_layers], model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return folders
-
-
-@pytest.fixture(scope="module")
-def counted(
-    needs_xla: None, serve: Any, models: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
-    """The graphs of whole-model runs: the first of each process starts with none compiled."""
-    folder = tmp_path_factory.mktemp("graphs")
-    (folder / "ports.py").write_text(PORTS)
-
-    def arguments(num_layers: int, target: str, *options: str) -> list[object]:
-        directory = folder / f"{num_layers}_{target}"
-        target = target if target == "builtin" else f"{folder / 'ports.py'}:{target}"
-        common = [
-            "multi-layer",
-            "--layers",
-            f"0:{num_layers}",
-            "--model",
-            models[num_layers],
-            "--seq-len",
-            "9,4",
-        ]
-        return [*common, "--backend", "xla-cpu", "--target", target, "--output-dir", directory, *options]
-
-    # Whatever the user's variable says, xla-cpu was asked for.
-    (two,) = serve([arguments(2, "builtin", "--json")], PJRT_DEVICE="TPU", XLA_FLAGS=FAST_COMPILER)
-    builtin, built_per_layer, number, fallback = serve(
-        [
-            arguments(6, "builtin", "--json"),
-            arguments(6, "BuiltPerLayer", "--json"),
-            arguments(2, "NumberOfTheLayer"),
-            arguments(2, "Fallback"),
-        ],
-        XLA_FLAGS=FAST_COMPILER,
-    )
-    return {
-        "two": two,
-        "builtin": builtin,
-        "BuiltPerLayer": built_per_layer,
-        "NumberOfTheLayer": number,
-        "Fallback": fallback,
-    }
-
-
-def graphs(result: dict[str, Any]) -> dict[str, Any]:
-    assert result["exit_code"] == 0, result["stderr"]
-    found: dict[str, Any] = json.loads(result["stdout"])["graphs"]
-    return found
-
-
-class TestGraphs:
-    def test_number_does_not_depend_on_the_number_of_layers(self, counted: dict[str, dict[str, Any]]) -> None:
-        two, six = graphs(counted["two"]), graphs(counted["builtin"])
-        assert 0 < two["first_layer"] <= MOST_GRAPHS
-        assert two == six
-
-    def test_none_is_compiled_after_the_first_layer_and_nothing_falls_back(
-        self, counted: dict[str, dict[str, Any]]
-    ) -> None:
-        assert (graphs(counted["builtin"])["later_layers"], graphs(counted["builtin"])["fallbacks"]) == (
-            0,
-            [],
-        )
-        assert "warning" not in counted["builtin"]["stderr"]
-
-    def test_layer_built_anew_has_the_graphs_of_the_one_before(
-        self, counted: dict[str, dict[str, Any]]
-    ) -> None:
-        found = graphs(counted["BuiltPerLayer"])
-        assert (found["first_layer"], found["later_layers"], found["fallbacks"]) == (0, 0, [])
-
-    def test_graph_that_depends_on_the_layer_is_counted_and_warned_of(
-        self, counted: dict[str, dict[str, Any]]
-    ) -> None:
-        result = counted["NumberOfTheLayer"]
-        found = re.search(r"graphs compiled: \d+ for the first layer, (\d+) after it", result["stdout"])
-        assert found is not None
-        assert int(found[1]) > 0
-        assert "warning: a graph depends on the layer" in result["stderr"]
-
-    def test_operation_on_the_cpu_is_named(self, counted: dict[str, dict[str, Any]]) -> None:
-        stderr = counted["Fallback"]["stderr"]
-        assert "warning: aten::_local_scalar_dense ran on the CPU instead of the device" in stderr
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
+"""
 
 
 class TestProcessGroup:
@@ -174,24 +56,14 @@ class TestProcessGroup:
                     pass
             assert torch.distributed.is_initialized()
 
-    def test_commands_leave_none_behind(self, run: Any, write_port: Any, models: dict[int, Path]) -> None:
+    def test_commands_leave_none_behind_and_ports_can_ask_for_their_rank(
+        self, run: Any, write_port: Any, small: Path
+    ) -> None:
         failing = write_port("def Port(config, layer_idx):\n    raise ValueError('no')\n")
-        arguments = ("single-layer", "--layer", 0, "--model", models[2], "--seq-len", 4)
-        codes = [run(*arguments, "--target", target).exit_code for target in ("builtin", failing, "builtin")]
-        assert codes == [0, 3, 0]
+        asking = write_port(ASKS_FOR_ITS_RANK, file="asking.py")
+        arguments = ("single-layer", "--layer", 0, "--model", small, "--seq-len", 4, "--target")
+        assert [run(*arguments, target).exit_code for target in ("builtin", failing, asking)] == [0, 3, 0]
         assert not torch.distributed.is_initialized()
-
-    def test_port_can_ask_for_its_rank(self, run: Any, write_port: Any, models: dict[int, Path]) -> None:
-        source = """
-import torch.distributed
-
-class Port(ReferenceLayer):
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
-"""
-        arguments = ("single-layer", "--layer", 0, "--model", models[2], "--seq-len", 4)
-        assert run(*arguments, "--target", write_port(source)).exit_code == 0
 
     def test_that_adds_up_wrongly_is_not_trusted(self, forked_python: Any) -> None:
         # Sums are known to be wrong here: the fake backend answers every collective by doing nothing.
@@ -229,10 +101,6 @@ class TestBackends:
         with pytest.raises(BackendError, match="found PJRT_DEVICE=TPU"):
             choose_backend("neuron-xla")
 
-    def test_xla_on_the_cpu_opens_as_itself(self, counted: dict[str, dict[str, Any]]) -> None:
-        provenance = json.loads(counted["two"]["stdout"])["description"]["provenance"]
-        assert (provenance["backend"], provenance["environment"]["PJRT_DEVICE"]) == ("xla-cpu", "CPU")
-
 
 class TestToHost:
     def test_what_is_there_is_not_copied(self) -> None:
@@ -264,3 +132,39 @@ def test_neuron_is_found_and_adds_up() -> None:
     with open_runtime("auto") as runtime:
         assert runtime.backend.is_neuron
         probe_group(runtime.device)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(ALLOCATION),
+        RuntimeError("nrt_infodump Failure: NRT_RESOURCE in nrt_load()"),
+        ValueError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm"),
+        RuntimeError("[NCC_EOOM001] The combined memory needed for the model's tensors"),
+        torch.OutOfMemoryError("of any text"),
+    ],
+)
+def test_lack_of_memory_is_recognised(error: Exception) -> None:
+    assert is_out_of_device_memory(error)
+    outer = KeyError("outer")
+    outer.__cause__ = error
+    assert is_out_of_device_memory(outer)
+    with pytest.raises(BackendError, match=r"out of memory, which showed here: found .*--tp-degree"):
+        with device_memory_errors("here"):
+            raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RuntimeError("nrt_execute status=1002")])
+def test_other_errors_pass(error: Exception) -> None:
+    assert not is_out_of_device_memory(error)
+    with pytest.raises(RuntimeError, match=str(error)):
+        with device_memory_errors("here"):
+            raise error
+
+
+def test_port_that_fills_the_device_is_told_what_to_lower(run_layer: Any, write_port: Any) -> None:
+    result = run_layer(write_port(FULL_PORT.format(message=ALLOCATION)))
+    assert result.exit_code == 3
+    assert "layer 0 failed while it ran: the device is out of memory" in result.stderr
+    assert "--tp-degree" in result.stderr
+    assert "--sites layer" in result.stderr

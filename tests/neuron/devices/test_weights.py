@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -76,14 +75,6 @@ def load(module: nn.Module, weights: dict[str, Any], *, num_threads: int = 2) ->
     return module
 
 
-def gathered(
-    places: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
-    read: Callable[[str, torch.Tensor], None],
-    *shape: int,
-) -> Gathered:
-    return Gathered(shape=shape, read=read, places=places)
-
-
 def test_every_parameter_and_persistent_buffer_is_filled_and_cast_to_its_place() -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.empty(2, 3, dtype=torch.bfloat16))
@@ -105,21 +96,15 @@ def test_module_built_without_storage_is_loaded() -> None:
     assert torch.equal(module.weight, values.bfloat16())
 
 
-def test_deferred_weight_is_written_into_the_place_itself() -> None:
-    module = nn.Linear(3, 2, bias=False)
+def test_deferred_and_gathered_weights_are_written_into_their_places_by_several_threads() -> None:
+    module = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in "ab"})
+    addresses = [module[name].weight.data_ptr() for name in "ab"]
     filled = []
 
     def fill(storage: torch.Tensor) -> None:
         filled.append(storage.data_ptr())
         storage.fill_(7)
 
-    load(module, {"weight": Deferred(shape=(2, 3), fill=fill)})
-    assert filled == [module.weight.data_ptr()]
-    assert module.weight.unique().tolist() == [7]
-
-
-def test_gathered_weight_is_read_part_by_part_into_the_place_itself_by_several_threads() -> None:
-    module = nn.Linear(3, 2, bias=False)
     # Each part waits for the other: one thread alone would never end.
     both = threading.Barrier(2, timeout=60)
 
@@ -127,11 +112,13 @@ def test_gathered_weight_is_read_part_by_part_into_the_place_itself_by_several_t
         both.wait()
         place.fill_(float(name))
 
-    weight = gathered(lambda storage: {"4": storage[0], "5": storage[1]}, read, 2, 3)
-    address = module.weight.data_ptr()
-    load(module, {"weight": weight})
-    assert module.weight.tolist() == [[4, 4, 4], [5, 5, 5]]
-    assert module.weight.data_ptr() == address
+    deferred = Deferred(shape=(2, 3), fill=fill)
+    gathered = Gathered(shape=(2, 3), read=read, places=lambda storage: {"4": storage[0], "5": storage[1]})
+    load(module, {"a.weight": deferred, "b.weight": gathered})
+    assert filled == addresses[:1]
+    assert module["a"].weight.unique().tolist() == [7]
+    assert module["b"].weight.tolist() == [[4, 4, 4], [5, 5, 5]]
+    assert [module[name].weight.data_ptr() for name in "ab"] == addresses
 
 
 def test_weights_of_a_port_are_freed_one_by_one() -> None:
@@ -173,19 +160,29 @@ def test_nothing_is_loaded_where_something_does_not_fit() -> None:
     assert torch.equal(module.weight, before)
 
 
-def test_value_that_is_no_tensor_is_named() -> None:
-    with pytest.raises(TargetError, match="1 no tensor: weight"):
-        load(nn.Linear(3, 2, bias=False), {"weight": [[1.0] * 3] * 2})
-
-
-def test_weight_that_cannot_be_written_is_named() -> None:
+def fails_with(error: Exception) -> Deferred:
     def fill(storage: torch.Tensor) -> None:
-        raise ValueError("other layout")
+        raise error
 
-    with pytest.raises(
-        TargetError, match=r"the weight weight cannot be loaded: found ValueError: other layout"
-    ):
-        load(nn.Linear(3, 2, bias=False), {"weight": Deferred(shape=(2, 3), fill=fill)})
+    return Deferred(shape=(2, 3), fill=fill)
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind", "message"),
+    [
+        ([[1.0] * 3] * 2, TargetError, "1 no tensor: weight"),
+        (
+            fails_with(ValueError("other layout")),
+            TargetError,
+            "the weight weight cannot be loaded: found ValueError: other layout",
+        ),
+        # An unreadable checkpoint is none of the port's errors.
+        (fails_with(CheckpointError("shard 3 is damaged")), CheckpointError, "shard 3 is damaged"),
+    ],
+)
+def test_weight_that_cannot_be_loaded_is_named(weight: object, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        load(nn.Linear(3, 2, bias=False), {"weight": weight})
 
 
 def test_part_that_cannot_be_read_names_its_weight_and_nothing_is_written_afterwards() -> None:
@@ -200,7 +197,7 @@ def test_part_that_cannot_be_read_names_its_weight_and_nothing_is_written_afterw
     def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
         return {str(row): storage[row] for row in range(64)}
 
-    weights = {f"{name}.weight": gathered(places, read, 64, 64) for name in "ab"}
+    weights = {f"{name}.weight": Gathered(shape=(64, 64), read=read, places=places) for name in "ab"}
     with ReadingPool(1) as pool:
         loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
         with pytest.raises(
@@ -210,14 +207,6 @@ def test_part_that_cannot_be_read_names_its_weight_and_nothing_is_written_afterw
         num_written = len(written)
         pool.start([lambda: None]).finish()
         assert len(written) == num_written < 128
-
-
-def test_unreadable_checkpoint_stays_a_checkpoint_error() -> None:
-    def fill(storage: torch.Tensor) -> None:
-        raise CheckpointError("shard 3 is damaged")
-
-    with pytest.raises(CheckpointError, match="shard 3 is damaged"):
-        load(nn.Linear(3, 2, bias=False), {"weight": Deferred(shape=(2, 3), fill=fill)})
 
 
 def test_host_buffers_are_reused_without_touching_what_was_loaded_before(
