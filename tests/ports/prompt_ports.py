@@ -1,4 +1,4 @@
-"""Whole ports with a mistake each, that only some prompts or some passes show."""
+"""Whole ports, right or with a mistake each, that only some prompts or some passes show, or that hide their layers."""
 
 from __future__ import annotations
 
@@ -154,3 +154,111 @@ class OtherExpert(Model):
         if layer_idx == 3:
             tensors = {**tensors, name: 2 * tensors[name]}
         return super().convert_state_dict(tensors, config, layer_idx)
+
+
+def moved(name: str) -> type[Model]:
+    """Return the port with the rows of a tensor outside its layers one off."""
+
+    class Moved(Model):
+        def convert_state_dict(self, tensors, config, layer_idx):
+            if layer_idx is None:
+                tensors[name] = tensors[name].roll(1, 0)
+            return super().convert_state_dict(tensors, config, layer_idx)
+
+    return Moved
+
+
+MovedHead, MovedEmbedding = moved("lm_head.weight"), moved("model.embed_tokens.weight")
+
+
+class Closed(nn.Module):
+    """Right: shows none of its layers, and takes another stream itself, as a compiled graph with a mask would.
+
+    A subclass names the layer of which a tensor's rows are one off.
+    """
+
+    layer, tensor = -1, "self_attn.o_proj.weight"
+
+    def __init__(self, config):
+        super().__init__()
+        self.inner = (Model(config),)
+        for name, parameter in self.inner[0].named_parameters():
+            self.register_parameter(name.replace(".", "_"), parameter)
+        for name, buffer in self.inner[0].named_buffers():
+            self.register_buffer(name.replace(".", "_"), buffer)
+        self.replaced = None, None
+        body = self.inner[0].model
+        for point, module in enumerate([*body.layers, body.norm]):
+            module.register_forward_pre_hook(self.taking(point))
+
+    def taking(self, point):
+        def take(module, inputs):
+            at, states = self.replaced
+            return (states, *inputs[1:]) if at == point else None
+
+        return take
+
+    def replace_stream(self, point, states):
+        self.replaced = point, states
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx == self.layer:
+            tensors = tensors.copy()
+            tensors[self.tensor] = tensors[self.tensor].roll(1, 0)
+        converted = self.inner[0].convert_state_dict(tensors, config, layer_idx)
+        return {name.replace(".", "_"): tensor for name, tensor in converted.items()}
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        if os.environ.get("FAIL"):
+            raise RuntimeError("out of luck")
+        return self.inner[0](input_ids, attention_mask, position_ids, past_key_values)
+
+
+class ClosedWrong(Closed):
+    """Closed, with a mistake in layer 2."""
+
+    layer = 2
+
+
+class ClosedInDecoding(Closed):
+    """Closed, with the rows of the head one off in decoding alone."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        logits, cache = super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        return (logits if past_key_values is None else logits.roll(1, dims=-1)), cache
+
+
+class Deaf(ClosedWrong):
+    """Takes another stream, it says, and computes with its own."""
+
+    def replace_stream(self, point, states):
+        pass
+
+
+class Headless(Closed):
+    """Has a head without weights: no stream moves its logits."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx is None:
+            tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+        return super().convert_state_dict(tensors, config, layer_idx)
+
+
+class Mute(Closed):
+    """Shows no layer, and takes no other stream."""
+
+    replace_stream = None
+
+
+class Compiled(Model):
+    """Shows its layers and never calls them: a compiled graph has taken their weights."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        hooked = [dict(layer._forward_pre_hooks) for layer in self.model.layers]
+        for layer in self.model.layers:
+            layer._forward_pre_hooks.clear()
+        try:
+            return super().forward(input_ids, attention_mask, position_ids, past_key_values)
+        finally:
+            for layer, hooks in zip(self.model.layers, hooked, strict=True):
+                layer._forward_pre_hooks.update(hooks)

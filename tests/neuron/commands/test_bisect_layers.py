@@ -17,27 +17,17 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 NUM_LAYERS = 12
 # ⌈log2 12⌉ + 1
 MOST_RUNS = 5
+# Scales an output: BF16 rounds it, so that some of its values move.
+FAINT = 1.02
 
-# o_proj was never loaded, in some layers; one module serves all.
+# A matrix was never loaded, in some layers; one module serves all.
 UNLOADED = """
 from neuron.builtin.layer import DeviceLayer
 
 class Port(DeviceLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
         if layer_idx in {layers}:
-            state["self_attn.o_proj.weight"] = torch.zeros_like(tensors["self_attn.o_proj.weight"])
-        return state
-"""
-# The same in layer 7, where ranks divide what is loaded.
-UNLOADED_ON_RANKS = """
-from neuron.builtin.layer import DeviceLayer
-
-class Port(DeviceLayer):
-    def convert_state_dict(self, tensors, config, layer_idx):
-        if layer_idx == 7:
-            name = "self_attn.o_proj.weight"
-            tensors[name] = torch.zeros_like(tensors[name])
+            tensors["{name}"] = torch.zeros_like(tensors["{name}"])
         return super().convert_state_dict(tensors, config, layer_idx)
 """
 # Gate and up swapped in layer 7, seen from outside; a module for each layer.
@@ -48,46 +38,6 @@ class Port(ReferenceLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         swapped = {"w1.weight": "w3.weight", "w3.weight": "w1.weight"} if layer_idx == 7 else {}
         return {name[:-9] + swapped.get(name[-9:], name[-9:]): tensors[name] for name in tensors}
-"""
-# One of sixteen experts adds nothing, in layer 5: no more than a few tokens are wrong.
-FEW_TOKENS = """
-from neuron.builtin.layer import DeviceLayer
-
-class Port(DeviceLayer):
-    def convert_state_dict(self, tensors, config, layer_idx):
-        if layer_idx == 5:
-            name = "block_sparse_moe.experts.3.w2.weight"
-            tensors[name] = torch.zeros_like(tensors[name])
-        return super().convert_state_dict(tensors, config, layer_idx)
-"""
-# Noise of a size on every token of layer 5's output, relative to all of its channels but the massive ones; where
-# asked, behind layer 4 alone. Other layers lack their o_proj.
-NOISY = """
-from neuron.builtin.layer import DeviceLayer
-from minimax_tools.metrics.noise_floor import massive_channels
-
-class Port(DeviceLayer):
-    last = []
-    layer_idx = None
-
-    def convert_state_dict(self, tensors, config, layer_idx):
-        Port.layer_idx = layer_idx
-        if layer_idx in {unloaded}:
-            name = "self_attn.o_proj.weight"
-            tensors[name] = torch.zeros_like(tensors[name])
-        return super().convert_state_dict(tensors, config, layer_idx)
-
-    def forward(self, hidden_states, attention_mask, position_ids):
-        is_behind = any(torch.equal(last, hidden_states) for last in Port.last)
-        output, _ = super().forward(hidden_states, attention_mask, position_ids)
-        Port.last = [*Port.last, output.clone()][-2:]  # a layer is called twice
-        if Port.layer_idx != 5 or ({in_a_chain} and not is_behind):
-            return output
-        massive = massive_channels(output[attention_mask.bool()])
-        ordinary = output.float().masked_fill(massive, 0.0)
-        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).masked_fill(massive, 0.0)
-        noise *= {size} * ordinary.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
-        return (output + noise).to(output.dtype)
 """
 # Layer 5 is wrong where it runs right behind layer 4 and there alone: what it is handed is not copied.
 WRONG_IN_A_CHAIN = """
@@ -105,7 +55,7 @@ class Port(DeviceLayer):
         is_behind = any(torch.equal(last, hidden_states) for last in Port.last)
         output, _ = super().forward(hidden_states, attention_mask, position_ids)
         Port.last = [*Port.last, output.clone()][-2:]  # a layer is called twice
-        return output * 1.5 if is_behind and Port.layer_idx == 5 else output
+        return output * {factor} if is_behind and Port.layer_idx == 5 else output
 """
 # Fails at the layer that a variable names: the source stays the same.
 STUMBLING = """
@@ -126,7 +76,7 @@ class Port(DeviceLayer):
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A narrow FP8 model of twelve layers."""
     folder = tmp_path_factory.mktemp("deep") / "deep"
@@ -143,7 +93,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def deep_golden(deep: Path, make_golden: Any) -> Path:
     """The deep model's golden: inputs, outputs and their floor."""
     golden: Path = make_golden(deep, "--seq-len", "48,33", "--sites", "layer")
@@ -161,30 +111,30 @@ def bisect(run: Any, deep: Path, deep_golden: Path) -> Any:
     return run_bisect
 
 
+def unloaded(*layers: int, name: str = "self_attn.o_proj.weight") -> str:
+    return UNLOADED.format(layers=layers, name=name)
+
+
+def chains_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [chain for probe in record["probes"] for chain in probe["chains"]]
+
+
 def layers_blamed(record: dict[str, Any]) -> list[int]:
     return [blame["layer"] for blame in record["blame"]]
 
 
-@pytest.mark.parametrize("layer", [0, 7, 11])
-def test_wrong_layer_is_found_and_both_sides_of_the_cut_were_run(
-    bisect: Any, write_port: Any, layer: int
-) -> None:
-    result = bisect(write_port(UNLOADED.format(layers={layer})), "--json", "--quiet")
+def test_wrong_layer_is_found_and_both_sides_of_the_cut_were_run(bisect: Any, write_port: Any) -> None:
+    result = bisect(write_port(unloaded(7)), "--json", "--quiet")
     assert result.exit_code == 1
     record = json.loads(result.stdout)
     assert record["verdict"] == "fail"
-    assert layers_blamed(record) == [layer]
+    assert layers_blamed(record) == [7]
     assert record["blame"][0]["sites"] == ["output"]
     assert record["runs"] == len(record["probes"]) <= MOST_RUNS
-    chains = [chain for probe in record["probes"] for chain in probe["chains"]]
-    right = {
-        number
-        for chain in chains
-        if chain["verdict"] == "pass"
-        for number in range(chain["start_layer"], chain["end_layer"] + 1)
-    }
-    assert set(range(layer)) <= right
-    assert (chains[-1]["start_layer"], chains[-1]["end_layer"]) == (layer, layer)
+    chains = chains_of(record)
+    spans = [(one["start_layer"], one["end_layer"]) for one in chains if one["verdict"] == "pass"]
+    assert set(range(7)) <= {number for start, end in spans for number in range(start, end + 1)}
+    assert (chains[-1]["start_layer"], chains[-1]["end_layer"]) == (7, 7)
     assert chains[-1]["verdict"] == "fail"
 
 
@@ -207,47 +157,15 @@ def test_right_port_passes_and_is_told_what_could_not_be_seen(bisect: Any, tmp_p
     assert record["compared"] < record["of"] == NUM_LAYERS
     visible = record["smallest_visible"]
     assert 0.001 < visible["alone"] < visible["in_chains"] < 0.05
-    again = bisect("builtin", "--quiet")
-    seen = r"At the end of a chain, noise of [12]\.\d+ % or more on\s+every\s+token\s+is\s+seen"
-    assert re.search(seen, again.stdout)
-    assert "mm2-test sweep --layers 0:12" in again.stdout
+    text = bisect("builtin", "--quiet").stdout
+    assert re.search(
+        r"At the end of a chain, noise of [12]\.\d+ % or more on\s+every\s+token\s+is\s+seen", text
+    )
+    assert "mm2-test sweep --layers 0:12" in text
     # Nothing is kept of the layers' outputs.
     directory = Path(record["directory"])
     assert [path.name for path in directory.iterdir()] == ["bisection.json"]
     assert directory == tmp_path / "captures" / "neuron" / "bisect_0_to_11"
-
-
-@pytest.fixture
-def stated(bisect: Any) -> float:
-    """Return the noise level that the report states for the end of the chain of layers 4 and 5."""
-    record = json.loads(bisect("builtin", "--json", "--quiet").stdout)
-    chains = [chain for probe in record["probes"] for chain in probe["chains"]]
-    [size] = [chain["smallest_visible"] for chain in chains if chain["end_layer"] == 5]
-    assert size <= record["smallest_visible"]["in_chains"]
-    return float(size)
-
-
-def test_noise_of_the_stated_size_at_the_end_of_a_chain_is_found(
-    bisect: Any, write_port: Any, stated: float
-) -> None:
-    port = write_port(NOISY.format(size=1.1 * stated, in_a_chain=False, unloaded=()))
-    found = bisect(port, "--json", "--quiet")
-    assert (found.exit_code, layers_blamed(json.loads(found.stdout))) == (1, [5])
-    port = write_port(NOISY.format(size=0.5 * stated, in_a_chain=False, unloaded=()))
-    assert bisect(port, "--quiet").exit_code == 0
-
-
-def test_faint_drift_does_not_end_the_search(bisect: Any, write_port: Any, stated: float) -> None:
-    faint = NOISY.format(size=1.4 * stated, in_a_chain=True, unloaded=())
-    record = json.loads(bisect(write_port(faint), "--json", "--quiet").stdout)
-    assert (record["verdict"], record["blame"]) == ("warn", [])
-    assert [(drift["start_layer"], drift["end_layer"]) for drift in record["drifts"]] == [(4, 5)]
-    assert "did not run" not in " ".join(record["notes"])
-    worse = NOISY.format(size=1.4 * stated, in_a_chain=True, unloaded=(9,))
-    found = bisect(write_port(worse), "--json", "--quiet")
-    assert found.exit_code == 1
-    record = json.loads(found.stdout)
-    assert (layers_blamed(record), len(record["drifts"])) == ([9], 1)
 
 
 def test_golden_of_all_sites_tells_what_a_sweep_would_see(run: Any, on_small: tuple[object, ...]) -> None:
@@ -258,7 +176,7 @@ def test_golden_of_all_sites_tells_what_a_sweep_would_see(run: Any, on_small: tu
 
 
 def test_all_culprits_are_found_when_asked_for(bisect: Any, write_port: Any) -> None:
-    target = write_port(UNLOADED.format(layers={2, 3, 9}))
+    target = write_port(unloaded(2, 3, 9))
     first = json.loads(bisect(target, "--json", "--quiet").stdout)
     assert layers_blamed(first) == [2]
     every = json.loads(bisect(target, "--all", "--json", "--quiet").stdout)
@@ -269,7 +187,8 @@ def test_all_culprits_are_found_when_asked_for(bisect: Any, write_port: Any) -> 
 
 
 def test_mistake_of_few_tokens_hides_in_chains_and_not_in_layers_alone(bisect: Any, write_port: Any) -> None:
-    target = write_port(FEW_TOKENS)
+    # One of sixteen experts adds nothing: no more than a few tokens are wrong.
+    target = write_port(unloaded(5, name="block_sparse_moe.experts.3.w2.weight"))
     chained = bisect(target, "--chain-length", 4, "--json", "--quiet")
     assert chained.exit_code == 0
     notes = " ".join(json.loads(chained.stdout)["notes"])
@@ -284,16 +203,21 @@ def test_mistake_of_few_tokens_hides_in_chains_and_not_in_layers_alone(bisect: A
     assert "chains" not in record["blame"][0]["reason"]
 
 
-def test_layers_that_are_wrong_in_a_chain_alone_are_no_culprits(bisect: Any, write_port: Any) -> None:
-    result = bisect(write_port(WRONG_IN_A_CHAIN), "--json", "--quiet")
-    assert result.exit_code == 1
+@pytest.mark.parametrize(
+    ("factor", "exit_code", "verdict"), [(1.5, 1, "fail"), (FAINT, 0, "warn")], ids=["loud", "faint"]
+)
+def test_layers_that_are_wrong_in_a_chain_alone_are_no_culprits(
+    bisect: Any, write_port: Any, factor: float, exit_code: int, verdict: str
+) -> None:
+    target = write_port(WRONG_IN_A_CHAIN.format(factor=factor))
+    result = bisect(target, "--json", "--quiet")
     record = json.loads(result.stdout)
-    assert (record["verdict"], record["blame"]) == ("fail", [])
+    assert (result.exit_code, record["verdict"], record["blame"]) == (exit_code, verdict, [])
     [drift] = record["drifts"]
     assert (drift["start_layer"], drift["end_layer"]) == (4, 5)
     assert "each of the layers, run alone, is right" in drift["reason"]
-    shown = bisect(write_port(WRONG_IN_A_CHAIN), "--quiet")
-    assert shown.stdout.startswith("FAIL: layers 4-5, in a chain alone\n")
+    words = {"fail": "FAIL: layers 4-5, in a chain alone\n", "warn": "WARN"}
+    assert bisect(target, "--quiet").stdout.startswith(words[verdict])
 
 
 def test_interrupted_bisection_goes_on_where_it_stopped(
@@ -319,6 +243,7 @@ def test_interrupted_bisection_goes_on_where_it_stopped(
     assert whole["probes"] == record["probes"]
 
 
+@pytest.mark.slow
 def test_killed_bisection_goes_on_where_it_stopped(
     forked: Any,
     bisect: Any,
@@ -344,14 +269,6 @@ def test_killed_bisection_goes_on_where_it_stopped(
     record = json.loads(resumed.stdout)
     assert (resumed.exit_code, layers_blamed(record), record["runs_resumed"]) == (1, [10], 1)
     assert ran.read_text().split() == ["6", "7", "8", "9", "10"]
-
-
-def test_edited_port_is_searched_anew(bisect: Any, write_port: Any) -> None:
-    assert bisect(write_port(UNLOADED.format(layers={3}))).exit_code == 1
-    mended = bisect(write_port(UNLOADED.format(layers={99})))
-    assert mended.exit_code == 0
-    assert "Starting anew" in mended.stderr
-    assert "has other target_digest" in mended.stderr
 
 
 def test_other_files_in_the_directory_are_left_alone(bisect: Any, tmp_path: Path) -> None:
@@ -388,7 +305,7 @@ def test_wrong_usage_is_refused(bisect: Any, arguments: tuple[object, ...], word
 def test_graphs_are_compiled_for_the_first_layer_alone(
     needs_xla: None, serve: Any, write_port: Any, deep: Path, deep_golden: Path, tmp_path: Path
 ) -> None:
-    target = write_port(UNLOADED.format(layers={7}))
+    target = write_port(unloaded(7))
     common = ("--model", deep, "--golden", deep_golden, "--backend", "xla-cpu", "--captures", tmp_path)
     [result] = serve([("bisect", *common, "--target", target, "--json")])
     record = json.loads(result["stdout"])
@@ -403,7 +320,7 @@ def test_ranks_share_the_layers_of_a_bisection(
     process: Any, write_port: Any, deep: Path, deep_golden: Path, tmp_path: Path
 ) -> None:
     common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--captures", tmp_path)
-    target = write_port(UNLOADED_ON_RANKS)
+    target = write_port(unloaded(7))
     done = process("bisect", *common, "--target", target, "--tp-degree", 2, "--json", "--quiet")
     assert done.returncode == 1, done.stderr
     record = json.loads(done.stdout)

@@ -11,117 +11,16 @@ import torch
 
 from gpu_reference.cli import main as mm2_gpu
 
-EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
-
-PORTS = f"""
-import sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-import os
-import torch
-from torch import nn
-from model_port import Model as Right
-
-class Closed(nn.Module):
-    # Nobody sees its layers; it takes another stream itself, as a compiled graph with a mask would.
-    layer, tensor = None, "model.layers.0.self_attn.o_proj.weight"
-
-    def __init__(self, config):
-        super().__init__()
-        self.inner = (Right(config),)
-        for name, parameter in self.inner[0].named_parameters():
-            self.register_parameter(name.replace(".", "_"), parameter)
-        for name, buffer in self.inner[0].named_buffers():
-            self.register_buffer(name.replace(".", "_"), buffer)
-        self.replaced = None, None
-        body = self.inner[0].model
-        for point, module in enumerate([*body.layers, body.norm]):
-            module.register_forward_pre_hook(self.taking(point))
-
-    def taking(self, point):
-        def take(module, inputs):
-            at, states = self.replaced
-            return (states, *inputs[1:]) if at == point else None
-
-        return take
-
-    def replace_stream(self, point, states):
-        self.replaced = point, states
-
-    def convert_state_dict(self, tensors, config, layer_idx):
-        if layer_idx == self.layer:
-            tensors = tensors.copy()
-            tensors[self.tensor] = tensors[self.tensor].roll(1, 0)
-        converted = self.inner[0].convert_state_dict(tensors, config, layer_idx)
-        return {{name.replace(".", "_"): tensor for name, tensor in converted.items()}}
-
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        if os.environ.get("FAIL"):
-            raise RuntimeError("out of luck")
-        return self.inner[0](input_ids, attention_mask, position_ids, past_key_values)
-
-class ClosedRight(Closed):
-    layer = -1
-
-class ClosedWrong(Closed):
-    layer, tensor = 2, "self_attn.o_proj.weight"
-
-class Deaf(ClosedWrong):
-    # Takes another stream, it says, and computes with its own.
-    def replace_stream(self, point, states):
-        pass
-
-class Headless(ClosedRight):
-    # Its head got no weights: no stream moves its logits.
-    def convert_state_dict(self, tensors, config, layer_idx):
-        if layer_idx is None:
-            tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
-        return super().convert_state_dict(tensors, config, layer_idx)
-
-class Mute(ClosedRight):
-    # Shows no layer, and takes no other stream.
-    replace_stream = None
-
-class Compiled(Right):
-    # Its layers are seen, and never called: a compiled graph has taken their weights.
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        hooked = [dict(layer._forward_pre_hooks) for layer in self.model.layers]
-        for layer in self.model.layers:
-            layer._forward_pre_hooks.clear()
-        try:
-            return super().forward(input_ids, attention_mask, position_ids, past_key_values)
-        finally:
-            for layer, hooks in zip(self.model.layers, hooked):
-                layer._forward_pre_hooks.update(hooks)
-
-class Swapped(Right):
-    def convert_state_dict(self, tensors, config, layer_idx):
-        if layer_idx == 2:
-            tensors = tensors.copy()
-            for expert in range(config.num_local_experts):
-                gate, up = (f"block_sparse_moe.experts.{{expert}}.{{name}}.weight" for name in ("w1", "w3"))
-                tensors[gate], tensors[up] = tensors[up], tensors[gate]
-        return super().convert_state_dict(tensors, config, layer_idx)
-
-def moved(name):
-    class Moved(Right):
-        def convert_state_dict(self, tensors, config, layer_idx):
-            if layer_idx is None:
-                tensors[name] = tensors[name].roll(1, 0)
-            return super().convert_state_dict(tensors, config, layer_idx)
-    return Moved
-
-Head, Embedding = moved("lm_head.weight"), moved("model.embed_tokens.weight")
-"""
+PORTS = Path(__file__).parents[2] / "ports" / "prompt_ports.py"
+NOT_TAKEN = "did not take the stream that was to replace its own at point 2"
 
 
 @pytest.fixture
 def bisect(run: Any, tmp_path: Path, on_small: tuple[object, ...]) -> Any:
-    """Bisects a port of this file: the result, and its JSON."""
-    path = tmp_path / "whole_ports.py"
-    path.write_text(PORTS)
+    """Bisects a whole port: the result, and its JSON."""
 
     def bisect_port(name: str, *options: object) -> tuple[Any, dict[str, Any]]:
-        arguments = ("bisect", "--whole", *on_small, "--target", f"{path}:{name}")
+        arguments = ("bisect", "--whole", *on_small, "--target", f"{PORTS}:{name}")
         arguments += ("--backend", "cpu", "--quiet", "--output-dir", tmp_path / "search")
         result = run(*arguments, "--json", *options)
         return result, json.loads(result.stdout) if result.stdout.startswith("{") else {}
@@ -130,12 +29,7 @@ def bisect(run: Any, tmp_path: Path, on_small: tuple[object, ...]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("Right", ()),
-        ("ClosedRight", ("--exhaustive",)),
-        ("ClosedRight", ("--decode", 0)),
-    ],
+    ("name", "options"), [("Model", ()), ("Closed", ("--exhaustive",)), ("Closed", ("--decode", 0))]
 )
 def test_right_port_is_not_blamed(bisect: Any, name: str, options: tuple[object, ...]) -> None:
     result, record = bisect(name, *options)
@@ -144,7 +38,7 @@ def test_right_port_is_not_blamed(bisect: Any, name: str, options: tuple[object,
     assert len(record["runs"]) == (6 if options == ("--exhaustive",) else 4)
 
 
-@pytest.mark.parametrize("name", ["Swapped", "ClosedWrong"])
+@pytest.mark.parametrize("name", ["SwappedGateUp", "ClosedWrong"])
 def test_wrong_layer_is_named(bisect: Any, name: str) -> None:
     result, record = bisect(name)
     assert (result.exit_code, record["verdict"]) == (1, "fail")
@@ -155,7 +49,13 @@ def test_wrong_layer_is_named(bisect: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("Head", "the final norm or the head"), ("Embedding", "what comes before layer 0")]
+    ("name", "part"),
+    [
+        ("MovedHead", "the final norm or the head"),
+        ("MovedEmbedding", "what comes before layer 0"),
+        # No stream moves its logits.
+        ("Headless", "the final norm or the head"),
+    ],
 )
 def test_part_outside_the_layers_is_named(bisect: Any, name: str, part: str) -> None:
     result, record = bisect(name)
@@ -182,33 +82,24 @@ def test_right_port_on_left_padded_prompts_is_not_blamed(
     rows = ("--input-ids", "5,6,7,8,9,10,11,12", "--input-ids", "20,21,22,23", "--padding-side", "left")
     made = ("--sites", "layer", "--output-dir", tmp_path / "left", "--quiet")
     command(mm2_gpu, "extract-all", "--model", small_fp8, *rows, *made)
-    _, record = bisect("ClosedRight", "--golden", tmp_path / "left", "--exhaustive")
+    _, record = bisect("Closed", "--golden", tmp_path / "left", "--exhaustive")
     assert (record["verdict"], len(record["runs"])) == ("pass", 6)
 
 
-def test_port_that_takes_no_other_stream_is_refused(bisect: Any) -> None:
-    result, _ = bisect("Mute")
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("Mute", ("does not show its layers", "replace_stream(layer, states)")),
+        ("Compiled", (NOT_TAKEN,)),
+        ("Deaf", (NOT_TAKEN, "found the same in every bit")),
+    ],
+)
+def test_port_that_takes_no_other_stream_gets_no_verdict(
+    bisect: Any, name: str, messages: tuple[str, ...]
+) -> None:
+    result, _ = bisect(name)
     assert result.exit_code == 3
-    assert "does not show its layers" in result.stderr
-    assert "replace_stream(layer, states)" in result.stderr
-
-
-def test_stream_that_was_not_taken_is_no_verdict(bisect: Any) -> None:
-    result, _ = bisect("Compiled")
-    assert result.exit_code == 3
-    assert "did not take the stream that was to replace its own at point 2" in result.stderr
-
-
-def test_port_that_drops_the_stream_it_is_given_is_no_verdict(bisect: Any) -> None:
-    result, _ = bisect("Deaf")
-    assert result.exit_code == 3
-    assert "did not take the stream that was to replace its own at point 2" in result.stderr
-    assert "found the same in every bit" in result.stderr
-
-
-def test_head_that_no_stream_moves_is_named(bisect: Any) -> None:
-    _, record = bisect("Headless")
-    assert record["blame"][0]["part"].startswith("the final norm or the head")
+    assert [message for message in messages if message not in result.stderr] == []
 
 
 @pytest.mark.parametrize(
@@ -222,13 +113,13 @@ def test_head_that_no_stream_moves_is_named(bisect: Any) -> None:
     ],
 )
 def test_options_that_contradict_a_whole_port(bisect: Any, options: Any, message: str) -> None:
-    result, _ = bisect("Right", *options)
+    result, _ = bisect("Model", *options)
     assert result.exit_code == 2
     assert message in result.stderr
 
 
-def test_decode_belongs_to_whole_ports(run: Any, small_fp8: Path, small_golden: Path) -> None:
-    result = run("bisect", "--model", small_fp8, "--golden", small_golden, "--decode", 2)
+def test_decode_belongs_to_whole_ports(run: Any, on_small: tuple[object, ...]) -> None:
+    result = run("bisect", *on_small, "--decode", 2)
     assert result.exit_code == 2
     assert "Add --whole" in result.stderr
 
@@ -236,6 +127,6 @@ def test_decode_belongs_to_whole_ports(run: Any, small_fp8: Path, small_golden: 
 def test_golden_of_another_model_is_refused(
     bisect: Any, copies: dict[torch.dtype, Path], float32_golden: Path
 ) -> None:
-    result, _ = bisect("Right", "--golden", float32_golden, "--model", copies[torch.float32])
+    result, _ = bisect("Model", "--golden", float32_golden, "--model", copies[torch.float32])
     assert result.exit_code == 3
     assert "expected float32, found bfloat16" in result.stderr
