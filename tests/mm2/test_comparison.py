@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import mm2
 from compare.cli import main as mm2_compare
+from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import CheckpointError
 from neuron.cli import main as mm2_test
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
@@ -38,35 +41,40 @@ def test_wrong_port_fails_with_the_report(run: Run, swapped: Any, layer: mm2.Gol
         comparison.require()
 
 
-def test_results_and_limits_are_those_of_a_sweep_of_all_layers(
-    run: Run, example: Example, layer: mm2.GoldenLayer, golden: Path, toy: Path, tmp_path: Path, command: Any
-) -> None:
+@pytest.fixture(scope="module")
+def swept(golden: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of all layers of the minimal port."""
+    folder = tmp_path_factory.mktemp("swept") / "run"
     target = f"{EXAMPLES / 'minimal_port.py'}:DecoderLayer"
-    options = ("--model", toy, "--golden", golden, "--backend", "cpu", "--captures", tmp_path, "--quiet")
-    command(mm2_test, "sweep", "--target", target, *options)
-    sides = ("--gpu-path", golden, "--neuron-path", tmp_path / "neuron" / "sweep_0_to_3")
-    printed = json.loads(command(mm2_compare, *sides, "--model", toy, "--json", "--quiet").stdout)
-    record = mm2.compare(layer, run(example("minimal_port.py"))).to_json()
+    words = ("--model", toy, "--golden", golden, "--backend", "cpu", "--target", target)
+    done = CliRunner().invoke(mm2_test, ["sweep", *map(str, words), "--output-dir", str(folder), "--quiet"])
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def test_results_and_limits_are_those_of_a_sweep_of_all_layers(
+    run: Run, example: Example, layer: mm2.GoldenLayer, golden: Path, toy: Path, swept: Path, command: Any
+) -> None:
+    sides = ("--golden", golden, "--run", swept, "--model", toy)
+    printed = json.loads(command(mm2_compare, *sides, "--json", "--quiet").stdout)
+    recording = run(example("minimal_port.py"))
+    record = mm2.compare(layer, recording).to_json()
     of_layer_1 = [site for site in printed["sites"] if site["layer"] == 1]
     assert record["sites"] == of_layer_1
     assert record["verdict"] == printed["verdict"]
     # Limits are wider than those of a comparison of one layer, which fails less often than a suite of many.
     (site,) = (site for site in of_layer_1 if site["site"] == "moe_delta")
-    alone = mm2.assert_site(run(example("minimal_port.py"))["moe_delta"], layer, "moe_delta")
+    alone = mm2.assert_site(recording["moe_delta"], layer, "moe_delta")
     assert alone.nearest is not None
     assert alone.nearest.limit == pytest.approx(site["nearest"]["limit"])
 
 
-def test_folders_are_compared_as_mm2_compare_does(
-    golden: Path, toy: Path, tmp_path: Path, command: Any
-) -> None:
-    options = ("--model", toy, "--golden", golden, "--captures", tmp_path, "--backend", "cpu", "--quiet")
-    command(mm2_test, "sweep", "--layers", "0:2", *options)
-    comparison = mm2.compare(str(golden), tmp_path / "neuron" / "sweep_0_to_1")
-    assert (comparison.verdict, comparison.of) == ("pass", 34)
+def test_folders_are_compared_as_mm2_compare_does(golden: Path, swept: Path) -> None:
+    comparison = mm2.compare(str(golden), swept)
+    assert (comparison.verdict, comparison.of) == ("pass", 68)
     with mm2.open_golden(golden) as opened:
-        assert mm2.compare(opened, tmp_path / "neuron" / "sweep_0_to_1").require()
-    with pytest.raises(mm2.UsageError, match="2 results for output"):
+        assert mm2.compare(opened, swept).require()
+    with pytest.raises(mm2.UsageError, match="4 results for output"):
         comparison.site("output")
     assert comparison.site("output", layer=1).status == "pass"
 
@@ -91,12 +99,8 @@ def test_site_is_asserted(run: Run, example: Example, layer: mm2.GoldenLayer) ->
     recording = run(example("minimal_port.py"))
     for site in ("q_norm", "attn_delta", "router_logits", "moe_delta", "output"):
         assert mm2.assert_site(recording[site], layer, site).status == "pass"
-
-
-def test_component_is_asserted_on_the_goldens_values(example: Example, layer: mm2.GoldenLayer) -> None:
-    port = layer.load(example("minimal_port.py"))
-    moe = port.block_sparse_moe(layer.read("post_norm"))
-    # [B·S,H] is as good as [B,S,H].
+    # A component on the golden's values: [B·S,H] is as good as [B,S,H].
+    moe = layer.load(example("minimal_port.py")).block_sparse_moe(layer.read("post_norm"))
     assert mm2.assert_site(moe.flatten(0, 1), layer, "moe_delta").status == "pass"
 
 
@@ -117,19 +121,12 @@ def test_wrong_experts_are_asserted(layer: mm2.GoldenLayer) -> None:
         mm2.assert_site((experts + 1) % 32, layer, "router_experts")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda states: states[:, :-1], "shape: expected"),
-        (
-            lambda states: states.masked_fill(states == states[0, 3, 5], torch.nan),
-            "NaN or Inf on real tokens",
-        ),
-    ],
-)
-def test_unusable_tensor_fails(change: Any, message: str, layer: mm2.GoldenLayer) -> None:
-    with pytest.raises(mm2.PortDiffersError, match=message):
-        mm2.assert_site(change(layer.read("attn_delta")), layer, "attn_delta")
+def test_unusable_tensor_fails(layer: mm2.GoldenLayer) -> None:
+    states = layer.read("attn_delta")
+    with pytest.raises(mm2.PortDiffersError, match="shape: expected"):
+        mm2.assert_site(states[:, :-1], layer, "attn_delta")
+    with pytest.raises(mm2.PortDiffersError, match="NaN or Inf on real tokens"):
+        mm2.assert_site(states.masked_fill(states == states[0, 3, 5], torch.nan), layer, "attn_delta")
 
 
 def test_tensor_in_float32_passes_and_one_in_float16_warns(layer: mm2.GoldenLayer) -> None:
@@ -159,7 +156,9 @@ def test_captures_at_addresses_are_compared(s3: Any) -> None:
     here = mm2.compare(OLD / "golden", OLD / "swapped")
     assert (comparison.verdict, comparison.blame) == (here.verdict, here.blame)
     assert "golden  s3://lab/golden" in str(comparison)
-    golden = mm2.open_golden("s3://lab/golden")
+    golden = mm2.open_golden("s3://lab/golden", model=OLD / "toy")
+    local = mm2.open_golden(OLD / "golden", model=OLD / "toy")
+    assert torch.equal(golden.layer(1).input, local.layer(1).input)
     assert repr(golden).startswith("GoldenLayers(s3://lab/golden, ")
     assert mm2.compare(golden, "s3://lab/swapped").blame == here.blame
     with pytest.raises(mm2.UsageError, match="'gs://lab/run' is no address that mm2 reads"):
@@ -182,3 +181,25 @@ def test_unknown_site_lists_the_sites(layer: mm2.GoldenLayer) -> None:
         mm2.assert_site(layer.input, layer, "moe")
     with pytest.raises(mm2.UsageError, match="input is given to it"):
         mm2.assert_site(layer.input, layer, "input")
+
+
+def test_mistake_is_named(run: Run, swapped: Any, layer: mm2.GoldenLayer) -> None:
+    diagnosis = mm2.diagnose(layer, run(swapped))
+    assert diagnosis.mistakes == ("gate_up_swapped",)
+    assert diagnosis.findings[0].leaves < 1.2
+    assert "gate_up_swapped" in str(diagnosis)
+    assert repr(diagnosis) == "PortDiagnosis(gate_up_swapped)"
+    assert [found["mistake"] for found in diagnosis.to_json()["diagnosis"]] == ["gate_up_swapped"]
+
+
+@pytest.mark.slow
+def test_nothing_is_named_in_a_right_port(run: Run, example: Example, layer: mm2.GoldenLayer) -> None:
+    diagnosis = mm2.diagnose(layer, run(example("minimal_port.py")))
+    assert (diagnosis.mistakes, diagnosis.findings) == ((), ())
+    assert repr(diagnosis) == "PortDiagnosis(no known mistake named)"
+
+
+def test_diagnosis_needs_the_checkpoint(run: Run, swapped: Any, golden: Path) -> None:
+    without = mm2.GoldenLayers(Capture.open(golden), weights=None)
+    with pytest.raises(CheckpointError, match=r"not on this machine.*--mm2-model DIR"):
+        mm2.diagnose(without.layer(1), run(swapped))
