@@ -16,136 +16,16 @@ from minimax_tools.slices.source import open_source
 
 Run = Callable[..., Any]
 
+NODES = ("node_001", "node_002")
+
 
 @pytest.fixture
 def plan_file(toy: Path, tmp_path: Path) -> Path:
-    source = open_source(str(toy))
-    plan = source.divide(
-        planner="manual",
-        nodes=[Node.parse("a:memory=1GB,layers=0:1"), Node.parse("b:memory=1GB,layers=1:4")],
-        workload=Workload(context_length=16),
-    )
+    """Layer 0 on a, the others on b."""
+    nodes = [Node.parse("a:memory=1GB,layers=0:1"), Node.parse("b:memory=1GB,layers=1:4")]
+    plan = open_source(str(toy)).divide(planner="manual", nodes=nodes, workload=Workload(context_length=16))
     plan.write(tmp_path / "plan.json")
     return tmp_path / "plan.json"
-
-
-def test_a_nodes_slice_goes_to_the_folder_that_was_named(
-    command: Run, plan_file: Path, tmp_path: Path
-) -> None:
-    result = command(mm2_split, "extract", "--plan", plan_file, "--node", "a", "--output", tmp_path / "mine")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"a: {tmp_path / 'mine'}, ")
-    assert "File 1 (1 of " in result.stderr
-    assert TensorIndex.from_folder(tmp_path / "mine").layers == (0,)
-    again = command(
-        mm2_split, "extract", "--plan", plan_file, "--node", "a", "--output", tmp_path / "mine", "--quiet"
-    )
-    assert again.exit_code == 0
-    assert "was there already, byte for byte" in again.stdout
-    assert again.stderr == ""
-
-
-def test_a_node_that_is_named_twice_goes_where_it_goes_named_once(
-    command: Run, plan_file: Path, tmp_path: Path
-) -> None:
-    nodes = ("--node", "a", "--node", "a")
-    result = command(mm2_split, "extract", "--plan", plan_file, *nodes, "--output", tmp_path / "mine")
-    assert result.stdout.startswith(f"a: {tmp_path / 'mine'}, ")
-
-
-def test_all_slices_go_to_model_shards(
-    command: Run, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = command(mm2_split, "extract", "--plan", plan_file, "--all-nodes", "--json", "--digests")
-    assert result.exit_code == 0, result.output
-    slices = json.loads(result.stdout)["slices"]
-    assert [(slice_["node"], slice_["folder"], slice_["layers"]) for slice_ in slices] == [
-        ("a", "model_shards/a", [0, 1]),
-        ("b", "model_shards/b", [1, 4]),
-    ]
-    for slice_ in slices:
-        index = TensorIndex.from_folder(Path(slice_["folder"]))
-        assert (len(index), sum(entry.size_bytes for entry in index.entries.values())) == (
-            slice_["num_tensors"],
-            slice_["size_bytes"],
-        )
-        described = json.loads((Path(slice_["folder"]) / "slice.json").read_text())
-        assert all(len(digest) == 64 for digest in described["tensors"].values())
-
-
-def test_a_state_dict_is_written_on_request(command: Run, plan_file: Path, tmp_path: Path) -> None:
-    words = (
-        "extract",
-        "--plan",
-        plan_file,
-        "--node",
-        "b",
-        "--output",
-        tmp_path / "b",
-        "--format",
-        "pth",
-        "--json",
-    )
-    result = command(mm2_split, *words)
-    assert json.loads(result.stdout)["slices"][0]["files"] == ["model.pth"]
-    assert "lm_head.weight" in torch.load(tmp_path / "b" / "model.pth", weights_only=True)
-
-
-def test_the_checkpoint_may_lie_elsewhere_than_the_plan_says(
-    command: Run, toy: Path, plan_file: Path, tmp_path: Path
-) -> None:
-    plan = json.loads(plan_file.read_text())
-    plan_file.write_text(json.dumps({**plan, "model": "nobody/has-this"}))
-    words = ("extract", "--plan", plan_file, "--node", "a", "--output", tmp_path / "a", "--model", toy)
-    assert command(mm2_split, *words).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "exit_code", "message"),
-    [
-        ((), 2, "name the slices to cut"),
-        (("--node", "a", "--all-nodes"), 2, "expected --node NAME or --all-nodes"),
-        (("--node", "z"), 2, "no node 'z'"),
-        (("--node", "a", "--shard-size", "12"), 2, "expected a size"),
-        (("--node", "a", "--model", "."), 3, "is not here"),
-        (("--all-nodes", "--model", "."), 3, "no checkpoint at ."),
-    ],
-)
-def test_what_cannot_be_done_is_told(
-    words: tuple[str, ...],
-    exit_code: int,
-    message: str,
-    command: Run,
-    plan_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = command(mm2_split, "extract", "--plan", plan_file, *words)
-    assert result.exit_code == exit_code
-    assert message in result.stderr
-    assert not (tmp_path / "model_shards").exists()
-
-
-def test_all_slices_are_cut_only_along_a_plan_that_is_whole(
-    command: Run, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan = json.loads(plan_file.read_text())
-    lost = next(
-        tensor
-        for file in plan["slices"][1]["files"]
-        for tensor in file["tensors"]
-        if tensor[0].endswith("q_proj.weight")
-    )
-    for file in plan["slices"][1]["files"]:
-        file["tensors"] = [tensor for tensor in file["tensors"] if tensor != lost]
-    plan_file.write_text(json.dumps(plan))
-    result = command(mm2_split, "extract", "--plan", plan_file, "--all-nodes")
-    assert result.exit_code == 3
-    assert f"node b lacks {lost[0]}" in result.stderr
-    assert not (tmp_path / "model_shards").exists()
 
 
 @pytest.fixture
@@ -159,17 +39,70 @@ def names_file(toy: Path, tmp_path: Path) -> Path:
     return tmp_path / "names.json"
 
 
-def test_a_plan_of_names_is_cut_into_state_dicts(
-    command: Run, names_file: Path, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def extract(
+    command: Run,
+    toy: Path,
+    plan_file: Path,
+    names_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Run:
+    """Runs `mm2-split extract` in the test's folder; PLAN, NAMES and TOY are the paths of these."""
     monkeypatch.chdir(tmp_path)
-    words = ("extract", "--plan-of-names", names_file, "--model", toy, "--all-nodes", "--json", "--quiet")
-    result = command(mm2_split, *words)
+    meant = {"PLAN": plan_file, "NAMES": names_file, "TOY": toy}
+    return lambda *words: command(mm2_split, "extract", *(meant.get(word, word) for word in words))
+
+
+def test_a_nodes_slice_goes_to_the_folder_that_was_named(extract: Run, tmp_path: Path) -> None:
+    # A node that is named twice is one.
+    words = ("--plan", "PLAN", "--node", "a", "--node", "a", "--output", str(tmp_path / "mine"))
+    result = extract(*words)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"a: {tmp_path / 'mine'}, ")
+    assert "File 1 (1 of " in result.stderr
+    assert TensorIndex.from_folder(tmp_path / "mine").layers == (0,)
+    again = extract(*words, "--quiet")
+    assert again.exit_code == 0
+    assert "was there already, byte for byte" in again.stdout
+    assert again.stderr == ""
+
+
+def test_all_slices_go_to_model_shards(extract: Run) -> None:
+    result = extract("--plan", "PLAN", "--all-nodes", "--json", "--digests")
+    assert result.exit_code == 0, result.output
+    slices = json.loads(result.stdout)["slices"]
+    assert [(slice_["node"], slice_["folder"], slice_["layers"]) for slice_ in slices] == [
+        ("a", "model_shards/a", [0, 1]),
+        ("b", "model_shards/b", [1, 4]),
+    ]
+    for slice_ in slices:
+        folder = Path(slice_["folder"])
+        index = TensorIndex.from_folder(folder)
+        assert len(index) == slice_["num_tensors"]
+        assert sum(entry.size_bytes for entry in index.entries.values()) == slice_["size_bytes"]
+        described = json.loads((folder / "slice.json").read_text())
+        assert all(len(digest) == 64 for digest in described["tensors"].values())
+
+
+def test_a_state_dict_is_written_on_request(extract: Run, tmp_path: Path) -> None:
+    result = extract("--plan", "PLAN", "--node", "b", "--output", "b", "--format", "pth", "--json")
+    assert json.loads(result.stdout)["slices"][0]["files"] == ["model.pth"]
+    assert "lm_head.weight" in torch.load(tmp_path / "b" / "model.pth", weights_only=True)
+
+
+def test_the_checkpoint_may_lie_elsewhere_than_the_plan_says(extract: Run, plan_file: Path) -> None:
+    plan = json.loads(plan_file.read_text())
+    plan_file.write_text(json.dumps({**plan, "model": "nobody/has-this"}))
+    assert extract("--plan", "PLAN", "--node", "a", "--output", "a", "--model", "TOY").exit_code == 0
+
+
+def test_a_plan_of_names_is_cut_into_state_dicts(extract: Run, toy: Path, tmp_path: Path) -> None:
+    result = extract("--plan-of-names", "NAMES", "--model", "TOY", "--all-nodes", "--json", "--quiet")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert [(slice_["node"], slice_["files"], slice_["layers"]) for slice_ in record["slices"]] == [
-        ("node_001", ["model.pth"], None),
-        ("node_002", ["model.pth"], None),
+        (node, ["model.pth"], None) for node in NODES
     ]
     # mm2-split verify takes plans of stages alone.
     assert record["next"] == []
@@ -177,52 +110,66 @@ def test_a_plan_of_names_is_cut_into_state_dicts(
     assert sorted([*loaded[0], *loaded[1]]) == sorted(TensorIndex.from_folder(toy).names)
 
 
-NODES = ("node_001", "node_002")
-
-
-def test_a_node_of_a_plan_of_names_may_be_safetensors(
-    command: Run, names_file: Path, toy: Path, tmp_path: Path
-) -> None:
-    words = ("--plan-of-names", names_file, "--model", toy, "--node", "node_001", "--format", "safetensors")
-    result = command(mm2_split, "extract", *words, "--output", tmp_path / "mine", "--quiet")
+def test_a_node_of_a_plan_of_names_may_be_safetensors(extract: Run, tmp_path: Path) -> None:
+    words = ("--plan-of-names", "NAMES", "--model", "TOY", "--node", "node_001", "--format", "safetensors")
+    result = extract(*words, "--output", "mine", "--quiet")
     assert result.exit_code == 0, result.output
     assert TensorIndex.from_folder(tmp_path / "mine").layers == (0, 1)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "exit_code", "message"),
     [
-        (("--node", "node_001"), "name the plan in one way"),
-        (("--plan-of-names", "NAMES", "--plan", "NAMES", "--node", "node_001"), "name the plan in one way"),
-        (("--plan-of-names", "NAMES", "--node", "node_001"), "expected --model FOLDER"),
-        (("--plan-of-names", "NAMES", "--model", "TOY", "--node", "node_003"), "no node 'node_003'"),
+        (("--plan", "PLAN"), 2, "name the slices to cut"),
+        (("--plan", "PLAN", "--node", "a", "--all-nodes"), 2, "expected --node NAME or --all-nodes"),
+        (("--plan", "PLAN", "--node", "z"), 2, "no node 'z'"),
+        (("--plan", "PLAN", "--node", "a", "--shard-size", "12"), 2, "expected a size"),
+        (("--plan", "PLAN", "--node", "a", "--model", "."), 3, "is not here"),
+        (("--plan", "PLAN", "--all-nodes", "--model", "."), 3, "no checkpoint at ."),
+        (("--plan", "empty.json", "--all-nodes"), 2, "is no plan"),
+        (("--node", "node_001"), 2, "name the plan in one way"),
+        (
+            ("--plan-of-names", "NAMES", "--plan", "NAMES", "--node", "node_001"),
+            2,
+            "name the plan in one way",
+        ),
+        (("--plan-of-names", "NAMES", "--node", "node_001"), 2, "expected --model FOLDER"),
+        (("--plan-of-names", "NAMES", "--model", "TOY", "--node", "node_003"), 2, "no node 'node_003'"),
     ],
 )
-def test_a_plan_of_names_that_cannot_be_cut_is_told(
-    words: tuple[str, ...], message: str, command: Run, names_file: Path, toy: Path
+def test_what_cannot_be_done_is_told(
+    words: tuple[str, ...], exit_code: int, message: str, extract: Run, tmp_path: Path
 ) -> None:
-    meant = {"NAMES": str(names_file), "TOY": str(toy)}
-    result = command(mm2_split, "extract", *(meant.get(word, word) for word in words))
-    assert result.exit_code == 2
+    (tmp_path / "empty.json").write_text("{}")
+    result = extract(*words)
+    assert result.exit_code == exit_code
     assert message in result.stderr
-
-
-def test_all_nodes_of_a_plan_of_names_are_cut_only_if_it_is_whole(
-    command: Run, names_file: Path, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan = json.loads(names_file.read_text())
-    lost = plan["node_002"].pop()
-    names_file.write_text(json.dumps(plan))
-    words = ("--plan-of-names", names_file, "--model", toy, "--all-nodes")
-    result = command(mm2_split, "extract", *words)
-    assert result.exit_code == 2
-    assert f"{lost} is not assigned" in result.stderr
     assert not (tmp_path / "model_shards").exists()
 
 
-def test_what_is_no_plan_is_refused(command: Run, tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text("{}")
-    result = command(mm2_split, "extract", "--plan", tmp_path / "plan.json", "--all-nodes")
+def test_all_slices_are_cut_only_along_a_plan_that_is_whole(
+    extract: Run, plan_file: Path, tmp_path: Path
+) -> None:
+    plan = json.loads(plan_file.read_text())
+    files = plan["slices"][1]["files"]
+    held = [tensor for file in files for tensor in file["tensors"]]
+    lost = next(tensor for tensor in held if tensor[0].endswith("q_proj.weight"))
+    for file in files:
+        file["tensors"] = [tensor for tensor in file["tensors"] if tensor != lost]
+    plan_file.write_text(json.dumps(plan))
+    result = extract("--plan", "PLAN", "--all-nodes")
+    assert result.exit_code == 3
+    assert f"node b lacks {lost[0]}" in result.stderr
+    assert not (tmp_path / "model_shards").exists()
+
+
+def test_all_nodes_of_a_plan_of_names_are_cut_only_if_it_is_whole(
+    extract: Run, names_file: Path, tmp_path: Path
+) -> None:
+    plan = json.loads(names_file.read_text())
+    lost = plan["node_002"].pop()
+    names_file.write_text(json.dumps(plan))
+    result = extract("--plan-of-names", "NAMES", "--model", "TOY", "--all-nodes")
     assert result.exit_code == 2
-    assert "is no plan" in result.stderr
+    assert f"{lost} is not assigned" in result.stderr
+    assert not (tmp_path / "model_shards").exists()

@@ -14,12 +14,13 @@ import pytest
 # A command in a fresh process, and the libraries that it has loaded at its end.
 RUN = """
 import sys
+heavy = set(sys.argv.pop(1).split(","))
 from minimax_tools.__main__ import main
 try:
     main()
 except SystemExit as stop:
     assert not stop.code, f"exit code {stop.code}"
-loaded = sorted({"torch", "numpy", "numba", "transformers"} & set(sys.modules))
+loaded = sorted(heavy & set(sys.modules))
 assert not loaded, f"loads {', '.join(loaded)}"
 """
 NODES = ("--node", "a:memory=800MB", "--node", "b:memory=200MB", "--context-length", "64")
@@ -31,41 +32,33 @@ Split = Callable[..., subprocess.CompletedProcess[str]]
 def split(tmp_path: Path, hub: Any) -> Split:
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub")}
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, heavy: str = "torch,numpy,numba,transformers") -> subprocess.CompletedProcess[str]:
+        program = [sys.executable, "-c", RUN, heavy, *words]
         return subprocess.run(
-            [sys.executable, "-c", RUN, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
 
     return run
 
 
-def test_a_folder_is_planned_cut_and_verified_without_torch(split: Split, toy: Path) -> None:
-    for arguments in (
-        ("plan", "--model", str(toy), *NODES, "--output", "plan.json"),
-        ("extract", "--plan", "plan.json", "--all-nodes"),
-        ("verify", "--plan", "plan.json", "--slices", "model_shards"),
-    ):
-        done = split(*arguments)
-        assert done.returncode == 0, done.stderr
-
-
-def test_a_model_of_a_hub_is_planned_and_fetched_without_torch(split: Split, toy: Path, hub: Any) -> None:
+@pytest.mark.parametrize(
+    ("model", "commands"),
+    [
+        ("FOLDER", (("extract", "--all-nodes"), ("verify", "--slices", "model_shards"))),
+        ("me/toy", (("fetch", "--node", "b"), ("verify", "--node", "b"))),
+    ],
+)
+def test_a_model_is_planned_cut_fetched_and_verified_without_torch(
+    model: str, commands: tuple[tuple[str, ...], ...], split: Split, toy: Path, hub: Any
+) -> None:
     hub.add("me/toy", toy)
-    for arguments in (
-        ("plan", "--model", "me/toy", *NODES, "--output", "plan.json"),
-        ("fetch", "--plan", "plan.json", "--node", "b"),
-        ("verify", "--plan", "plan.json", "--node", "b"),
-    ):
-        done = split(*arguments)
+    source = str(toy) if model == "FOLDER" else model
+    planning = ("plan", "--model", source, *NODES, "--output", "plan.json")
+    for words in (planning, *((name, "--plan", "plan.json", *options) for name, *options in commands)):
+        done = split(*words)
         assert done.returncode == 0, done.stderr
 
 
-def test_a_slice_that_torch_writes_loads_it(split: Split, toy: Path) -> None:
-    assert split("plan", "--model", str(toy), *NODES, "--output", "plan.json").returncode == 0
-    done = split("extract", "--plan", "plan.json", "--all-nodes", "--format", "pth")
-    assert "AssertionError: loads numpy, torch" in done.stderr
+def test_library_that_a_command_loads_is_named(split: Split, toy: Path) -> None:
+    done = split("plan", "--model", str(toy), *NODES, heavy="torch,click,json")
+    assert "AssertionError: loads click, json" in done.stderr

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -25,14 +24,17 @@ _SCRIPT = Path(__file__).parents[3] / "scripts" / "verify_slice_loading.py"
 _NUM_VERDICTS = 11
 
 
+def split(*words: object) -> None:
+    result = click.testing.CliRunner().invoke(mm2_split, [*map(str, words), "--quiet"])
+    assert result.exit_code == 0, result.output
+
+
 @pytest.fixture(scope="module")
 def plan_file(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers 0 to 2 on a, layer 3 on b."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    nodes = ["--node", "a:memory=600MB", "--node", "b:memory=200MB", "--context-length", "64"]
-    arguments = ["plan", "--model", str(toy), *nodes, "--output", str(path), "--quiet"]
-    result = click.testing.CliRunner().invoke(mm2_split, arguments)
-    assert result.exit_code == 0, result.output
+    nodes = ("--node", "a:memory=600MB", "--node", "b:memory=200MB", "--context-length", 64)
+    split("plan", "--model", toy, *nodes, "--output", path)
     return path
 
 
@@ -44,9 +46,7 @@ def plan(plan_file: Path) -> PartitionPlan:
 @pytest.fixture(scope="module")
 def whole_slices(plan_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("slices")
-    arguments = ["extract", "--plan", str(plan_file), "--all-nodes", "--output", str(folder), "--digests"]
-    result = click.testing.CliRunner().invoke(mm2_split, [*arguments, "--quiet"])
-    assert result.exit_code == 0, result.output
+    split("extract", "--plan", plan_file, "--all-nodes", "--output", folder, "--digests")
     return folder
 
 
@@ -72,10 +72,12 @@ def record_of(plan: PartitionPlan, node: str) -> ReadRecord:
 
 @pytest.fixture
 def run(plan_file: Path) -> Command:
-    """Runs `mm2-split verify` on the plan, in an environment and an encoding."""
+    """Runs `mm2-split verify` on the plan, or another command, in an environment and an encoding."""
 
-    def run_it(*arguments: object, charset: str = "utf-8", **environment: str | None) -> click.testing.Result:
-        words = ["verify", "--plan", str(plan_file), *map(str, arguments)]
+    def run_it(
+        *arguments: object, name: str = "verify", charset: str = "utf-8", **environment: str | None
+    ) -> click.testing.Result:
+        words = [name, "--plan", str(plan_file), *map(str, arguments)]
         runner = click.testing.CliRunner(charset=charset)
         return runner.invoke(mm2_split, words, env={"DEBUG": None, **environment}, catch_exceptions=False)
 
@@ -187,20 +189,10 @@ def test_json_holds_what_the_sections_show(
     assert unread["reads"] is None
 
 
-def test_the_seeds_script_shows_every_section(
-    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["verify_slice_loading.py", "--plan", str(plan_file)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(_SCRIPT), run_name="__main__")
-    assert ended.value.code == 0
-    assert len([line for line in capsys.readouterr().out.splitlines() if "===" in line]) == 11
-
-
-def verify_newest(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the seeds' script without arguments."""
+def verify_newest(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the seeds' script in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(_SCRIPT.parents[1])}
-    command = [sys.executable, str(_SCRIPT)]
+    command = [sys.executable, str(_SCRIPT), *map(str, arguments)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -208,9 +200,7 @@ def test_the_seeds_script_takes_the_newest_plan_and_the_slices_that_are_here(
     plan_file: Path, whole_slices: Path, tmp_path: Path
 ) -> None:
     newest = shutil.copy(plan_file, tmp_path / "newest.json")
-    (tmp_path / "old.json").write_text(
-        plan_file.read_text().replace('"planner": "memory"', '"planner": "old"')
-    )
+    (tmp_path / "old.json").write_text(plan_file.read_text().replace('"memory"', '"old"'))
     os.utime(tmp_path / "old.json", (1, 1))
     (tmp_path / "notes.json").write_text("{}")  # newer, and no plan
     shutil.copytree(whole_slices / "b", tmp_path / "model_shards" / "b")
@@ -222,14 +212,16 @@ def test_the_seeds_script_takes_the_newest_plan_and_the_slices_that_are_here(
     assert "Node ID: a" not in done.stdout
 
 
-def test_the_seeds_script_fails_where_a_slice_is_wrong(
+def test_the_seeds_script_shows_every_section_and_fails_where_a_slice_is_wrong(
     plan_file: Path, whole_slices: Path, tmp_path: Path
 ) -> None:
-    shutil.copy(plan_file, tmp_path / "plan.json")
-    shutil.copytree(whole_slices / "a", tmp_path / "model_shards" / "b")
-    done = verify_newest(tmp_path)
+    for name in "ab":
+        shutil.copytree(whole_slices / "a", tmp_path / "slices" / name)
+    done = verify_newest(tmp_path, "--plan", plan_file, "--slices", tmp_path / "slices")
     assert done.returncode == 1
     assert "FALSE: each slice holds the plan's tensors" in done.stdout
+    # Five of each of the two nodes, and the verdicts.
+    assert len([line for line in done.stdout.splitlines() if "===" in line]) == 11
 
 
 def test_without_a_plan_here_the_seeds_script_says_how_to_make_one(tmp_path: Path) -> None:
@@ -241,22 +233,44 @@ def test_without_a_plan_here_the_seeds_script_says_how_to_make_one(tmp_path: Pat
 
 def test_files_that_two_nodes_fetch_are_listed_by_name(run: Any, plan: PartitionPlan, toy: Path) -> None:
     first, second = (set(slice_.files) for slice_ in plan.slices)
-    shared = sorted(first & second)
-    assert shared  # the plan cuts through a shard
-    lines = [line for line in run().stdout.splitlines() if "both fetch" in line]
-    sizes = [(toy / name).stat().st_size for name in shared]
-    assert lines == [
-        f"📄 a and b both fetch {name} ({size / 1e6:.2f} MB)"
-        for name, size in zip(shared, sizes, strict=True)
-    ]
-    assert [line for line in run("--verbose").stdout.splitlines() if "both fetch" in line] == lines
+    sizes = {name: (toy / name).stat().st_size for name in sorted(first & second)}
+    assert sizes  # the plan cuts through a shard
+    shown = [f"📄 a and b both fetch {name} ({size / 1e6:.2f} MB)" for name, size in sizes.items()]
+    for options in ((), ("--verbose",)):
+        lines = run(*options).stdout.splitlines()
+        assert [line for line in lines if "both fetch" in line] == shown
     assert json.loads(run("--json").stdout)["shared_files"] == [
-        {"name": name, "size_bytes": size, "nodes": ["a", "b"]}
-        for name, size in zip(shared, sizes, strict=True)
+        {"name": name, "size_bytes": size, "nodes": ["a", "b"]} for name, size in sizes.items()
     ]
 
 
-def test_nodes_with_slices_of_their_own_fetch_no_file_together(run: Any, slices: Path) -> None:
-    result = run("--slices", slices, "--json")
-    assert json.loads(result.stdout)["shared_files"] == []
-    assert "fetch" not in run("--slices", slices).stdout
+def test_nodes_with_slices_of_their_own_fetch_no_file_together(run: Any, whole_slices: Path) -> None:
+    assert json.loads(run("--slices", whole_slices, "--json").stdout)["shared_files"] == []
+    assert "fetch" not in run("--slices", whole_slices).stdout
+
+
+def test_fetch_says_where_the_files_are(toy: Path, run: Any) -> None:
+    result = run("--node", "b", name="fetch")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"b: {toy}, ")
+    assert "===" not in result.output
+    unknown = run("--node", "c", "--model", toy, name="fetch")
+    assert unknown.exit_code == 2
+    assert "the plan has no node 'c'" in unknown.output
+
+
+def test_fetch_shows_on_debug_11_what_came_in_the_words_of_verify(run: Any) -> None:
+    fetched = run("--node", "b", "--json", name="fetch", DEBUG="11")
+    assert fetched.exit_code == 0, fetched.output
+    assert json.loads(fetched.stdout)["node"] == "b"
+    assert list(sections(fetched.stderr)) == [
+        "NODE SLICE ASSIGNMENT VERIFICATION",
+        "SLICE LOADING VERIFICATION",
+        "DOWNLOAD VERIFICATION",
+        "DOWNLOAD COMPLETED VERIFICATION",
+    ]
+    verified = run("--node", "b", DEBUG="11").stdout
+    for block in fetched.stderr.split("\n\n"):
+        assert block.strip() in verified
+    assert "Status:   ✅ Complete" in fetched.stderr
+    assert "===" not in run("--node", "b", name="fetch", DEBUG="10").output
