@@ -109,22 +109,14 @@ def _plan(arguments: argparse.Namespace) -> Iterator[AnyRun]:
     plants = choose_plants(arguments.mistakes)
     if arguments.synthetic:
         for part in arguments.parts:
-            yield from plan_part(
-                part,
-                plants,
-                seed=arguments.seed,
-                num_clean_seeds=arguments.clean_seeds,
-                asks_names=arguments.names,
-            )
+            yield from plan_part(part, plants, asks_names=arguments.names)
     for folder in arguments.model:
         model = TrainedModel.open(folder)
         left_out = name_left_out(plants, model)
         if left_out:
             print(f"{model.name} is stored in BF16: left out are {', '.join(left_out)}", file=sys.stderr)
         for part in arguments.parts:
-            yield from plan_part_on_model(
-                part, plants, model, seed=arguments.seed, asks_names=arguments.names
-            )
+            yield from plan_part_on_model(part, plants, model, asks_names=arguments.names)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -149,18 +141,6 @@ def _parse_arguments() -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="run on synthetic models; --no-synthetic runs on the models of --model alone",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of the models that mistakes are planted in (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--clean-seeds",
-        type=int,
-        default=5,
-        help="number of models that right ports run on (default: %(default)s)",
     )
     parser.add_argument(
         "--names",

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clean_ports import MODES, CleanModel, add_options, clean_ports, combine_settings, parse_lengths
+from clean_ports import SHAPES, CleanModel, clean_ports, combine_settings, parse_lengths
 from figures import describe_machine
 from fit_limits import Table, capped, fit_floorless, fit_ratios, widen, with_model_margin
-from measure_noise import FLOORS, measure
+from measure_noise import measure
 
 from compare.limits.limits import ALL_SITES, RATIO_FIGURES, Limit, NoiseLimits
 from compare.limits.limits_file import read_limits
@@ -144,14 +144,12 @@ def _cap_floorless(table: Table, ratios: Table, records: Sequence[dict[str, Any]
 def _measure_all(arguments: argparse.Namespace) -> None:
     settings = combine_settings(arguments.shapes, arguments.seeds, arguments.lengths)
     ports = clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
-    ports = tuple(port for port in ports if not arguments.ports or port.name in arguments.ports)
     with arguments.measurements.open("a") as file:
         for setting in settings:
             with tempfile.TemporaryDirectory() as scratch:
                 clean = CleanModel.build(setting, Path(scratch))
-                runs = clean.run_ports(ports, Path(scratch) / "run", modes=arguments.modes)
-                for port, mode, run in runs:
-                    for record in measure(clean, setting, port, mode, run, floors=arguments.floors):
+                for port, mode, run in clean.run_ports(ports, Path(scratch) / "run"):
+                    for record in measure(clean, setting, port, mode, run):
                         file.write(json.dumps(record) + "\n")
             file.flush()
             print(setting, file=sys.stderr)
@@ -171,22 +169,35 @@ def _parse() -> argparse.Namespace:
         "--measurements", type=Path, required=True, help="file of JSON lines; records are appended"
     )
     parser.add_argument("--output", type=Path, required=True, help="file of the limits, YAML")
-    add_options(parser, seeds=[0, 1, 2], tp_degrees=[2, 4])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["toy", "wide"],
+        help=f"synthetic models ({', '.join(SHAPES)}) and folders of trained ones (default: toy wide)",
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        help="seeds of weights and prompts (default: 0 1 2)",
+    )
+    parser.add_argument(
+        "--backends", nargs="+", default=["cpu", "xla-cpu"], help="devices (default: cpu xla-cpu)"
+    )
+    parser.add_argument(
+        "--tp-degrees",
+        nargs="*",
+        type=int,
+        default=[2, 4],
+        help="numbers of ranks that share mm2's layer (default: 2 4)",
+    )
     parser.add_argument(
         "--lengths",
         nargs="+",
         type=parse_lengths,
         default=[(96, 61, 7), (24, 17), (12,), (3, 1)],
         help="tokens of the prompts, batch by batch (default: 96,61,7 24,17 12 3,1)",
-    )
-    parser.add_argument("--ports", nargs="+", default=[], help="names of implementations (default: all)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes (default: all)")
-    parser.add_argument(
-        "--floors",
-        nargs="+",
-        choices=FLOORS,
-        default=list(FLOORS),
-        help="floors of the goldens (default: all)",
     )
     parser.add_argument(
         "--before",

@@ -5,7 +5,6 @@ Their difference from the golden is noise. scripts/calibrate.py fits the limits 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,33 +85,6 @@ def combine_settings(
     ]
 
 
-def add_options(parser: argparse.ArgumentParser, *, seeds: Sequence[int], tp_degrees: Sequence[int]) -> None:
-    """Add the options that choose models and ports; `seeds` and `tp_degrees` are defaults."""
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        default=["toy", "wide"],
-        help=f"synthetic models ({', '.join(SHAPES)}) and folders of trained ones (default: toy wide)",
-    )
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=seeds,
-        help=f"seeds of weights and prompts (default: {' '.join(map(str, seeds))})",
-    )
-    parser.add_argument(
-        "--backends", nargs="+", default=["cpu", "xla-cpu"], help="devices (default: cpu xla-cpu)"
-    )
-    parser.add_argument(
-        "--tp-degrees",
-        nargs="*",
-        type=int,
-        default=tp_degrees,
-        help=f"numbers of ranks that share mm2's layer (default: {' '.join(map(str, tp_degrees)) or 'none'})",
-    )
-
-
 def parse_lengths(text: str) -> tuple[int, ...]:
     """Read the lengths of a batch's prompts, such as `96,61,7`; `default` stands for mm2's own rows, ()."""
     return () if text == "default" else tuple(int(length) for length in text.split(","))
@@ -185,7 +157,7 @@ class CleanModel:
         return cls(folder=folder, golden=golden)
 
     def run_ports(
-        self, ports: Sequence[CleanPort], directory: Path, *, modes: Sequence[str] = MODES
+        self, ports: Sequence[CleanPort], directory: Path
     ) -> Iterator[tuple[CleanPort, str, Capture]]:
         """Yield the capture of every port in every mode, backend by backend.
 
@@ -194,7 +166,7 @@ class CleanModel:
         backends = list(dict.fromkeys(port.backend for port in ports))
         # A stable sort: the ports of a backend stay in their order.
         for port in sorted(ports, key=lambda port: backends.index(port.backend)):
-            for mode in modes:
+            for mode in MODES:
                 yield port, mode, self._run(port, mode, directory)
 
     def _run(self, port: CleanPort, mode: str, directory: Path) -> Capture:

@@ -17,7 +17,7 @@ tokens are past a flip.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -75,22 +75,16 @@ class HiddenExperts(Capture):
 
 
 def measure(
-    clean: CleanModel,
-    setting: Setting,
-    port: CleanPort,
-    mode: str,
-    run: Capture,
-    *,
-    floors: Collection[str] = FLOORS,
+    clean: CleanModel, setting: Setting, port: CleanPort, mode: str, run: Capture
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of one run of a port, compared with these forms of its golden.
+    """Yield the records of one run of a port, compared with each form of its golden.
 
     `mode` is how the run was made: `isolated` or `chained`.
     """
     hidden = HiddenExperts(run.directory, run.manifest)
     pairs: list[tuple[str, Capture]] = [
-        *((floor, run) for floor in FLOORS if floor in floors),
-        *((floor, hidden) for floor in ("full", "off") if floor in floors),
+        *((floor, run) for floor in FLOORS),
+        *((floor, hidden) for floor in ("full", "off")),
     ]
     for floor, target in pairs:
         comparison = compare_captures(

@@ -43,7 +43,7 @@ _FEW = (1, 4, 24)
 class _Prompts(NamedTuple):
     """Prompts of one baseline of a part, with its model and golden."""
 
-    seed_offset: int  # number that is added to the seed of the benchmark
+    seed: int  # of a synthetic model, and of the tokens
     lengths: tuple[int, ...]  # number of tokens of each prompt
     num_layers: int = 4  # layers of a synthetic model
     implementation: int = 0  # index into `IMPLEMENTATIONS` of the golden; in "few" they take turns
@@ -76,6 +76,7 @@ _PLAIN_PORTS = (
     f"{EXAMPLES / 'port.py'}:DecoderLayer",
     f"{EXAMPLES / 'minimal_port.py'}:DecoderLayer",
 )
+_NUM_CLEAN_SEEDS = 5  # synthetic models that right ports run on
 # Prompts of the right ports on a trained model.
 _CLEAN = ((1,), (4,), (24, 7), _SHORT, (500,))
 # Numbers of ranks, by prompts. Ranks are processes, and flex attention is compiled for each length, which takes half a
@@ -90,31 +91,28 @@ def plan_quickly() -> Iterator[AnyRun]:
     yield from plan_plants(request, choose_plants(_QUICK), backend="cpu")
 
 
-def plan_part(
-    part: str, plants: Sequence[Plant], *, seed: int, num_clean_seeds: int, asks_names: bool
-) -> Iterator[AnyRun]:
+def plan_part(part: str, plants: Sequence[Plant], *, asks_names: bool) -> Iterator[AnyRun]:
     """Plan one of `PARTS` on synthetic models.
 
-    Right ports run on `num_clean_seeds` models. In `short` and `far` the diagnosis may be asked for names, which takes
-    longer than all else.
+    In `short` and `far` the diagnosis may be asked for names, which takes longer than all else.
     """
     if part == "clean":
-        yield from _plan_clean_synthetic(num_clean_seeds)
-    for request in _on_synthetic(part, seed):
-        yield from _plan_on(request, part, plants, seed=seed, asks_names=asks_names)
+        yield from _plan_clean_synthetic()
+    for request in _on_synthetic(part):
+        yield from _plan_on(request, part, plants, asks_names=asks_names)
 
 
 def plan_part_on_model(
-    part: str, plants: Sequence[Plant], model: TrainedModel, *, seed: int, asks_names: bool
+    part: str, plants: Sequence[Plant], model: TrainedModel, *, asks_names: bool
 ) -> Iterator[AnyRun]:
     """Plan one of `PARTS` on a trained model. On XLA only right ports run, in the part `clean`.
 
     Plants that cannot show are left out. In `short` the diagnosis may be asked for names.
     """
     if part == "clean":
-        yield from _plan_clean_trained(model, seed=seed)
-    for request in _on_trained(part, model, seed):
-        yield from _plan_on(request, part, plants, seed=seed, asks_names=asks_names)
+        yield from _plan_clean_trained(model)
+    for request in _on_trained(part, model):
+        yield from _plan_on(request, part, plants, asks_names=asks_names)
 
 
 def name_left_out(plants: Sequence[Plant], model: TrainedModel) -> tuple[str, ...]:
@@ -124,7 +122,7 @@ def name_left_out(plants: Sequence[Plant], model: TrainedModel) -> tuple[str, ..
 
 
 def _plan_on(
-    request: BaselineRequest, part: str, plants: Sequence[Plant], *, seed: int, asks_names: bool
+    request: BaselineRequest, part: str, plants: Sequence[Plant], *, asks_names: bool
 ) -> Iterator[AnyRun]:
     """Plan the plants of a part on one of its baselines."""
     shown = tuple(plant for plant in plants if may_show(plant, request))
@@ -133,7 +131,7 @@ def _plan_on(
     elif part == "dumps":
         yield from plan_dumps(request, shown)
     elif part == "pairs":
-        yield from plan_plants(request, tuple(pair_plants(shown, seed=seed)), backend="cpu")
+        yield from plan_plants(request, tuple(pair_plants(shown, seed=0)), backend="cpu")
     else:
         backend = "xla-cpu" if part == "xla" else "cpu"
         yield from plan_plants(
@@ -141,26 +139,25 @@ def _plan_on(
         )
 
 
-def _on_synthetic(part: str, seed: int) -> Iterator[BaselineRequest]:
+def _on_synthetic(part: str) -> Iterator[BaselineRequest]:
     """Yield the baselines of a part on synthetic models."""
     if part == "far":
-        yield _far(part, seed=seed + 4, num_layers=2)
+        yield _far(part, seed=4, num_layers=2)
     # "far" was planned above, and "clean" has baselines of its own.
     for prompts in _ON_SYNTHETIC.get(part, ()):
         yield BaselineRequest(
             name=f"few-{prompts.lengths[0]}" if part == "few" else part,
-            seed=seed + prompts.seed_offset,
+            seed=prompts.seed,
             lengths=prompts.lengths,
             padding_side="left" if part == "left" else "right",
             num_layers=prompts.num_layers,
         ).on_implementation(prompts.implementation)
 
 
-def _on_trained(part: str, model: TrainedModel, seed: int) -> Iterator[BaselineRequest]:
+def _on_trained(part: str, model: TrainedModel) -> Iterator[BaselineRequest]:
     """Yield the baselines of a part on a trained model; there are none for `xla` and `far`."""
     for prompts in _ON_TRAINED.get(part, ()):
-        prompt_seed = seed + prompts.seed_offset
-        yield _trained(part, model, prompts.lengths, seed=prompt_seed, implementation=prompts.implementation)
+        yield _trained(part, model, prompts.lengths, seed=prompts.seed, implementation=prompts.implementation)
 
 
 def _far(name: str, *, seed: int, num_layers: int) -> BaselineRequest:
@@ -190,10 +187,10 @@ def _trained(
     ).on_implementation(implementation)
 
 
-def _plan_clean_synthetic(num_seeds: int) -> Iterator[PlannedRun]:
+def _plan_clean_synthetic() -> Iterator[PlannedRun]:
     """Plan right ports on models of 16 layers, goldens of either implementation and padding, and far positions."""
     # No other part has seeds from 1000 and 2000 on.
-    for seed in range(num_seeds):
+    for seed in range(_NUM_CLEAN_SEEDS):
         request = BaselineRequest(
             name=f"clean-{seed}",
             seed=1000 + seed,
@@ -206,12 +203,12 @@ def _plan_clean_synthetic(num_seeds: int) -> Iterator[PlannedRun]:
         yield from _plan_right_ports(far, backends=_BACKENDS, ranks=(2, 4))
 
 
-def _plan_clean_trained(model: TrainedModel, *, seed: int) -> Iterator[PlannedRun]:
+def _plan_clean_trained(model: TrainedModel) -> Iterator[PlannedRun]:
     """Plan right ports at every number of tokens, on goldens of either implementation; XLA on one of them."""
     for number, lengths in enumerate(_CLEAN):
         for implementation in range(len(IMPLEMENTATIONS)):
             yield from _plan_right_ports(
-                _trained("clean", model, lengths, seed=seed + 20 + number, implementation=implementation),
+                _trained("clean", model, lengths, seed=20 + number, implementation=implementation),
                 backends=_BACKENDS if (number + implementation) % 2 == 0 else ("cpu",),
                 ranks=_NUM_RANKS.get(lengths, ()),
                 with_flex=lengths == _SHORT,
