@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,15 @@ def judge_port(ground: Ground, target: str, number: int) -> Iterator[Judged]:
         )
 
 
+def judge_golden(model: Path, number: int, targets: Sequence[str]) -> list[Judged]:
+    """Make a golden of a model, and judge ports on it."""
+    rows = draw_rows(model, number, number=2 if number % 3 == 0 else 1)
+    words = ("--noise-floor", "off", *(_EAGER if number % 2 else ()))
+    with tempfile.TemporaryDirectory() as scratch:
+        ground = Ground.of_rows(model, Path(scratch), rows, *words, seed=number)
+        return [one for target in targets for one in judge_port(ground, target, number)]
+
+
 def give_figures(judged: Sequence[Judged]) -> Iterator[Figure]:
     """Yield how many right ports failed, how near they came to a limit, and how many prompts of wrong ones differ."""
     yield Figure.plain("goldens", len({(one.model, one.golden) for one in judged}))
@@ -191,20 +201,8 @@ def main() -> int:
     for model in arguments.model:
         for number in range(arguments.first, arguments.first + arguments.goldens):
             right = [list(RIGHT)[(number + turn) % len(RIGHT)] for turn in range(arguments.ports)]
-            run = f"{model.name} {number}: {right} {arguments.wrong}"
-            found = journal.find(run)
-            if found is None:
-                with tempfile.TemporaryDirectory() as scratch:
-                    rows = draw_rows(model, number, number=2 if number % 3 == 0 else 1)
-                    words = ("--noise-floor", "off", *(_EAGER if number % 2 else ()))
-                    ground = Ground.of_rows(model, Path(scratch), rows, *words, seed=number)
-                    found = tuple(
-                        one
-                        for target in (*right, *arguments.wrong)
-                        for one in judge_port(ground, target, number)
-                    )
-                journal.add(run, found)
-            judged += found
+            judge = partial(judge_golden, model, number, (*right, *arguments.wrong))
+            judged += journal.find_or_make(f"{model.name} {number}: {right} {arguments.wrong}", judge)
     return print_figures("logits", list(give_figures(judged)), as_json=arguments.json)
 
 

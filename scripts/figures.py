@@ -49,10 +49,9 @@ class Figure:
         return cls.plain(figure, value) if at_most is None else cls.at_most(figure, value, at_most)
 
     @classmethod
-    def exactly(cls, figure: str, value: float, wanted: float, *, tolerance: float = 0.0) -> Figure:
-        """Build a figure that must be one value, within `tolerance`."""
-        holds = abs(value - wanted) <= tolerance
-        return cls(figure=figure, value=round(value, 4), goal=f"= {wanted:g}", holds=holds)
+    def exactly(cls, figure: str, value: float, wanted: float) -> Figure:
+        """Build a figure that must be one value."""
+        return cls(figure=figure, value=round(value, 4), goal=f"= {wanted:g}", holds=value == wanted)
 
 
 def benchmark_parser(

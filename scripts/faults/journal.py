@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,6 +45,12 @@ class Journal(Generic[CaseT]):
     def find(self, run: str) -> tuple[CaseT, ...] | None:
         """Find the cases of a finished run by its name; None if it has not finished."""
         return self._runs.get(run)
+
+    def find_or_make(self, run: str, make: Callable[[], Iterable[CaseT]]) -> tuple[CaseT, ...]:
+        """Find the cases of a run; if it has not finished, make and keep them."""
+        if run not in self._runs:
+            self.add(run, make())
+        return self._runs[run]
 
     def add(self, run: str, cases: Iterable[CaseT]) -> None:
         """Keep a finished run."""
