@@ -1,4 +1,4 @@
-"""Figures of time: loading, dequantising, streaming, offloading; and those of a golden of the true size.
+"""Figures of time: loading, dequantising, streaming, offloading; goldens of the true size, on a GPU too.
 
 A ratio compares two runs of one round, which follow each other; the figure is the median of the rounds. Seconds begin
 after the imports of a process, on both sides of a ratio.
@@ -7,6 +7,7 @@ after the imports of a process, on both sides of a ratio.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,13 +27,22 @@ from loading.bench import (
     LoadingBench,
     ProbeResult,
     bf16_layer_bytes,
+    say,
+    stop,
 )
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.model.weight_names import EMBEDDING, layer_of
+from minimax_tools.synthetic.checkpoint import FP8
 from minimax_tools.synthetic.toy_model import PRESETS
 
 # A golden "without reads" still reads two layers. So the time of a layer is taken from goldens of two lengths.
 _FEW_LAYERS, _MORE_LAYERS = 2, 6
+_GPU = "cuda:0"
+_LAYERS_ON_GPU = 3
+# One copy to the GPU, and how often it is timed.
+_COPIED_BYTES, _COPIES = 2 << 30, 5
+# More threads than this gain nothing when a file is read from the page cache.
+_READING_THREADS = 8
 
 
 def measure_warm_load(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
@@ -232,3 +242,56 @@ def _stored_bytes(checkpoint: Checkpoint, layers: range) -> int:
         for entry in TensorIndex.from_folder(checkpoint.folder).entries.values()
         if entry.name == EMBEDDING or layer_of(entry.name) in layers
     )
+
+
+def measure_on_gpu(bench: LoadingBench) -> Iterator[Figure]:
+    """Yield the times of goldens of true-size layers on a GPU, streamed from the page cache and whole on the card.
+
+    The bound of a stream is the longer of two times: the stored bytes of the layers over the rate of a copy from pinned
+    memory to the GPU, and a plain warm read of the same bytes.
+    """
+    if not torch.cuda.is_available():
+        stop("this machine has no CUDA device that torch sees")
+    say(torch.cuda.get_device_name(0))
+    model = replace(bench.scale.large, num_hidden_layers=_LAYERS_ON_GPU)
+    with bench.checkpoint("gpu", dtype=FP8, model=model) as checkpoint:
+        rate = _copy_rate()
+        threads = min(_READING_THREADS, torch.get_num_threads())
+        read_s = _read_s(bench, checkpoint, CacheState.WARM, num_threads=threads, layers_only=False)
+        bound_s = max(checkpoint.stored_bytes / rate, read_s)
+        yield Figure.plain("host_to_gpu_gb_per_s", rate / 1e9)
+        yield Figure.plain("warm_read_gb_per_s", checkpoint.stored_bytes / read_s / 1e9)
+        yield Figure.plain("bound_s", bound_s)
+        for floor in ("off", "stats", "full"):
+            stream_s, whole_s = (
+                _golden_on_gpu_s(bench, checkpoint, floor, stream) for stream in ("on", "off")
+            )
+            yield Figure.plain(f"stream_{floor}_s", stream_s)
+            yield Figure.plain(f"whole_{floor}_s", whole_s)
+            yield Figure.at_most(f"stream_over_bound_{floor}", stream_s / bound_s, 1.3)
+            yield Figure.plain(f"whole_over_bound_{floor}", whole_s / bound_s)
+
+
+def _golden_on_gpu_s(bench: LoadingBench, checkpoint: Checkpoint, floor: str, stream: str) -> float:
+    options = ("--stream", stream, "--noise-floor", floor, "--device-map", _GPU)
+    golden = bench.scratch / "captures" / "golden"
+    runs = [
+        bench.golden(checkpoint, golden, *options, cache=CacheState.WARM) for _ in range(bench.scale.rounds)
+    ]
+    return median(run.seconds for run in runs)
+
+
+def _copy_rate() -> float:
+    """Return the bytes per second of the fastest copy from pinned memory to the GPU."""
+    source = torch.randint(256, (_COPIED_BYTES,), dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(source, device=_GPU)
+    seconds = []
+    for _ in range(_COPIES):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        target.copy_(source, non_blocking=True)
+        ended.record()
+        torch.cuda.synchronize()
+        seconds.append(began.elapsed_time(ended) / 1e3)
+    fastest: float = min(seconds)
+    return _COPIED_BYTES / fastest
