@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,16 @@ def provenance() -> Provenance:
     )
 
 
-def test_provenance_survives_a_manifest() -> None:
-    assert decode(Provenance, json.loads(json.dumps(encode(provenance())))) == provenance()
+@pytest.mark.parametrize(
+    "configs",
+    [{}, {"model_config": {"rope_theta": 5000000}, "port_config": {"cast_type": "as-declared"}}],
+    ids=["as before there were configs", "with configs"],
+)
+def test_provenance_survives_a_manifest(configs: dict[str, Any]) -> None:
+    kept = replace(provenance(), **configs)
+    record = encode(kept)
+    assert {"model_config", "port_config"} & record.keys() == configs.keys()
+    assert decode(Provenance, json.loads(json.dumps(record))) == kept
 
 
 def test_versions_are_those_of_what_is_installed() -> None:
@@ -51,20 +60,8 @@ def test_variables_that_change_numbers_are_kept_and_others_are_not(monkeypatch: 
     assert provenance().environment == environment
 
 
-class TestConfigs:
-    """Values that are kept for the reader."""
-
-    def test_values_without_a_form_in_json_become_text(self) -> None:
-        values = {"dtype": torch.bfloat16, "nested": {"on": True, "list": (1, None)}, "scale": float("inf")}
-        expected = {"dtype": "torch.bfloat16", "nested": {"on": True, "list": [1, None]}, "scale": "inf"}
-        assert plain_values(values) == expected
-        json.dumps(plain_values(values), allow_nan=False)
-
-    def test_records_without_them_stay_as_they_were(self) -> None:
-        assert not {"model_config", "port_config"} & encode(provenance()).keys()
-
-    def test_they_survive_a_manifest(self) -> None:
-        kept = replace(
-            provenance(), model_config={"rope_theta": 5000000}, port_config={"cast_type": "as-declared"}
-        )
-        assert decode(Provenance, json.loads(json.dumps(encode(kept)))) == kept
+def test_values_without_a_form_in_json_become_text() -> None:
+    values = {"dtype": torch.bfloat16, "nested": {"on": True, "list": (1, None)}, "scale": float("inf")}
+    expected = {"dtype": "torch.bfloat16", "nested": {"on": True, "list": [1, None]}, "scale": "inf"}
+    assert plain_values(values) == expected
+    json.dumps(plain_values(values), allow_nan=False)

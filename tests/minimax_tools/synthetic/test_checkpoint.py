@@ -6,10 +6,9 @@ import math
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,29 +38,20 @@ MODEL = SyntheticModel(num_hidden_layers=2, num_local_experts=12)
 
 
 @pytest.fixture(scope="module")
-def fp8_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("fp8") / "checkpoint")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+    """The model, once in each dtype."""
+    folder = tmp_path_factory.mktemp("copies")
+    return {dtype: write(folder / str(dtype), dtype=dtype) for dtype in (FP8, torch.bfloat16, torch.float32)}
 
 
 @pytest.fixture(scope="module")
-def bfloat16_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("bfloat16") / "checkpoint", dtype=torch.bfloat16)
+def fp8_copy(copies: dict[torch.dtype, Path]) -> Path:
+    return copies[FP8]
 
 
-@pytest.fixture(scope="module")
-def float32_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("float32") / "checkpoint", dtype=torch.float32)
-
-
-def write(
-    folder: Path,
-    *,
-    model: SyntheticModel = MODEL,
-    dtype: torch.dtype = FP8,
-    shard_size_bytes: int | None = None,
-    seed: int = 0,
-) -> Path:
-    return synthesize(folder, model=model, dtype=dtype, shard_size_bytes=shard_size_bytes, seed=seed).folder
+def write(folder: Path, **options: Any) -> Path:
+    usual: dict[str, Any] = {"model": MODEL, "dtype": FP8, "shard_size_bytes": None, "seed": 0}
+    return synthesize(folder, **{**usual, **options}).folder
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,25 +66,18 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def header(shard: Path) -> dict:
+def entries(shard: Path) -> dict:
+    """The tensors of a shard's header."""
     with shard.open("rb") as file:
         size_bytes = int.from_bytes(file.read(8), "little")
         assert size_bytes % 8 == 0
-        return json.loads(file.read(size_bytes))
+        header = json.loads(file.read(size_bytes))
+    del header["__metadata__"]
+    return header
 
 
 def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
-
-
-@contextmanager
-def largest_file(size_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_every_tensor_has_the_hubs_name_and_shape(fp8_copy: Path) -> None:
@@ -114,23 +97,21 @@ def test_linear_layers_are_fp8_with_float32_scales_and_norms_bfloat16(fp8_copy: 
             assert tensor.dtype == torch.float32, name
         elif tensor.dim() == 2 and name not in (EMBEDDING, LM_HEAD):
             assert tensor.dtype == FP8, name
+            # Finite, and up to the top of the range.
+            assert 256 < tensor.float().abs().max() <= 448, name
         else:
             assert tensor.dtype == torch.bfloat16, name
 
 
-def test_router_stays_float32_in_every_copy(fp8_copy: Path, bfloat16_copy: Path, float32_copy: Path) -> None:
-    copies = [read(folder) for folder in (fp8_copy, bfloat16_copy, float32_copy)]
-    for kind in FLOAT32_NAMES:
-        name = layer_prefix(1) + kind
-        assert all(copy[name].dtype == torch.float32 for copy in copies)
-        assert all(torch.equal(copy[name], copies[0][name]) for copy in copies)
-        assert not torch.equal(copies[0][name], copies[0][name].bfloat16().float())
-
-
-def test_bfloat16_and_float32_copies_hold_the_dequantised_fp8_values(
-    fp8_copy: Path, bfloat16_copy: Path, float32_copy: Path
+def test_other_copies_hold_the_dequantised_fp8_values_and_the_same_router(
+    copies: dict[torch.dtype, Path],
 ) -> None:
-    stored, rounded, exact = read(fp8_copy), read(bfloat16_copy), read(float32_copy)
+    stored, rounded, exact = (read(folder) for folder in copies.values())
+    for name in (layer_prefix(1) + kind for kind in FLOAT32_NAMES):
+        for tensors in (stored, rounded, exact):
+            assert tensors[name].dtype == torch.float32
+            assert torch.equal(tensors[name], stored[name])
+        assert not torch.equal(stored[name], stored[name].bfloat16().float())
     assert set(rounded) == set(exact) == {name for name in stored if not name.endswith(SCALE_SUFFIX)}
     linear = [name for name, tensor in stored.items() if tensor.dtype == FP8]
     assert len(linear) == MODEL.num_hidden_layers * (4 + 3 * MODEL.num_local_experts)
@@ -143,32 +124,24 @@ def test_bfloat16_and_float32_copies_hold_the_dequantised_fp8_values(
         assert torch.equal(exact[name].bfloat16(), stored[name])
 
 
-def test_fp8_codes_are_finite_and_reach_the_top_of_their_range(fp8_copy: Path) -> None:
-    for name, tensor in read(fp8_copy).items():
-        if tensor.dtype == FP8:
-            assert 256 < tensor.float().abs().max() <= 448, name
-
-
 def test_index_points_every_tensor_to_its_shard(fp8_copy: Path) -> None:
     index = read_json(fp8_copy / "model.safetensors.index.json")
-    found = {
-        name: (shard.name, entry["data_offsets"][1] - entry["data_offsets"][0])
-        for shard in fp8_copy.glob("*.safetensors")
-        for name, entry in header(shard).items()
-        if name != "__metadata__"
-    }
-    assert index["weight_map"] == {name: shard for name, (shard, _) in found.items()}
-    assert index["metadata"]["total_size"] == sum(size_bytes for _, size_bytes in found.values())
+    weight_map, total_bytes = {}, 0
+    for shard in fp8_copy.glob("*.safetensors"):
+        for name, entry in entries(shard).items():
+            start, stop = entry["data_offsets"]
+            weight_map[name], total_bytes = shard.name, total_bytes + stop - start
+    assert index["weight_map"] == weight_map
+    assert index["metadata"]["total_size"] == total_bytes
 
 
 def test_shards_are_numbered_from_zero_and_names_run_on_alphabetically(fp8_copy: Path) -> None:
     shards = sorted(fp8_copy.glob("*.safetensors"))
     assert len(shards) >= 4
-    count = f"{len(shards):05}"
-    assert [shard.name for shard in shards] == [
-        f"model-{number:05}-of-{count}.safetensors" for number in range(len(shards))
-    ]
-    order = [name for shard in shards for name in header(shard) if name != "__metadata__"]
+    numbers = range(len(shards))
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in numbers]
+    assert [shard.name for shard in shards] == names
+    order = [name for shard in shards for name in entries(shard)]
     assert order == sorted(order)
     tenth, second = (layer_prefix(0) + expert_weight(expert, "w1") for expert in (10, 2))
     assert order.index(tenth) < order.index(second)
@@ -178,23 +151,22 @@ def test_no_shard_exceeds_its_size_unless_one_tensor_does(tmp_path: Path) -> Non
     folder = write(tmp_path / "small", shard_size_bytes=100_000)
     sizes = []
     for shard in folder.glob("*.safetensors"):
-        entries = {name: entry for name, entry in header(shard).items() if name != "__metadata__"}
-        size_bytes = max(entry["data_offsets"][1] for entry in entries.values())
-        assert size_bytes <= 100_000 or len(entries) == 1
+        held = entries(shard)
+        size_bytes = max(entry["data_offsets"][1] for entry in held.values())
+        assert size_bytes <= 100_000 or len(held) == 1
         sizes.append(size_bytes)
     assert max(sizes) == 512 * 256 * 2
 
 
-def test_same_seed_gives_the_same_bytes(fp8_copy: Path, tmp_path: Path) -> None:
-    assert digests(write(tmp_path / "again")) == digests(fp8_copy)
-
-
-def test_another_seed_changes_every_shard(fp8_copy: Path, tmp_path: Path) -> None:
-    before, after = digests(fp8_copy), digests(write(tmp_path / "other", seed=1))
+def test_same_seed_gives_the_same_bytes_and_another_changes_every_shard(
+    fp8_copy: Path, tmp_path: Path
+) -> None:
+    before = digests(fp8_copy)
+    assert digests(write(tmp_path / "again")) == before
+    after = digests(write(tmp_path / "other", seed=1))
     assert before.keys() == after.keys()
-    assert {name for name in before if before[name] != after[name]} == {
-        name for name in before if name.endswith(".safetensors")
-    }
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {name for name in before if name.endswith(".safetensors")}
 
 
 def test_shard_size_moves_tensors_but_changes_none(fp8_copy: Path, tmp_path: Path) -> None:
@@ -203,8 +175,8 @@ def test_shard_size_moves_tensors_but_changes_none(fp8_copy: Path, tmp_path: Pat
     assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
 
 
-def test_experts_and_rows_are_linearly_independent(float32_copy: Path) -> None:
-    tensors = read(float32_copy)
+def test_experts_and_rows_are_linearly_independent(copies: dict[torch.dtype, Path]) -> None:
+    tensors = read(copies[torch.float32])
     matrices = [
         tensors[layer_prefix(layer) + expert_weight(expert, matrix)]
         for layer in range(MODEL.num_hidden_layers)
@@ -217,7 +189,8 @@ def test_experts_and_rows_are_linearly_independent(float32_copy: Path) -> None:
     assert all(torch.linalg.matrix_rank(matrix) == min(matrix.shape) for matrix in matrices)
 
 
-def test_config_describes_the_model_to_every_reader(fp8_copy: Path, bfloat16_copy: Path) -> None:
+def test_config_describes_the_model_to_every_reader(copies: dict[torch.dtype, Path]) -> None:
+    fp8_copy, bfloat16_copy = copies[FP8], copies[torch.bfloat16]
     config = read_json(fp8_copy / "config.json")
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     assert config["quantization_config"]["quant_method"] == "fp8"
@@ -248,30 +221,33 @@ def test_a_tensor_of_odd_shape_is_readable(tmp_path: Path) -> None:
     assert tensors[layer_prefix(1) + CORRECTION_BIAS].shape == (3,)
 
 
+# getrusage's peak begins with what the process held that started this one: for systems that tell nothing better.
+_MEASURE = """
+import resource, sys, torch
+from pathlib import Path
+from minimax_tools.machine.memory import MemoryUsage
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+def peak():
+    rusage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return MemoryUsage.current().most_resident_bytes or rusage
+
+def write(name, model):
+    folder = Path(sys.argv[1]) / name
+    return synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=10**9, seed=0)
+
+write("small", SyntheticModel(num_hidden_layers=1))
+before = peak()
+made = write("large", SyntheticModel(num_hidden_layers=2, hidden_size=1024, intermediate_size=1024))
+print(made.num_shards, made.size_bytes, peak() - before)
+"""
+
+
 @pytest.mark.slow
 def test_memory_stays_far_below_a_shard(tmp_path: Path) -> None:
-    program = (
-        "import resource, sys, torch\n"
-        "from pathlib import Path\n"
-        "from minimax_tools.machine.memory import MemoryUsage\n"
-        "from minimax_tools.synthetic.checkpoint import synthesize\n"
-        "from minimax_tools.synthetic.toy_model import SyntheticModel\n"
-        # getrusage's begins with what the process held that started this one: for systems that tell nothing better.
-        "rusage = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
-        "peak = lambda: MemoryUsage.current().most_resident_bytes or rusage()\n"
-        "toy = SyntheticModel(num_hidden_layers=1)\n"
-        "def write(name, model):\n"
-        "    return synthesize(Path(sys.argv[1]) / name, model=model, dtype=torch.float8_e4m3fn,\n"
-        "                      shard_size_bytes=10**9, seed=0)\n"
-        "write('small', toy)\n"
-        "before = peak()\n"
-        "wide = SyntheticModel(num_hidden_layers=2, hidden_size=1024, intermediate_size=1024)\n"
-        "made = write('large', wide)\n"
-        "print(made.num_shards, made.size_bytes, peak() - before)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     num_shards, size_bytes, growth_bytes = map(int, done.stdout.split())
     assert num_shards == 1
     assert size_bytes > 200_000_000
@@ -296,19 +272,13 @@ def test_fp8_refuses_widths_that_its_readers_would_misread(
     assert write(tmp_path / "plain", model=replace(MODEL, **change), dtype=torch.bfloat16).is_dir()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_attention_heads": 7},
-        {"rotary_dim": 65},
-        {"num_experts_per_tok": 13},
-        {"num_hidden_layers": 0},
-        {"hidden_size": 252},
-    ],
-)
-def test_quantities_that_describe_no_model_are_refused(change: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match=str(next(iter(change.values())))):
-        replace(MODEL, **change)
+QUANTITIES = {"num_attention_heads": 7, "rotary_dim": 65, "num_experts_per_tok": 13, "num_hidden_layers": 0}
+
+
+@pytest.mark.parametrize(("name", "value"), [*QUANTITIES.items(), ("hidden_size", 252)])
+def test_quantities_that_describe_no_model_are_refused(name: str, value: int) -> None:
+    with pytest.raises(UsageError, match=str(value)):
+        replace(MODEL, **{name: value})
 
 
 def test_vocabulary_without_room_for_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -317,14 +287,11 @@ def test_vocabulary_without_room_for_a_tokenizer_is_refused(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_occupied_output_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_occupied_output_is_refused_and_left_alone_and_an_empty_one_filled(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"exists: expected a new or empty folder\. Name another folder"):
         write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_empty_output_is_filled(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert (write(tmp_path / "empty") / "config.json").is_file()
 
@@ -332,19 +299,20 @@ def test_empty_output_is_filled(tmp_path: Path) -> None:
 def test_checkpoint_larger_than_the_disk_is_refused_before_it_is_begun(tmp_path: Path) -> None:
     model = replace(MODEL, vocab_size=10**13)
     size_bytes = sum(tensor.size_bytes for tensor in plan_tensors(model, dtype=FP8))
-    with pytest.raises(
-        CheckpointError, match=f"expected {size_bytes} bytes, found [0-9]+ bytes free"
-    ) as raised:
+    fault = f"expected {size_bytes} bytes, found [0-9]+ bytes free"
+    with pytest.raises(CheckpointError, match=fault) as raised:
         write(tmp_path / "huge", model=model)
     assert str(tmp_path / "huge") in str(raised.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_failed_write_is_reported_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with (
-        largest_file(200_000),
-        pytest.raises(CheckpointError, match=r"bytes free, .*File too large") as raised,
-    ):
-        write(tmp_path / "cut")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"bytes free, .*File too large") as raised:
+            write(tmp_path / "cut")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(tmp_path / "cut") in str(raised.value)
     assert list(tmp_path.iterdir()) == []
