@@ -23,16 +23,6 @@ def piece(element: str, *, point: str = "output") -> DumpPiece:
 
 
 class TestParse:
-    def test_all_parts(self) -> None:
-        place = SitePlace.read("layers.{layer}.self_attn.qkv_proj:output[1][768:896]@shard(-1; 0,0,1,1)")
-        assert place == SitePlace(
-            path="layers.{layer}.self_attn.qkv_proj",
-            point="output",
-            element="1",
-            part=(768, 896),
-            layout=Sharded(dim=-1, blocks=(0, 0, 1, 1)),
-        )
-
     @pytest.mark.parametrize(
         ("text", "place"),
         [
@@ -43,6 +33,15 @@ class TestParse:
             (":output[logits]", SitePlace(path="", element="logits")),
             ("a@partial", SitePlace(path="a", layout=Partial())),
             ("a:output@replicate", SitePlace(path="a", layout=Replicated())),
+            (
+                "layers.{layer}.qkv:output[1][768:896]@shard(-1; 0,0,1,1)",
+                SitePlace(
+                    path="layers.{layer}.qkv",
+                    element="1",
+                    part=(768, 896),
+                    layout=Sharded(dim=-1, blocks=(0, 0, 1, 1)),
+                ),
+            ),
         ],
     )
     def test_parts_may_be_left_out(self, text: str, place: SitePlace) -> None:
@@ -70,10 +69,11 @@ class TestFindLayers:
             None: "model.norm"
         }
 
-    def test_exact_path_goes_before_the_end_of_another(self) -> None:
-        assert SitePlace.read("norm").find_layers(("draft.norm", "norm")) == {None: "norm"}
-        assert SitePlace.read("norm").find_layers(("norm", "draft.norm")) == {None: "norm"}
-        assert SitePlace.read("norm").find_layers(("draft.norm", "model.norm", "norm")) == {None: "norm"}
+    @pytest.mark.parametrize(
+        "modules", [("draft.norm", "norm"), ("norm", "draft.norm"), ("draft.norm", "model.norm", "norm")]
+    )
+    def test_exact_path_goes_before_the_end_of_another(self, modules: tuple[str, ...]) -> None:
+        assert SitePlace.read("norm").find_layers(modules) == {None: "norm"}
 
     def test_two_modules_for_one_layer_are_refused(self) -> None:
         with pytest.raises(

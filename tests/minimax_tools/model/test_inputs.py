@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,29 +12,25 @@ from minimax_tools.model.inputs import Inputs, format_positions, num_tokens_left
 ROWS = [[5, 6, 7], [8]]
 
 
-def pad(rows: list[list[int]], *, side: str = "right", buckets: tuple[int, ...] = ()) -> Inputs:
-    return pad_rows(rows, padding_side=side, buckets=buckets, pad_token_id=9, source="a test")
+def pad(
+    rows: list[list[int]], *, side: str = "right", buckets: tuple[int, ...] = (), **options: Any
+) -> Inputs:
+    return pad_rows(rows, padding_side=side, buckets=buckets, pad_token_id=9, source="a test", **options)
 
 
-def test_right_padding_follows_the_tokens() -> None:
-    inputs = pad(ROWS)
-    assert inputs.input_ids.tolist() == [[5, 6, 7], [8, 9, 9]]
-    assert inputs.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert inputs.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
-
-
-def test_left_padding_precedes_the_tokens() -> None:
-    inputs = pad(ROWS, side="left")
-    assert inputs.input_ids.tolist() == [[5, 6, 7], [9, 9, 8]]
-    assert inputs.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+@pytest.mark.parametrize(
+    ("side", "ids", "mask"), [("right", [8, 9, 9], [1, 0, 0]), ("left", [9, 9, 8], [0, 0, 1])]
+)
+def test_padding_follows_or_precedes_the_tokens(side: str, ids: list[int], mask: list[int]) -> None:
+    inputs = pad(ROWS, side=side)
+    assert inputs.input_ids.tolist() == [[5, 6, 7], ids]
+    assert inputs.attention_mask.tolist() == [[1, 1, 1], mask]
     assert inputs.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_positions_count_on_from_each_rows_first(side: str) -> None:
-    inputs = pad_rows(
-        ROWS, padding_side=side, buckets=(4,), pad_token_id=9, source="a test", start_positions=(5, 4096)
-    )
+    inputs = pad(ROWS, side=side, buckets=(4,), start_positions=(5, 4096))
     assert inputs.row_positions() == [[5, 6, 7], [4096]]
     assert inputs.next_positions.tolist() == [[8], [4097]]
     # Padding takes a position of its row: transformers masks it, and none lies past the model's last.
@@ -50,10 +47,7 @@ def test_positions_count_on_from_each_rows_first(side: str) -> None:
     ],
 )
 def test_positions_are_worded_as_runs_without_padding(starts: tuple[int, int], words: str) -> None:
-    inputs = pad_rows(
-        ROWS, padding_side="right", buckets=(8,), pad_token_id=9, source="a test", start_positions=starts
-    )
-    assert format_positions(inputs) == words
+    assert format_positions(pad(ROWS, buckets=(8,), start_positions=starts)) == words
 
 
 def test_tokens_that_the_model_has_positions_for_can_follow() -> None:
@@ -67,18 +61,17 @@ def test_smallest_bucket_that_fits_is_taken(buckets: tuple[int, ...], length: in
     assert pad(ROWS, buckets=buckets).sequence_length == length
 
 
-def test_row_longer_than_every_bucket_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match="the longest row has 3 tokens: expected at most the largest bucket, 2"
-    ):
-        pad(ROWS, buckets=(1, 2))
-
-
-def test_no_row_and_an_empty_row_are_refused() -> None:
-    with pytest.raises(UsageError, match="at least one row"):
-        pad([])
-    with pytest.raises(UsageError, match="row 1 has no token"):
-        pad([[1], []])
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ([[1, 2, 3]], "the longest row has 3 tokens: expected at most the largest bucket, 2"),
+        ([], "at least one row"),
+        ([[1], []], "row 1 has no token"),
+    ],
+)
+def test_rows_that_cannot_be_padded_are_refused(rows: list[list[int]], fault: str) -> None:
+    with pytest.raises(UsageError, match=fault):
+        pad(rows, buckets=(1, 2))
 
 
 def test_counts() -> None:

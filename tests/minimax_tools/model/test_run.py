@@ -19,33 +19,26 @@ from minimax_tools.model.run import (
     sweep_run,
 )
 from minimax_tools.model.sites import SITE_INPUTS, ModelSite, Site
-from minimax_tools.model.span import Span
+from minimax_tools.model.span import Span, word_layers
 
-RUNS = [
-    full_run(62, sites_level="all"),
-    single_layer_run(7, sites_level="component"),
-    multi_layer_run(Span(0, 6), sites_level="layer"),
-    sweep_run(Span(0, 62), sites_level="all"),
-    component_run(7, Component.MOE),
-]
-
-
-@pytest.mark.parametrize(
-    ("run", "name", "mode"),
-    list(
-        zip(
-            RUNS,
-            ("full_model", "single_layer_7", "layers_0_to_5", "sweep_0_to_61", "component_7_moe"),
-            (Mode.CHAINED, Mode.ISOLATED, Mode.CHAINED, Mode.ISOLATED, Mode.ISOLATED),
-            strict=True,
-        )
-    ),
-)
-def test_presets_have_the_names_and_modes_of_the_design(run: Run, name: str, mode: Mode) -> None:
-    assert (run.name, run.mode) == (name, mode)
+RUNS = {
+    "full_model": full_run(62, sites_level="all"),
+    "single_layer_7": single_layer_run(7, sites_level="component"),
+    "layers_0_to_5": multi_layer_run(Span(0, 6), sites_level="layer"),
+    "sweep_0_to_61": sweep_run(Span(0, 62), sites_level="all"),
+    "component_7_moe": component_run(7, Component.MOE),
+}
+FULL = RUNS["full_model"]
 
 
-@pytest.mark.parametrize("run", RUNS)
+def test_presets_have_the_names_and_modes_of_the_design() -> None:
+    assert [run.name for run in RUNS.values()] == list(RUNS)
+    chained = [name for name, run in RUNS.items() if run.mode is Mode.CHAINED]
+    assert chained == ["full_model", "layers_0_to_5"]
+    assert {run.mode for run in RUNS.values()} == {Mode.CHAINED, Mode.ISOLATED}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_run_survives_a_manifest(run: Run) -> None:
     assert decode(Run, json.loads(json.dumps(encode(run)))) == run
 
@@ -56,8 +49,8 @@ def test_manifest_names_first_and_last_site() -> None:
 
 
 def test_only_a_whole_model_has_sites_outside_its_layers() -> None:
-    assert [bool(run.model_sites) for run in RUNS] == [True, False, False, False, False]
-    assert RUNS[0].model_sites == tuple(ModelSite)
+    assert [name for name, run in RUNS.items() if run.model_sites] == ["full_model"]
+    assert FULL.model_sites == tuple(ModelSite)
 
 
 def test_fed_sites_are_not_judged() -> None:
@@ -86,12 +79,51 @@ def test_every_site_but_the_residual_adds_is_computed_by_a_component() -> None:
     assert set(Site) - computed == {Site.INPUT, Site.ATTN_RESIDUAL, Site.OUTPUT}
 
 
-def test_run_without_sites_is_refused() -> None:
+def test_run_of_no_sites_or_in_another_order_is_refused() -> None:
     with pytest.raises(UsageError, match="a run keeps no site"):
-        replace(RUNS[0], sites=())
+        replace(FULL, sites=())
+    for sites in ((Site.OUTPUT, Site.INPUT), (Site.INPUT, Site.INPUT)):
+        with pytest.raises(ValueError, match="not in execution order"):
+            replace(FULL, sites=sites)
 
 
-@pytest.mark.parametrize("sites", [(Site.OUTPUT, Site.INPUT), (Site.INPUT, Site.INPUT)])
-def test_sites_out_of_order_are_a_mistake_of_the_caller(sites: tuple[Site, ...]) -> None:
-    with pytest.raises(ValueError, match="not in execution order"):
-        replace(RUNS[0], sites=sites)
+def test_notation_is_half_open() -> None:
+    assert list(Span.parse("2:5")) == [2, 3, 4]
+    assert list(Span.parse(" 0:1 ")) == [0]
+    assert Span.inclusive(2, 4) == Span(2, 5) == Span.parse("2:5")
+    span = Span.single(7)
+    assert (list(span), len(span), span.last) == ([7], 1, 7)
+
+
+@pytest.mark.parametrize("text", ["", "3", "a:b", "1:2:3", "-1:2", ":4", "4:", "1-3"])
+def test_unreadable_notation_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--layers '.*' is no span: expected A:B, half-open"):
+        Span.parse(text)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(3, 3), (5, 2), (-1, 2)])
+def test_empty_or_negative_span_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(UsageError, match=f"layers {start}:{stop} are no span: expected 0 <= start < stop"):
+        Span(start, stop)
+
+
+def test_span_past_the_last_layer_is_refused() -> None:
+    assert Span(0, 62).within(62) == Span(0, 62)
+    with pytest.raises(
+        UsageError, match=r"layer 62 is out of range: expected layers 0 to 61, found layers 60 to 62"
+    ):
+        Span(60, 63).within(62)
+
+
+def test_membership_knows_layers_only() -> None:
+    span = Span(2, 4)
+    assert [layer for layer in range(6) if layer in span] == [2, 3]
+    assert "2" not in span
+
+
+def test_layers_are_worded_as_ranges() -> None:
+    assert (str(Span.single(3)), str(Span(3, 6))) == ("layer 3", "layers 3 to 5")
+    assert word_layers([0, 1, 2, 5, 7, 8]) == "layers 0-2, 5, 7-8"
+    assert word_layers([3]) == "layer 3"
+    assert word_layers([1, 0, None]) == "layers 0-1 and model"
+    assert word_layers([None]) == "model"

@@ -29,17 +29,17 @@ def test_every_form_is_read_and_written(text: str, layout: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "shard", "shard()", "shard(x)", "shard(1; 0,,1)", "replicated", "partial(1)"]
+    ("text", "fault"),
+    [
+        *((text, "cannot be read: expected '@replicate'") for text in ("", "shard", "shard()", "shard(x)")),
+        *((text, "cannot be read") for text in ("shard(1; 0,,1)", "replicated", "partial(1)")),
+        # Blocks that leave something out.
+        *((f"shard(1; {blocks})", "do not make up a tensor") for blocks in ("0,2", "1,2", "-,-", "-1")),
+    ],
 )
-def test_other_forms_are_refused(text: str) -> None:
-    with pytest.raises(TargetError, match="cannot be read: expected '@replicate'"):
+def test_other_forms_are_refused(text: str, fault: str) -> None:
+    with pytest.raises(TargetError, match=fault):
         parse_layout(text)
-
-
-@pytest.mark.parametrize("blocks", ["0,2", "1,2", "-,-", "-1"])
-def test_blocks_that_leave_something_out_are_refused(blocks: str) -> None:
-    with pytest.raises(TargetError, match="do not make up a tensor: expected every number"):
-        parse_layout(f"shard(1; {blocks})")
 
 
 @pytest.mark.parametrize("text", ["shard(2)", "shard(-1)", "shard(2; 2,3,0,1)", "shard(2; 0,1,2,3)"])
@@ -63,11 +63,6 @@ def test_a_sum_is_rounded_once() -> None:
     assert torch.equal(Partial().assemble(pieces, what=WHAT), torch.full((2,), 258.0, dtype=torch.bfloat16))
 
 
-def test_a_sum_cannot_be_fed() -> None:
-    with pytest.raises(TargetError, match="layer 5, q_proj cannot be fed on several ranks: it is @partial"):
-        Partial().cut(WHOLE, rank=0, num_ranks=2, what=WHAT)
-
-
 def test_replicas_that_differ_are_named() -> None:
     other = WHOLE.clone()
     other[1, 2, 3] += 0.5
@@ -87,18 +82,21 @@ def test_replicas_are_compared_bit_for_bit() -> None:
     assert Replicated().assemble([nan, nan.clone()], what=WHAT) is nan
 
 
-def test_copies_that_differ_are_named() -> None:
-    pieces = [WHOLE, WHOLE + 1.0]
-    with pytest.raises(TargetError, match="q_proj, block 0 is not the same on all ranks"):
-        parse_layout("shard(0; 0,0)").assemble(pieces, what=WHAT)
-
-
-def test_copies_on_one_rank_that_differ_are_named() -> None:
-    pieces = [torch.tensor([1.0, 1.0]), torch.tensor([2.0, 3.0])]
-    with pytest.raises(
-        TargetError, match="q_proj, block 1 is not the same .* on rank 1, the largest difference 1"
-    ):
-        parse_layout("shard(0; 0,0,1,1)").assemble(pieces, what=WHAT)
+@pytest.mark.parametrize(
+    ("text", "pieces", "said"),
+    [
+        ("shard(0; 0,0)", [WHOLE, WHOLE + 1.0], "q_proj, block 0 is not the same on all ranks"),
+        # Copies on one rank.
+        (
+            "shard(0; 0,0,1,1)",
+            [torch.tensor([1.0, 1.0]), torch.tensor([2.0, 3.0])],
+            "q_proj, block 1 is not the same .* on rank 1, the largest difference 1",
+        ),
+    ],
+)
+def test_copies_that_differ_are_named(text: str, pieces: list[torch.Tensor], said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        parse_layout(text).assemble(pieces, what=WHAT)
 
 
 def test_pieces_of_other_shapes_are_named() -> None:
@@ -119,9 +117,14 @@ def test_a_layout_that_does_not_fit_its_pieces_is_refused(text: str, fault: str)
         parse_layout(text).assemble([WHOLE, WHOLE], what=WHAT)
 
 
-def test_what_does_not_divide_is_not_fed() -> None:
-    with pytest.raises(TargetError, match="cannot be fed on several ranks: expected a multiple of 2 along"):
-        Sharded(dim=1).cut(WHOLE, rank=0, num_ranks=2, what=WHAT)
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [(Sharded(dim=1), "ranks: expected a multiple of 2 along"), (Partial(), "ranks: it is @partial")],
+    ids=["odd", "sum"],
+)
+def test_what_cannot_be_cut_is_not_fed(layout: Sharded | Partial, fault: str) -> None:
+    with pytest.raises(TargetError, match=f"layer 5, q_proj cannot be fed on several {fault}"):
+        layout.cut(WHOLE, rank=0, num_ranks=2, what=WHAT)
 
 
 @pytest.mark.parametrize("piece", [torch.ones(2, 3), torch.tensor([[1, 2]])], ids=["whole", "integer"])

@@ -39,29 +39,20 @@ def error(copy: Copy, exact: Copy, site: Site, inputs: Inputs) -> float:
     return float((theirs - mine).norm() / mine.norm())
 
 
-@pytest.mark.parametrize("site", VALUES)
-def test_exact_copy_is_the_float32_layer(
-    spec: ModelSpec,
-    open_layer: Any,
-    capture: Capture,
-    inputs: Inputs,
-    copies: tuple[Copy, ...],
-    site: Site,
+def test_exact_copy_is_the_float32_layer_and_others_stray_about_as_far_as_the_golden(
+    spec: ModelSpec, open_layer: Any, capture: Capture, inputs: Inputs, copies: tuple[Copy, ...]
 ) -> None:
-    experts = capture.read(LAYER, Site.ROUTER_EXPERTS)
+    exact, *others = copies
     own = Float32Layer(spec, open_layer(LAYER)).run(
-        capture.read(LAYER, Site.INPUT), inputs, router_experts=experts
+        capture.read(LAYER, Site.INPUT),
+        inputs,
+        router_experts=capture.read(LAYER, Site.ROUTER_EXPERTS),
     )
-    assert error(copies[0], own, site, inputs) < 2e-6
-
-
-@pytest.mark.parametrize("site", VALUES)
-def test_other_copies_stray_about_as_far_as_the_golden(
-    capture: Capture, inputs: Inputs, copies: tuple[Copy, ...], site: Site
-) -> None:
-    golden = error({site: capture.read(LAYER, site).float()}, copies[0], site, inputs)
-    for copy in copies[1:]:
-        assert 0.8 * golden < error(copy, copies[0], site, inputs) < 1.6 * golden
+    for site in VALUES:
+        assert error(exact, own, site, inputs) < 2e-6, site
+        golden = error({site: capture.read(LAYER, site).float()}, exact, site, inputs)
+        for copy in others:
+            assert 0.8 * golden < error(copy, exact, site, inputs) < 1.6 * golden, site
 
 
 def test_nearest_copy_holds_bfloat16_numbers(copies: tuple[Copy, ...]) -> None:
