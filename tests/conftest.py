@@ -120,6 +120,14 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BF16 copy of the model `toy`."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
+    synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy's golden: every layer, all sites, the noise floor kept whole, certified."""
     if importlib.util.find_spec("transformers") is None:

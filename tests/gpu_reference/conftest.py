@@ -1,4 +1,4 @@
-"""Golden requests over the toy, and its BF16 copy."""
+"""Golden requests over the toy."""
 
 from __future__ import annotations
 
@@ -11,69 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gpu_reference.golden.golden import GoldenRequest
-from gpu_reference.model.model import GoldenModelRequest
-from gpu_reference.model.placement import Placement
-from gpu_reference.streaming.streaming import Streaming
-from minimax_tools.model.run import Run, full_run
-from minimax_tools.model.spec import ModelSpec
-from minimax_tools.synthetic.checkpoint import synthesize
-from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.input_request import InputRequest
-from minimax_tools.text.prompts import build_inputs
 
 sys.path.append(str(Path(__file__).parent))
+from goldens import golden_request
 
 Ask = Callable[..., GoldenRequest]
 Measure = Callable[..., list[dict[str, Any]]]
 
-CPU = Placement(device_map={"": "cpu"})
-
-
-@pytest.fixture(scope="session")
-def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BF16 copy of the model `toy`."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
-    synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return folder
-
 
 @pytest.fixture(scope="session")
 def ask(toy: Path) -> Ask:
-    """Makes a golden request: the whole toy on two unequal rows, no noise floor, unless told otherwise."""
+    """Makes a golden request, as `golden_request` does: of the toy, unless told otherwise."""
 
-    def make(
-        *,
-        folder: Path = toy,
-        run: Run | None = None,
-        inputs: InputRequest | None = None,
-        noise_floor: str = "off",
-        dtype: torch.dtype = torch.bfloat16,
-        placement: Placement = CPU,
-        attn_implementation: str = "sdpa",
-        experts_implementation: str = "grouped_mm",
-        streaming: Streaming | None = None,
-    ) -> GoldenRequest:
-        spec = ModelSpec.from_folder(folder)
-        run = run or full_run(spec.num_hidden_layers, sites_level="all")
-        return GoldenRequest(
-            model=GoldenModelRequest(
-                folder=folder,
-                spec=spec,
-                num_hidden_layers=run.span.stop,
-                dtype=dtype,
-                placement=placement,
-                attn_implementation=attn_implementation,
-                experts_implementation=experts_implementation,
-            ),
-            model_source="toy",
-            run=run,
-            inputs=build_inputs(inputs or InputRequest(seq_lens=(24, 15)), folder=folder, spec=spec),
-            noise_floor=noise_floor,
-            streaming=streaming,
-        )
+    def make(*, folder: Path = toy, **options: Any) -> GoldenRequest:
+        return golden_request(folder, **options)
 
     return make
 

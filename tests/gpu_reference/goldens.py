@@ -1,4 +1,4 @@
-"""Goldens captured, compared and interrupted, and budgets of memory, for the tests of goldens."""
+"""Goldens asked for, captured, compared and interrupted, and budgets of memory, for the tests of goldens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,69 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.model.model import GoldenModelRequest
+from gpu_reference.model.placement import Placement
+from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.machine.memory import MemoryBudget, MemoryUsage, give_back_freed_memory
+from minimax_tools.model.run import Run, full_run
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
+from minimax_tools.text.input_request import InputRequest
+from minimax_tools.text.prompts import build_inputs
+
+CPU = Placement(device_map={"": "cpu"})
+FEW = InputRequest(seq_lens=(3, 2))
+
+# Ways to ask for a golden, each of which a stream answers with the same bytes.
+STREAMED: dict[str, dict[str, Any]] = {
+    "floor": {"noise_floor": "full"},
+    "eager": {"noise_floor": "stats", "experts_implementation": "eager", "attn_implementation": "eager"},
+    "batched": {"experts_implementation": "batched_mm"},
+    "float32": {"dtype": torch.float32},
+    "left": {"inputs": InputRequest(seq_lens=(24, 15), padding_side="left")},
+    "few": {"inputs": FEW, "noise_floor": "full"},
+}
+
+
+def streams(device: str) -> dict[str, Streaming]:
+    """Both ways to stream, by name."""
+    return {
+        "alone": Streaming(device=torch.device(device), prefetch=False),
+        "prefetching": Streaming(device=torch.device(device), prefetch=True),
+    }
+
+
+def golden_request(
+    folder: Path,
+    *,
+    run: Run | None = None,
+    inputs: InputRequest | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    placement: Placement = CPU,
+    attn_implementation: str = "sdpa",
+    experts_implementation: str = "grouped_mm",
+    **options: Any,
+) -> GoldenRequest:
+    """Make a golden request: the whole model on two unequal rows, no noise floor, unless told otherwise."""
+    spec = ModelSpec.from_folder(folder)
+    run = run or full_run(spec.num_hidden_layers, sites_level="all")
+    model = GoldenModelRequest(
+        folder=folder,
+        spec=spec,
+        num_hidden_layers=run.span.stop,
+        dtype=dtype,
+        placement=placement,
+        attn_implementation=attn_implementation,
+        experts_implementation=experts_implementation,
+    )
+    built = build_inputs(inputs or InputRequest(seq_lens=(24, 15)), folder=folder, spec=spec)
+    chosen = {"noise_floor": "off", "streaming": None, **options}
+    return GoldenRequest(model=model, model_source="toy", run=run, inputs=built, **chosen)
 
 
 def capture(request: GoldenRequest, directory: Path, progress: Any = None) -> Capture:
@@ -26,6 +85,25 @@ def contents(directory: Path) -> dict[str, bytes]:
         for path in directory.iterdir()
         if path.is_file() and path.suffix != ".lock"
     }
+
+
+def present(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return what a capture holds."""
+    assert tensor is not None
+    return tensor
+
+
+def load_with_float32_router(folder: Path, **options: Any) -> Any:
+    """Load transformers' own model of a BF16 checkpoint, its routers as they are stored."""
+    from transformers import MiniMaxM2ForCausalLM
+
+    model = MiniMaxM2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
+    with CheckpointReader(folder) as reader:
+        for index, layer in enumerate(model.model.layers):
+            gate, bias = (reader.read(layer_prefix(index) + name) for name in (GATE, CORRECTION_BIAS))
+            layer.mlp.gate.weight = torch.nn.Parameter(gate)
+            layer.mlp.e_score_correction_bias = bias
+    return model
 
 
 class StoppedError(Exception):

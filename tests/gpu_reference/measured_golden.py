@@ -15,17 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from goldens import golden_request
 
 from gpu_reference.golden.golden import GoldenRequest, open_golden
-from gpu_reference.model.model import GoldenModelRequest
-from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, MemoryUsage, give_back_freed_memory
 from minimax_tools.machine.memory_tracker import MemoryTracker
-from minimax_tools.model.run import full_run
-from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.input_request import InputRequest
-from minimax_tools.text.prompts import build_inputs
 
 
 def main() -> None:
@@ -68,31 +64,17 @@ def measure(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 def read_request(folder: Path, case: dict[str, Any]) -> GoldenRequest:
     """The request that a case's options describe; a `budget` counts from what is in use now."""
-    spec = ModelSpec.from_folder(folder)
-    run = full_run(spec.num_hidden_layers, sites_level="all")
     in_use = MemoryUsage.on_host().anonymous_bytes
-    return GoldenRequest(
-        model=GoldenModelRequest(
-            folder=folder,
-            spec=spec,
-            num_hidden_layers=run.span.stop,
-            dtype=torch.bfloat16,
-            placement=Placement(device_map={"": "cpu"}),
-            attn_implementation=case.get("attn", "sdpa"),
-            experts_implementation=case.get("experts", "grouped_mm"),
-        ),
-        model_source="measured",
-        run=run,
-        inputs=build_inputs(InputRequest(seq_lens=tuple(case["lens"])), folder=folder, spec=spec),
+    prefetch, packed = case.get("prefetch", False), case.get("packed", False)
+    streaming = Streaming(device=torch.device("cpu"), prefetch=prefetch, packed=packed)
+    return golden_request(
+        folder,
+        attn_implementation=case.get("attn", "sdpa"),
+        experts_implementation=case.get("experts", "grouped_mm"),
+        inputs=InputRequest(seq_lens=tuple(case["lens"])),
         noise_floor=case.get("noise_floor", "off"),
         floor_variants=tuple(case.get("floor_variants", ())),
-        streaming=None
-        if case.get("whole")
-        else Streaming(
-            device=torch.device("cpu"),
-            prefetch=case.get("prefetch", False),
-            packed=case.get("packed", False),
-        ),
+        streaming=None if case.get("whole") else streaming,
         budget=MemoryBudget(in_use + case["budget"] if "budget" in case else None),
     )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from goldens import capture
+from goldens import STREAMED, capture, present, streams
 
 from gpu_reference.cli import main
 from gpu_reference.golden.golden import open_golden
@@ -22,6 +23,7 @@ from minimax_tools.text.input_request import InputRequest
 pytestmark = pytest.mark.gpu
 
 ON_GPU = Placement(device_map={"": "cuda:0"})
+STREAMS = streams("cuda:0")
 
 
 def tensor_files(capture: Capture) -> dict[str, bytes]:
@@ -60,46 +62,35 @@ def test_gpu_and_cpu_agree_to_the_rounding_of_bfloat16(ask: Any, on_gpu: Capture
 def test_twin_on_the_gpu_is_float32_not_tf32(ask: Any, on_gpu: Capture, tmp_path: Path) -> None:
     on_cpu = capture(ask(noise_floor="full"), tmp_path)
     real = on_cpu.read_attention_mask().bool()
-    mine, theirs = on_gpu.read_twin(0, Site.ATTN_DELTA), on_cpu.read_twin(0, Site.ATTN_DELTA)
-    assert mine is not None
-    assert theirs is not None
+    mine, theirs = (present(one.read_twin(0, Site.ATTN_DELTA)) for one in (on_gpu, on_cpu))
     assert float((mine[real] - theirs[real]).norm() / theirs[real].norm()) < 1e-5
+
+
+def split(layers: Sequence[int | str], *, norm: int, head: int | str, **options: Any) -> Placement:
+    """Each layer on its device, the embedding on the first GPU."""
+    device_map: dict[str, int | str] = {"model.embed_tokens": 0}
+    device_map |= {f"model.layers.{layer}": where for layer, where in enumerate(layers)}
+    device_map |= {"model.norm": norm, "model.rotary_emb": 0, "lm_head": head}
+    return Placement(device_map=device_map, **options)
 
 
 @pytest.mark.parametrize("elsewhere", ["cpu", "disk"])
 def test_offloaded_layers_are_computed_on_the_gpu_with_the_same_bits(
     ask: Any, on_gpu: Capture, tmp_path: Path, elsewhere: str
 ) -> None:
-    device_map = {
-        "model.embed_tokens": 0,
-        "model.layers.0": 0,
-        "model.layers.1": elsewhere,
-        "model.layers.2": 0,
-        "model.layers.3": elsewhere,
-        "model.norm": 0,
-        "model.rotary_emb": 0,
-        "lm_head": elsewhere,
-    }
-    placement = Placement(device_map=device_map, offload_folder=tmp_path / "offload")
-    split = capture(ask(placement=placement, noise_floor="full"), tmp_path / "capture")
-    assert tensor_files(split) == tensor_files(on_gpu)
-    assert split.description.provenance.backend == "cuda"
+    placement = split(
+        [0, elsewhere, 0, elsewhere], norm=0, head=elsewhere, offload_folder=tmp_path / "offload"
+    )
+    made = capture(ask(placement=placement, noise_floor="full"), tmp_path / "capture")
+    assert tensor_files(made) == tensor_files(on_gpu)
+    assert made.description.provenance.backend == "cuda"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than two GPUs")
 def test_model_split_over_two_gpus_captures_the_same_bits(ask: Any, on_gpu: Capture, tmp_path: Path) -> None:
-    device_map: dict[str, int | str] = {
-        "model.embed_tokens": 0,
-        "model.layers.0": 0,
-        "model.layers.1": 0,
-        "model.layers.2": 1,
-        "model.layers.3": 1,
-        "model.norm": 1,
-        "model.rotary_emb": 0,
-        "lm_head": 1,
-    }
-    split = capture(ask(placement=Placement(device_map=device_map), noise_floor="full"), tmp_path)
-    assert tensor_files(split) == tensor_files(on_gpu)
+    placement = split([0, 0, 1, 1], norm=1, head=1)
+    made = capture(ask(placement=placement, noise_floor="full"), tmp_path)
+    assert tensor_files(made) == tensor_files(on_gpu)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash_attn is not installed")
@@ -112,45 +103,24 @@ def test_recording_leaves_flash_attention_bit_equal(ask: Any, tmp_path: Path) ->
     assert Capture.open(tmp_path).sites(0) == tuple(Site)
 
 
-STREAMS = {
-    "alone": Streaming(device=torch.device("cuda:0"), prefetch=False),
-    "prefetching": Streaming(device=torch.device("cuda:0"), prefetch=True),
-}
-
-
 @pytest.mark.parametrize("streaming", STREAMS.values(), ids=STREAMS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"noise_floor": "full"},
-        {"noise_floor": "stats", "experts_implementation": "eager", "attn_implementation": "eager"},
-        {"experts_implementation": "batched_mm"},
-        {"dtype": torch.float32},
-        {"inputs": InputRequest(seq_lens=(3, 2)), "noise_floor": "full"},
-        {"inputs": InputRequest(seq_lens=(24, 15), padding_side="left")},
-    ],
-    ids=["floor", "eager", "batched", "float32", "few", "left"],
-)
+@pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED)
 def test_stream_over_the_gpu_has_the_bytes_of_the_model_on_it(
     ask: Any, tmp_path: Path, options: dict[str, Any], streaming: Streaming
 ) -> None:
     whole = capture(ask(placement=ON_GPU, **options), tmp_path / "whole")
     streamed = capture(ask(placement=ON_GPU, streaming=streaming, **options), tmp_path / "streamed")
     assert tensor_files(streamed) == tensor_files(whole)
-    assert (streamed.directory / "manifest.json").read_bytes() == (
-        whole.directory / "manifest.json"
-    ).read_bytes()
+    manifests = [(made.directory / "manifest.json").read_bytes() for made in (streamed, whole)]
+    assert manifests[0] == manifests[1]
 
 
 @pytest.mark.parametrize("lengths", [(24, 15), (3,)], ids=["many", "few"])
 def test_packed_experts_on_the_gpu_have_the_bytes_of_eager_ones(
     ask: Any, tmp_path: Path, lengths: tuple[int, ...]
 ) -> None:
-    options = {
-        "inputs": InputRequest(seq_lens=lengths),
-        "experts_implementation": "eager",
-        "noise_floor": "full",
-    }
+    inputs = InputRequest(seq_lens=lengths)
+    options = {"inputs": inputs, "experts_implementation": "eager", "noise_floor": "full"}
     packed = Streaming(device=torch.device("cuda:0"), packed=True)
     whole = capture(ask(placement=ON_GPU, **options), tmp_path / "whole")
     assert tensor_files(capture(ask(streaming=packed, **options), tmp_path / "packed")) == tensor_files(whole)

@@ -1,4 +1,4 @@
-"""A small checkpoint of MiniMax-M2, tensor by tensor, the toy in BF16, and a llama of which only headers are read."""
+"""A small checkpoint of MiniMax-M2, tensor by tensor, and a llama of which only headers are read."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from minimax_tools.model.weight_names import (
     layer_prefix,
     scale_name,
 )
-from minimax_tools.synthetic.checkpoint import synthesize
-from minimax_tools.synthetic.toy_model import SyntheticModel
 
 _CONFIG = {
     "model_type": "llama",
@@ -176,14 +174,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         weight_map |= dict.fromkeys(shapes, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BF16 copy of the model `toy`."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
-    synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
     return folder
 
 

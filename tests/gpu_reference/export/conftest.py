@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,31 +10,43 @@ from click.testing import CliRunner
 
 from gpu_reference.cli import main
 
-# Of the golden `golden`, as in the conftest of all tests.
-LENGTHS = "48,33"
-NUM_DECODED = 2
+MakePair = Callable[..., tuple[Path, Path]]
 
 
-def make_golden(directory: Path, model: Path, *options: str) -> Path:
-    arguments = ["extract-all", "--model", str(model), "--output-dir", str(directory), "--quiet", *options]
-    result = CliRunner().invoke(main, arguments)
+def run(*words: object) -> None:
+    result = CliRunner().invoke(main, [*map(str, words), "--quiet"])
     assert result.exit_code == 0, result.output
-    return directory
 
 
 @pytest.fixture(scope="session")
 def float32_golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The float32 golden of the same tokens as `golden`, certified."""
     directory = tmp_path_factory.mktemp("float32") / "full_model"
-    return make_golden(directory, toy, "--seq-len", LENGTHS, "--dtype", "float32", "--certify")
+    words = ("extract-all", "--model", toy, "--seq-len", "48,33", "--output-dir", directory)
+    run(*words, "--dtype", "float32", "--certify")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def make_pair(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> MakePair:
+    """Makes goldens of the same tokens in both dtypes, not certified: of layer 0, unless a command says otherwise."""
+
+    def make(
+        *options: object, command: tuple[object, ...] = ("single-layer", "--layer", 0)
+    ) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("pair")
+        for dtype in ("bfloat16", "float32"):
+            words = ("--model", toy, "--output-dir", folder / dtype, "--dtype", dtype, *options)
+            run(*command, *words, "--noise-floor", "off")
+        return folder / "bfloat16", folder / "float32"
+
+    return make
 
 
 @pytest.fixture(scope="session")
 def report(golden: Path, float32_golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The export of both; the last two tokens of each row were decoded."""
+    """The export of both certified goldens; the last two tokens of each row were decoded."""
     output = tmp_path_factory.mktemp("report") / "accuracy_report"
-    arguments = ["export", "--format", "vllm-neuron", "--golden", str(golden), "--output-dir", str(output)]
-    arguments += ["--float32-golden", str(float32_golden), "--decode", str(NUM_DECODED), "--quiet"]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
+    goldens = ("--golden", golden, "--float32-golden", float32_golden)
+    run("export", "--format", "vllm-neuron", *goldens, "--decode", 2, "--output-dir", output)
     return output

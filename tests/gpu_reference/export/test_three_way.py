@@ -78,20 +78,15 @@ def test_baseline_with_a_rounded_router_is_seen_and_hides_the_mistake(report: Pa
     assert hidden["lm_head"].median() < 1 < own["lm_head"].median() / 2
 
 
-def test_mm2_passes_the_exported_golden(toy: Path, tmp_path: Path, command: Any) -> None:
+def test_mm2_passes_the_exported_golden(toy: Path, tmp_path: Path, make_pair: Any, command: Any) -> None:
     """An export of one prompt, judged as a port's dump."""
     from compare.cli import main as mm2_compare
     from gpu_reference.cli import main as mm2_gpu
 
-    for dtype in ("bfloat16", "float32"):
-        options = ["--seq-len", 24, "--dtype", dtype, "--output-dir", tmp_path / dtype]
-        command(mm2_gpu, "extract-all", "--model", toy, *options)
-    named = ["--golden", tmp_path / "bfloat16", "--float32-golden", tmp_path / "float32"]
-    options = ["--output-dir", tmp_path / "report", "--allow-uncertified"]
-    command(mm2_gpu, "export", "--format", "vllm-neuron", *named, *options)
+    bfloat16, float32 = make_pair("--seq-len", 12, command=("extract-all",))
+    named = ("--golden", bfloat16, "--float32-golden", float32, "--output-dir", tmp_path / "report")
+    command(mm2_gpu, "export", "--format", "vllm-neuron", *named, "--allow-uncertified")
     dump = tmp_path / "report/prompt_analysis/prompt_0/tensor_compare/hf_bf16"
-    sides = ["--golden", tmp_path / "bfloat16", "--run", dump]
-    result = command(mm2_compare, *sides, "--model", toy, "--json")
-    record = json.loads(result.stdout)
-    assert record["verdict"] == "pass", result.output
+    result = command(mm2_compare, "--golden", bfloat16, "--run", dump, "--model", toy, "--json")
+    assert json.loads(result.stdout)["verdict"] == "pass", result.output
     assert open_source(dump).layers == (0, 1, 2, 3)

@@ -2,20 +2,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from goldens import capture, contents, interrupt, refuse_to_run
+from goldens import StopAfter, capture, contents, interrupt, refuse_to_run
 
 from gpu_reference.cli import main
 from gpu_reference.golden.golden import open_golden
+from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import multi_layer_run, single_layer_run
-from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.text.input_request import InputRequest
+
+ALONE = Streaming(device=torch.device("cpu"), prefetch=False)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 # The golden that the command below makes, stopped by a signal when layer 2 begins.
 KILLED = """
@@ -44,20 +49,18 @@ def whole(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_capture_directory_has_the_layout_of_the_design(whole: Path) -> None:
-    layers = [f"layer_{layer}" for layer in range(4)]
-    parts = [*layers, "model"]
-    assert {path.name for path in whole.iterdir()} == {
-        "manifest.json",
-        "inputs.safetensors",
-        *(f"{part}.safetensors" for part in parts),
-        *(f"{part}.fp32.safetensors" for part in parts),
-        *(f"{part}.floor.safetensors" for part in parts),
-    }
-
-
-def test_input_is_stored_only_where_it_is_no_output_before_it(whole: Path) -> None:
+    parts = ("model", *(f"layer_{layer}" for layer in range(4)))
+    files = {f"{part}{kind}.safetensors" for part in parts for kind in ("", ".fp32", ".floor")}
+    assert {path.name for path in whole.iterdir()} == {"manifest.json", "inputs.safetensors", *files}
+    # An input is stored only where it is no output before it.
     entries = Capture.open(whole).manifest.entries
     assert [entry.layer for entry in entries if entry.site == "input"] == [0]
+
+
+def test_manifest_holds_no_path_of_the_machine(whole: Path, toy: Path) -> None:
+    text = (whole / "manifest.json").read_text()
+    assert str(whole.parent) not in text
+    assert str(toy) not in text
 
 
 def test_fp8_and_bfloat16_copies_give_equal_captures_and_fingerprints(
@@ -118,16 +121,7 @@ def test_part_of_the_model_is_captured_with_the_bits_of_the_whole(
 def test_killed_capture_resumes_to_the_same_bytes(
     toy: Path, tmp_path: Path, command: Any, forked_python: Any, golden_modules: tuple[str, ...]
 ) -> None:
-    arguments = [
-        "extract-all",
-        "--model",
-        str(toy),
-        "--max-length",
-        "24",
-        "--floor-variants",
-        "0",
-        "--output-dir",
-    ]
+    arguments = ("extract-all", "--model", toy, "--max-length", 24, "--floor-variants", 0, "--output-dir")
     killed = forked_python(KILLED, *arguments, tmp_path / "killed", modules=golden_modules)
     assert killed.returncode == -9, killed.stderr
     assert Capture.open(tmp_path / "killed").layers == (0, 1)
@@ -151,15 +145,11 @@ def unfinished(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "reason"),
     [
         (["--attn-implementation", "eager"], "options.attn_implementation"),
-        pytest.param(
-            ["--experts-implementation", "eager"],
-            "options.experts_implementation",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(["--seed", "1"], "input_source, inputs_digest", marks=pytest.mark.slow),
         (["--padding-side", "left"], "inputs_digest"),
-        pytest.param(["--sites", "layer"], "run.sites", marks=pytest.mark.slow),
         (["--noise-floor", "stats"], "floor_variants, noise_floor"),
+        slow(["--experts-implementation", "eager"], "options.experts_implementation"),
+        slow(["--seed", "1"], "input_source, inputs_digest"),
+        slow(["--sites", "layer"], "run.sites"),
     ],
 )
 def test_other_options_start_anew_and_say_why(
@@ -187,31 +177,81 @@ def test_capture_interrupted_after_its_layers_needs_no_second_forward(ask: Any, 
     assert Capture.open(tmp_path).manifest.is_complete
 
 
-@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("side", ["left", slow("right")])
 def test_padding_does_not_change_a_row(ask: Any, tmp_path: Path, side: str) -> None:
     rows = ("5,6,7,8,9,10,11,12", "40,41,42")
     padded = InputRequest(input_ids=rows, padding_side=side, pad_to=(16,))
+    run = multi_layer_run(Span(0, 2), sites_level="layer")
     # In float32, where no rounding can turn a router's choice.
-    both = capture(ask(inputs=padded, dtype=torch.float32), tmp_path / "both")
+    both = capture(ask(inputs=padded, dtype=torch.float32, run=run), tmp_path / "both")
     real = both.read_attention_mask().bool()
     assert real.shape == (2, 16)
     for row, ids in enumerate(rows):
-        request = ask(inputs=InputRequest(input_ids=(ids,)), dtype=torch.float32)
+        request = ask(inputs=InputRequest(input_ids=(ids,)), dtype=torch.float32, run=run)
         alone = capture(request, tmp_path / f"alone_{row}")
-        for layer in range(4):
+        for layer in run.span:
             mine, theirs = both.read(layer, Site.OUTPUT)[row][real[row]], alone.read(layer, Site.OUTPUT)[0]
             assert mine.shape == theirs.shape
             assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
 
 
-def test_float32_golden_is_captured_in_float32(ask: Any, tmp_path: Path) -> None:
-    exact = capture(ask(dtype=torch.float32), tmp_path / "capture")
-    assert exact.description.provenance.dtypes["weights"] == "float32"
-    assert exact.read(3, Site.MOE_DELTA).dtype == torch.float32
-    assert exact.read(None, ModelSite.LOGITS).dtype == torch.float32
+@pytest.fixture(scope="module")
+def plain(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A streamed capture that nothing interrupted."""
+    directory = tmp_path_factory.mktemp("plain") / "full_model"
+    return capture(ask(streaming=ALONE, noise_floor="stats"), directory).directory
 
 
-def test_manifest_holds_no_path_of_the_machine(whole: Path, toy: Path) -> None:
-    text = (whole / "manifest.json").read_text()
-    assert str(whole.parent) not in text
-    assert str(toy) not in text
+@pytest.fixture(scope="module")
+def half(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, ended after layer 1."""
+    directory = tmp_path_factory.mktemp("half") / "full_model"
+    interrupt(ask(streaming=ALONE, noise_floor="stats"), directory, after=2)
+    return directory
+
+
+@pytest.mark.parametrize("after", [1, 3, 4])
+def test_streamed_run_resumed_after_any_layer_passes_by_what_is_written(
+    ask: Any, plain: Path, tmp_path: Path, after: int
+) -> None:
+    request = ask(streaming=ALONE, noise_floor="stats")
+    interrupt(request, tmp_path / "killed", after=after)
+    progress = StopAfter(100)
+    with open_golden(request) as golden:
+        for layer in range(after):
+            golden.model.get_submodule(f"model.layers.{layer}").register_forward_pre_hook(refuse_to_run)
+        golden.capture(tmp_path / "killed", extra={}, progress=progress)
+    assert progress.passed == list(range(after))
+    assert contents(tmp_path / "killed") == contents(plain)
+
+
+def test_run_in_mid_model_resumes_without_the_layers_before_its_span(ask: Any, tmp_path: Path) -> None:
+    request = ask(run=multi_layer_run(Span(1, 4), sites_level="layer"), streaming=ALONE)
+    interrupt(request, tmp_path, after=1)
+    with open_golden(request) as golden:
+        for layer in (0, 1):
+            golden.model.get_submodule(f"model.layers.{layer}").register_forward_pre_hook(refuse_to_run)
+        golden.capture(tmp_path, extra={})
+    assert Capture.open(tmp_path).layers == (1, 2, 3)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damaged_last_layer_is_not_resumed_from(
+    ask: Any, plain: Path, half: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    killed = Path(shutil.copytree(half, tmp_path / "killed"))
+    file = killed / "layer_1.safetensors"
+    content = file.read_bytes()
+    if damage == "flip":
+        output = Capture.open(killed).read(1, Site.OUTPUT).contiguous()
+        at = content.index(output.view(torch.uint8).numpy().tobytes()) + 11
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    elif damage == "truncate":
+        file.write_bytes(content[:-3])
+    else:
+        file.unlink()
+    with caplog.at_level("INFO"):
+        capture(ask(streaming=ALONE, noise_floor="stats"), killed)
+    assert "Starting anew" in caplog.text
+    assert "a stored tensor does not match its digest" in caplog.text
+    assert contents(killed) == contents(plain)

@@ -1,77 +1,51 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from goldens import capture, load_with_float32_router
 
+from compare.cli import main as mm2_compare
 from gpu_reference.golden.golden import Golden, GoldenRequest, open_golden
 from gpu_reference.golden.recording import recording_layers, recording_model
-from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import GoldenRefusedError
+from minimax_tools.metrics.noise_floor import ROUTER_MARGIN
+from minimax_tools.model.inputs import ExpertTokens, pad_rows
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
-
-
-def ignore(layer: int, tensors: Mapping[Site, torch.Tensor], device: torch.device) -> None:
-    """A sink that drops everything."""
 
 
 def recorded_logits(golden: Golden, request: GoldenRequest) -> torch.Tensor:
-    layers = tuple(request.run.span)
+    """The logits of a forward that is recorded at every site, for nobody."""
+    options: dict[str, Any] = {"sites": frozenset(Site), "inputs": request.inputs, "sink": lambda *_: None}
     with (
-        recording_layers(golden.model, layers, sites=frozenset(Site), inputs=request.inputs, sink=ignore),
+        recording_layers(golden.model, tuple(request.run.span), **options),
         recording_model(golden.model, tuple(ModelSite)),
     ):
         return golden.forward()
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_recording_every_site_leaves_the_logits_bit_equal(ask: Any, implementation: str) -> None:
-    request = ask(attn_implementation=implementation)
-    with open_golden(request) as golden:
-        plain = golden.forward()
-        recorded = recorded_logits(golden, request)
-        assert torch.equal(recorded, plain)
-        assert torch.equal(golden.forward(), plain)
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_golden_is_transformers_own_model_with_a_float32_router(
+def test_recorded_golden_is_transformers_own_model_with_a_float32_router(
     ask: Any, toy_bf16: Path, implementation: str
 ) -> None:
-    from transformers import MiniMaxM2ForCausalLM
-
     request = ask(attn_implementation=implementation)
-    model = MiniMaxM2ForCausalLM.from_pretrained(
-        toy_bf16,
-        dtype=torch.bfloat16,
-        attn_implementation=implementation,
-        experts_implementation="grouped_mm",
-    ).eval()
-    with CheckpointReader(toy_bf16) as reader:
-        for index, layer in enumerate(model.model.layers):
-            gate, bias = (reader.read(layer_prefix(index) + name) for name in (GATE, CORRECTION_BIAS))
-            layer.mlp.gate.weight = torch.nn.Parameter(gate)
-            layer.mlp.e_score_correction_bias = bias
+    model = load_with_float32_router(
+        toy_bf16, attn_implementation=implementation, experts_implementation="grouped_mm"
+    )
     with torch.no_grad():
         expected = model(**request.inputs.tensors(), use_cache=False).logits
     with open_golden(request) as golden:
         assert torch.equal(golden.forward(), expected)
-
-
-def test_no_hook_stays_on_the_model(ask: Any) -> None:
-    request = ask()
-    with open_golden(request) as golden:
-        recorded_logits(golden, request)
-        left = [
-            name
-            for name, module in golden.model.named_modules()
-            if module._forward_hooks or module._forward_pre_hooks
-        ]
+        assert torch.equal(recorded_logits(golden, request), expected)
+        assert torch.equal(golden.forward(), expected)
+        modules = golden.model.named_modules()
+        left = [name for name, one in modules if one._forward_hooks or one._forward_pre_hooks]
     assert left == []
 
 
@@ -107,3 +81,80 @@ def test_layer_that_does_not_show_a_site_is_refused(ask: Any) -> None:
 def test_run_without_logits_computes_those_of_the_last_position_alone(ask: Any) -> None:
     with open_golden(ask(run=single_layer_run(0, sites_level="layer"))) as golden:
         assert golden.forward().shape == (2, 1, 512)
+
+
+def test_trace_of_the_golden_model_is_the_golden(
+    ask: Any, golden: Path, command: Any, tmp_path: Path
+) -> None:
+    """A trace that transformers' own model debugger writes is read as a capture."""
+    from transformers.model_debugging_utils import model_addition_debugger_context
+
+    inputs = Capture.open(golden).read_inputs()
+    with open_golden(ask()) as opened, torch.no_grad():
+        with model_addition_debugger_context(
+            opened.model, debug_path=str(tmp_path / "trace"), use_repr=False
+        ):
+            opened.model(**inputs.tensors())
+    # The debugger leaves them changed.
+    torch.set_printoptions(profile="default")
+    result = command(mm2_compare, "--golden", golden, "--run", tmp_path / "trace", "--json", "--quiet")
+    record = json.loads(result.stdout)
+    assert (result.exit_code, record["verdict"]) == (0, "pass")
+    # Of modules with submodules it keeps no outputs, and rotated queries and keys are no module's.
+    missing = {site["site"] for site in record["sites"] if site["status"] != "pass"}
+    assert missing == {"q_rope", "k_rope", "moe_delta"}
+    assert all(site["noise"]["whole"] <= 1.01 for site in record["sites"] if site.get("noise"))
+
+
+# Natural tokens, too few for the 32 experts of a layer, and as many expert tokens as have places for all.
+ROWS = [[5, 9, 2, 7], [8, 1, *[3] * 8]]
+
+
+@pytest.fixture(scope="module")
+def request_of_few(ask: Any) -> GoldenRequest:
+    inputs = pad_rows(ROWS, padding_side="right", buckets=(), pad_token_id=0, source="a test")
+    request: GoldenRequest = ask(noise_floor="stats")
+    return replace(request, inputs=replace(inputs, expert_tokens=ExpertTokens(row=1, count=8)))
+
+
+@pytest.fixture(scope="module")
+def reached(request_of_few: GoldenRequest, tmp_path_factory: pytest.TempPathFactory) -> Capture:
+    return capture(request_of_few, tmp_path_factory.mktemp("reached"))
+
+
+def test_every_expert_of_every_layer_is_chosen(reached: Capture) -> None:
+    left_by_others = [len(reached.natural().unreached_experts(layer) or ()) for layer in reached.layers]
+    assert min(left_by_others) > 8
+    assert [reached.unreached_experts(layer) for layer in reached.layers] == [()] * 4
+
+
+def test_they_choose_clearly(reached: Capture) -> None:
+    is_made = reached.read_inputs().is_expert_token
+    for layer in reached.layers:
+        margin = reached.read_floor(layer, ROUTER_MARGIN)
+        assert margin is not None
+        assert float(margin[is_made].min()) > 0.01
+
+
+def test_natural_tokens_have_the_values_of_a_golden_without_them(
+    reached: Capture, request_of_few: GoldenRequest, tmp_path: Path
+) -> None:
+    natural = replace(request_of_few, inputs=request_of_few.inputs.natural())
+    plain, view = capture(natural, tmp_path), reached.natural()
+    is_real = view.read_inputs().attention_mask.bool()
+    assert torch.equal(is_real, plain.read_inputs().attention_mask.bool())
+    for layer in reached.layers:
+        found, expected = (one.read(layer, Site.OUTPUT)[is_real].float() for one in (view, plain))
+        assert torch.allclose(found, expected, rtol=2e-2, atol=2e-2)
+    assert view.description.expert_tokens is None
+    assert plain.unreached_experts(0) == view.unreached_experts(0)
+
+
+def test_layer_alone_has_the_states_that_it_has_in_the_whole(
+    reached: Capture, request_of_few: GoldenRequest, tmp_path: Path
+) -> None:
+    alone = capture(replace(request_of_few, run=single_layer_run(2, sites_level="all")), tmp_path)
+    for site in Site:
+        is_made = reached.read_inputs().is_expert_token
+        if not site.has_heads_dim:
+            assert torch.equal(alone.read(2, site)[is_made], reached.read(2, site)[is_made]), site

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,6 @@ class Subject:
         self.spec = ModelSpec.from_folder(folder)
         self.reader = reader
 
-    def layer(self, index: int) -> Any:
-        return self.model.get_submodule(f"model.layers.{index}")
-
     def certify(self) -> tuple[str, ...]:
         return prove_model(self.model, spec=self.spec, reader=self.reader, dtype=torch.bfloat16)
 
@@ -46,125 +43,105 @@ def subject(sound: Golden, toy: Path) -> Iterator[Subject]:
         yield Subject(copy.deepcopy(sound.model), toy, reader)
 
 
-def parameter(value: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(value, requires_grad=False)
-
-
 def next_float(value: torch.Tensor) -> torch.Tensor:
     """Move every value one unit in the last place away from zero."""
     bits = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[value.dtype]
     return (value.view(bits) + 1).view(value.dtype)
 
 
+def first_off(value: torch.Tensor) -> torch.Tensor:
+    changed = value.clone()
+    changed.view(-1)[:1] = next_float(changed.view(-1)[:1])
+    return changed
+
+
+def last_doubled(rows: slice) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Double rows of the last expert, as another scale does."""
+
+    def double(experts: torch.Tensor) -> torch.Tensor:
+        changed = experts.clone()
+        changed[-1, rows] *= 2
+        return changed
+
+    return double
+
+
+def frequencies(width: int, theta: float) -> torch.Tensor:
+    return 1.0 / theta ** (torch.arange(0, width, 2) / width)
+
+
 def test_sound_golden_proves_all_four(subject: Subject) -> None:
-    assert subject.certify() == (
-        "no_fp8_arithmetic",
-        "rotary_width",
-        "float32_router",
-        "weights_match_checkpoint",
-    )
+    proved = ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
+    assert subject.certify() == proved
 
 
-@pytest.mark.parametrize("layer", [0, 3])
-def test_correction_bias_in_bfloat16_is_refused(subject: Subject, layer: int) -> None:
-    moe = subject.layer(layer).mlp
-    moe.e_score_correction_bias = moe.e_score_correction_bias.bfloat16()
-    message = rf"layer {layer}: .*e_score_correction_bias was rounded: expected float32, .* torch.bfloat16"
-    with pytest.raises(GoldenRefusedError, match=message):
-        subject.certify()
-
-
-def test_correction_bias_rounded_and_cast_back_is_refused(subject: Subject) -> None:
-    moe = subject.layer(1).mlp
-    moe.e_score_correction_bias = moe.e_score_correction_bias.bfloat16().float()
-    message = r"layer 1: .*e_score_correction_bias differs from the checkpoint: found largest difference"
-    with pytest.raises(GoldenRefusedError, match=message):
-        subject.certify()
-
-
-def test_gate_off_by_one_unit_is_refused(subject: Subject) -> None:
-    gate = subject.layer(0).mlp.gate
-    gate.weight = parameter(next_float(gate.weight))
-    with pytest.raises(GoldenRefusedError, match=r"layer 0: .*gate.weight differs from the checkpoint"):
-        subject.certify()
-
-
-def test_rotation_of_whole_heads_is_refused(subject: Subject) -> None:
-    # What transformers before 5.23 does: it ignores rotary_dim.
-    dim, theta = subject.spec.head_dim, subject.spec.rope_theta
-    subject.model.model.rotary_emb.inv_freq = 1.0 / theta ** (torch.arange(0, dim, 2) / dim)
-    message = (
-        r"rotates the wrong width: expected rotary_dim 32, found 64 of head_dim 64\. .*transformers>=5\.23"
-    )
-    with pytest.raises(GoldenRefusedError, match=message):
-        subject.certify()
-
-
-def test_rotation_with_another_theta_is_refused(subject: Subject) -> None:
-    dim = subject.spec.rotary_dim
-    subject.model.model.rotary_emb.inv_freq = 1.0 / 10_000 ** (torch.arange(0, dim, 2) / dim)
-    with pytest.raises(GoldenRefusedError, match=r"wrong frequencies: expected theta 5e\+06"):
-        subject.certify()
-
-
-def test_scaled_rotation_is_refused(subject: Subject) -> None:
-    subject.model.model.rotary_emb.attention_scaling = 1.2
-    with pytest.raises(GoldenRefusedError, match=r"wrong frequencies: .* scaling 1\.2"):
-        subject.certify()
-
-
-def test_fp8_linear_is_refused(subject: Subject) -> None:
-    projection = subject.layer(3).self_attn.v_proj
-    projection.weight = parameter(projection.weight.to(torch.float8_e4m3fn))
-    message = r"layers\.3\.self_attn\.v_proj\.weight is held in torch\.float8_e4m3fn: .* found FP8 matmuls"
-    with pytest.raises(GoldenRefusedError, match=message):
-        subject.certify()
-
-
-@pytest.mark.parametrize("path", ["model.embed_tokens", "model.layers.1.input_layernorm", "lm_head"])
-def test_weight_in_another_dtype_than_asked_for_is_refused(subject: Subject, path: str) -> None:
-    module = subject.model.get_submodule(path)
-    module.weight = parameter(module.weight.float())
-    message = (
-        rf"{path}\.weight was loaded in another dtype .*: expected torch\.bfloat16, found torch\.float32"
-    )
-    with pytest.raises(GoldenRefusedError, match=message):
-        subject.certify()
-
-
-def test_weight_with_scales_is_refused(subject: Subject) -> None:
-    subject.layer(1).self_attn.q_proj.weight_scale_inv = parameter(torch.ones(4, 2))
-    with pytest.raises(GoldenRefusedError, match=r"q_proj\.weight_scale_inv is held"):
-        subject.certify()
+BIAS = "mlp.e_score_correction_bias"
+ROUNDED = r"e_score_correction_bias was rounded: expected float32, .* torch.bfloat16"
+ANOTHER_DTYPE = r"was loaded in another dtype .*: expected torch\.bfloat16, found torch\.float32"
+EXPERTS = "layers.0.mlp.experts"
+EXPERT = r"layer 0: block_sparse_moe\.experts\.31"
+DIFFERS = r"differs from the checkpoint's"
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.k_norm"],
-)
-def test_attention_weight_off_by_one_unit_is_refused(subject: Subject, path: str) -> None:
-    module = subject.layer(2).get_submodule(path)
-    module.weight = parameter(module.weight.clone())
-    module.weight.view(-1)[:1] = next_float(module.weight.view(-1)[:1])
-    with pytest.raises(GoldenRefusedError, match=rf"layer 2: {path}\.weight differs from the checkpoint's"):
-        subject.certify()
-
-
-@pytest.mark.parametrize(
-    ("weight", "rows", "name"),
+    ("path", "change", "message"),
     [
-        ("gate_up_proj", slice(0, 128), "w1"),
-        ("gate_up_proj", slice(128, 256), "w3"),
-        ("down_proj", slice(None), "w2"),
+        (f"layers.0.{BIAS}", torch.Tensor.bfloat16, f"layer 0: .*{ROUNDED}"),
+        (f"layers.3.{BIAS}", torch.Tensor.bfloat16, f"layer 3: .*{ROUNDED}"),
+        (
+            f"layers.1.{BIAS}",
+            lambda bias: bias.bfloat16().float(),
+            "layer 1: .*e_score_correction_bias differs from the checkpoint: found largest difference",
+        ),
+        ("layers.0.mlp.gate.weight", next_float, r"layer 0: .*gate.weight differs from the checkpoint"),
+        # What transformers before 5.23 does: it ignores rotary_dim.
+        (
+            "rotary_emb.inv_freq",
+            lambda _: frequencies(64, 5e6),
+            r"the wrong width: expected rotary_dim 32, found 64 of head_dim 64\. .*transformers>=5\.23",
+        ),
+        ("rotary_emb.inv_freq", lambda _: frequencies(32, 1e4), r"wrong frequencies: expected theta 5e\+06"),
+        ("rotary_emb.attention_scaling", lambda _: 1.2, r"wrong frequencies: .* scaling 1\.2"),
+        (
+            "layers.3.self_attn.v_proj.weight",
+            lambda weight: weight.to(torch.float8_e4m3fn),
+            r"3\.self_attn\.v_proj\.weight is held in torch\.float8_e4m3fn: .* found FP8 matmuls",
+        ),
+        (
+            "layers.1.self_attn.q_proj.weight_scale_inv",
+            lambda _: torch.nn.Parameter(torch.ones(4, 2)),
+            r"q_proj\.weight_scale_inv is held",
+        ),
+        ("embed_tokens.weight", torch.Tensor.float, rf"model\.embed_tokens\.weight {ANOTHER_DTYPE}"),
+        (
+            "layers.1.input_layernorm.weight",
+            torch.Tensor.float,
+            rf"model\.layers\.1\.input_layernorm\.weight {ANOTHER_DTYPE}",
+        ),
+        *(
+            (f"layers.2.self_attn.{name}.weight", first_off, rf"layer 2: self_attn\.{name}\.weight {DIFFERS}")
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj", "k_norm")
+        ),
+        (f"{EXPERTS}.gate_up_proj", last_doubled(slice(0, 128)), rf"{EXPERT}\.w1\.weight {DIFFERS}"),
+        (f"{EXPERTS}.gate_up_proj", last_doubled(slice(128, 256)), rf"{EXPERT}\.w3\.weight {DIFFERS}"),
+        (f"{EXPERTS}.down_proj", last_doubled(slice(None)), rf"{EXPERT}\.w2\.weight {DIFFERS}"),
     ],
 )
-def test_expert_dequantised_with_another_scale_is_refused(
-    subject: Subject, weight: str, rows: slice, name: str
-) -> None:
-    experts = subject.layer(0).mlp.experts
-    getattr(experts, weight).data[-1, rows] *= 2
-    message = rf"layer 0: block_sparse_moe\.experts\.31\.{name}\.weight differs from the checkpoint's"
+def test_planted_trap_is_refused(subject: Subject, path: str, change: Any, message: str) -> None:
+    owner, _, name = path.rpartition(".")
+    module = subject.model.get_submodule(f"model.{owner}")
+    value = getattr(module, name, None)
+    changed = change(value)
+    if isinstance(value, torch.nn.Parameter):
+        changed = torch.nn.Parameter(changed, requires_grad=False)
+    setattr(module, name, changed)
     with pytest.raises(GoldenRefusedError, match=message):
+        subject.certify()
+
+
+def test_head_in_another_dtype_than_asked_for_is_refused(subject: Subject) -> None:
+    subject.model.lm_head.float()
+    with pytest.raises(GoldenRefusedError, match=rf"lm_head\.weight {ANOTHER_DTYPE}"):
         subject.certify()
 
 

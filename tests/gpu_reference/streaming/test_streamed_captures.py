@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from goldens import capture, contents, interrupt
+from goldens import FEW, STREAMED, capture, contents, interrupt, streams
 
 from gpu_reference.cli import main
 from gpu_reference.golden.golden import GoldenRequest, open_golden
@@ -21,13 +21,7 @@ from minimax_tools.model.span import Span
 from minimax_tools.model.weight_names import layer_prefix
 from minimax_tools.text.input_request import InputRequest
 
-CPU = torch.device("cpu")
-STREAMS = {
-    "alone": Streaming(device=CPU, prefetch=False),
-    "prefetching": Streaming(device=CPU, prefetch=True),
-}
-PACKED = Streaming(device=CPU, packed=True)
-FEW = InputRequest(seq_lens=(3, 2))
+STREAMS = streams("cpu")
 
 
 def bytes_of(request: GoldenRequest, directory: Path) -> dict[str, bytes]:
@@ -43,14 +37,9 @@ def count_bytes(request: GoldenRequest, directory: Path) -> int:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "floor": {"noise_floor": "full"},
-    "eager": {"noise_floor": "stats", "experts_implementation": "eager", "attn_implementation": "eager"},
-    "batched": {"experts_implementation": "batched_mm"},
-    "float32": {"dtype": torch.float32},
-    "left": {"inputs": InputRequest(seq_lens=(24, 15), padding_side="left")},
+    **STREAMED,
     "single": {"run": single_layer_run(2, sites_level="component"), "noise_floor": "full"},
     "multi": {"run": multi_layer_run(Span(1, 3), sites_level="layer")},
-    "few": {"inputs": FEW, "noise_floor": "full"},
     "default": {"inputs": InputRequest(max_length=24), "noise_floor": "full"},
 }
 # Each of them once, as one of both ways reads.
@@ -83,7 +72,8 @@ def test_streamed_capture_has_the_bytes_of_the_whole_one(
 def test_packed_experts_give_the_bytes_of_eager_ones(ask: Any, tmp_path: Path, inputs: Any) -> None:
     request = ask(experts_implementation="eager", noise_floor="full", inputs=inputs)
     whole = bytes_of(request, tmp_path / "whole")
-    assert bytes_of(replace(request, streaming=PACKED), tmp_path / "packed") == whole
+    packed = Streaming(device=torch.device("cpu"), packed=True)
+    assert bytes_of(replace(request, streaming=packed), tmp_path / "packed") == whole
 
 
 def test_stream_reads_every_layer_once_and_the_embeddings_rows_of_its_tokens(
@@ -165,16 +155,16 @@ def test_damaged_shard_of_a_coming_layer_ends_the_run_by_name(ask: Any, toy: Pat
     ("arguments", "code", "message"),
     [
         (["--stream", "on", "--offload-folder", "off"], 2, "--stream on runs every layer on one device"),
-        (["--stream", "off", "--packed-experts"], 2, "--packed-experts is a way of streaming"),
         (["--packed-experts"], 2, "Add --experts-implementation eager"),
+        (["--packed-experts", "--experts-implementation", "eager"], 2, "need an FP8 checkpoint"),
         (["--stream", "on", "--memory-budget", "200MB"], 3, "would break the memory budget"),
         (["--stream", "off", "--memory-budget", "200MB"], 3, "loading the model whole would break"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(
-    toy: Path, tmp_path: Path, command: Any, arguments: list[str], code: int, message: str
+    toy_bf16: Path, tmp_path: Path, command: Any, arguments: list[str], code: int, message: str
 ) -> None:
-    common = ["extract-all", "--model", toy, "--seq-len", "8", "--output-dir", tmp_path / "capture"]
+    common = ["extract-all", "--model", toy_bf16, "--seq-len", "8", "--output-dir", tmp_path / "capture"]
     result = command(main, *common, *arguments)
     assert result.exit_code == code
     assert message in result.stderr
@@ -184,8 +174,8 @@ def test_what_cannot_be_streamed_is_refused(
 def test_auto_streams_what_does_not_fit_and_says_why(
     toy: Path, tmp_path: Path, command: Any, limit: str, is_streamed: bool
 ) -> None:
-    common = ["extract-all", "--model", toy, "--seq-len", "8", "--output-dir", tmp_path / "capture"]
-    result = command(main, *common, "--max-memory", limit)
+    common = ["--model", toy, "--seq-len", "8", "--noise-floor", "off", "--captures", tmp_path]
+    result = command(main, "extract-all", *common, "--max-memory", limit)
     assert result.exit_code == 0
     assert ("Streaming a layer at a time: the whole model takes" in result.stderr) == is_streamed
     assert ("Loading 4 layers" in result.stderr) != is_streamed
@@ -195,10 +185,3 @@ def test_bfloat16_checkpoint_streams_to_the_same_bytes(ask: Any, toy_bf16: Path,
     request = ask(folder=toy_bf16, noise_floor="full")
     whole = bytes_of(request, tmp_path / "whole")
     assert bytes_of(replace(request, streaming=STREAMS["alone"]), tmp_path / "streamed") == whole
-
-
-def test_packed_experts_need_an_fp8_checkpoint(toy_bf16: Path, tmp_path: Path, command: Any) -> None:
-    common = ["extract-all", "--model", toy_bf16, "--seq-len", "8", "--output-dir", tmp_path / "capture"]
-    result = command(main, *common, "--packed-experts", "--experts-implementation", "eager")
-    assert result.exit_code == 2
-    assert "need an FP8 checkpoint" in result.stderr
