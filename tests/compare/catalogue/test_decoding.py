@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from compare.catalogue.cached_attention import DecodedInputs, decoded_inputs
+from compare.catalogue.cached_attention import (
+    HIDDEN,
+    attend_view,
+    decoded_inputs,
+    right_view,
+)
 from compare.catalogue.candidates import Parameters
 from compare.catalogue.decoding import DECODING_MISTAKES, round_to_fp8
 from compare.catalogue.mistake import Mistake
 from minimax_tools.model.sites import Site
-from minimax_tools.reference.evaluation import Evaluation, LayerInputs, with_given
+from minimax_tools.reference.evaluation import Evaluation, with_given
 from minimax_tools.reference.float32_stages import split_heads
 
 # A prompt of nine tokens beside one of six, which is padded in front or behind.
@@ -28,22 +33,20 @@ Entries = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Passes of one prompt: the places at which they end, and which of them a mistake changes."""
+class At:
+    """A token: its place in its prompt, and the places at which its pass and the first step begin and end."""
 
-    edges: list[int]
-    is_changed: list[bool]
-
-    def start(self, place: int) -> int:
-        """The place at which the pass of a token begins."""
-        return max(edge for edge in self.edges if edge <= place)
+    place: int
+    start: int
+    end: int
+    prefill: int
 
 
-# From the right entries of a prompt, the place of a token, and the passes: the entries that it sees.
-See = Callable[[Entries, int, Passes], Entries]
+# Entries that a token sees, as numbers.
+See = Callable[[At], Iterable[int]]
 
 
-def opened(open_layer: OpenLayer, mask: torch.Tensor, *, in_chunks: bool) -> Evaluation:
+def opened(open_layer: OpenLayer, mask: torch.Tensor, *, in_chunks: bool = False) -> Evaluation:
     """A layer whose chosen tokens are those on which mistakes act."""
     layer = open_layer(mask, num_decoded=0, chunks=CHUNKS) if in_chunks else open_layer(mask, num_decoded=3)
     chosen = decoded_inputs(layer).is_changed.flatten().nonzero().flatten()
@@ -51,27 +54,23 @@ def opened(open_layer: OpenLayer, mask: torch.Tensor, *, in_chunks: bool) -> Eva
 
 
 @pytest.fixture(scope="module", params=[RIGHT, LEFT], ids=["right", "left"])
-def mask(request: pytest.FixtureRequest) -> torch.Tensor:
-    chosen: torch.Tensor = request.param
-    return chosen
-
-
-@pytest.fixture(scope="module")
-def steps(open_layer: OpenLayer, mask: torch.Tensor) -> Evaluation:
+def steps(open_layer: OpenLayer, request: pytest.FixtureRequest) -> Evaluation:
     """A layer that decodes each token alone."""
-    return opened(open_layer, mask, in_chunks=False)
+    return opened(open_layer, request.param)
+
+
+@pytest.fixture(scope="module", params=[RIGHT, LEFT], ids=["right", "left"])
+def chunks(open_layer: OpenLayer, request: pytest.FixtureRequest) -> Evaluation:
+    """A layer that decodes several tokens at once."""
+    return opened(open_layer, request.param, in_chunks=True)
 
 
 @pytest.fixture(scope="module")
-def chunks(open_layer: OpenLayer, mask: torch.Tensor) -> Evaluation:
-    """A layer that decodes several tokens at once."""
-    return opened(open_layer, mask, in_chunks=True)
-
-
-@pytest.fixture(params=["steps", "chunks"])
-def layer(request: pytest.FixtureRequest, steps: Evaluation, chunks: Evaluation) -> Evaluation:
-    """Either of them."""
-    return steps if request.param == "steps" else chunks
+def layers(open_layer: OpenLayer) -> list[Evaluation]:
+    """All of them."""
+    return [
+        opened(open_layer, mask, in_chunks=in_chunks) for mask in (RIGHT, LEFT) for in_chunks in (False, True)
+    ]
 
 
 def find(name: str) -> Mistake:
@@ -88,129 +87,116 @@ def entries_of(layer: Evaluation) -> Entries:
     return torch.stack((layer[Site.K_ROPE], values))
 
 
-def passes_of(layer: Evaluation, row: int) -> Passes:
+def edges_of(layer: Evaluation, row: int) -> tuple[list[int], list[bool]]:
+    """The places at which the passes of a prompt end, and which of them a mistake changes."""
     inputs = decoded_inputs(layer)
-    is_real = layer.attention_mask[row].bool()
-    numbers = inputs.numbers[row][is_real]
+    numbers = inputs.numbers[row][layer.attention_mask[row].bool()]
     # Of chunks, mistakes act on those of several tokens.
     num_tokens = torch.stack([(inputs.numbers == number).sum(1) for number in numbers.unique()]).amax(1)
-    return Passes(
-        edges=torch.bincount(numbers).cumsum(0).tolist(),
-        is_changed=[not inputs.is_chunked or int(count) > 1 for count in num_tokens],
-    )
+    edges: list[int] = torch.bincount(numbers).cumsum(0).tolist()
+    return edges, [not inputs.is_chunked or int(count) > 1 for count in num_tokens]
 
 
-def attend(layer: Evaluation, see: See, *, past: Entries | None = None) -> torch.Tensor:
+def attend(
+    layer: Evaluation,
+    see: See = lambda at: range(at.place + 1),
+    *,
+    past: Entries | None = None,
+    beside: Callable[[int], Entries] | None = None,
+    shift: tuple[int, bool] | None = None,
+) -> torch.Tensor:
     """Attention of the chosen tokens, [T,N·D], as a port computes it that sees such entries.
 
-    `past` are cached entries, if they are not the right ones: a token's own entry is right.
+    `past` are cached entries, if they are not the right ones: a token's own entry is right. `beside` are further ones,
+    by the number of those that the prompt's prefill wrote. With a `shift`, passes are written so many entries from
+    their own, before the token reads or after it.
     """
     contexts = []
     for row, is_real in enumerate(layer.attention_mask.bool()):
-        own, passes = entries_of(layer)[:, row][:, :, is_real], passes_of(layer, row)
+        own, (edges, is_changed) = entries_of(layer)[:, row][:, :, is_real], edges_of(layer, row)
         held = own if past is None else past[:, row][:, :, is_real]
         for place in decoded_inputs(layer).is_changed[row][is_real].nonzero().flatten().tolist():
+            start = max(edge for edge in edges if edge <= place)
+            end = min(edge for edge in edges if edge > place)
             query = layer[Site.Q_ROPE][row][:, is_real][:, place]
-            seen = see(torch.cat((held[:, :, :place], own[:, :, place:]), dim=2), place, passes)
+            at = At(place=place, start=start, end=end, prefill=edges[0])
+            entries = torch.cat((held[:, :, :place], own[:, :, place:]), dim=2)
+            if shift is not None:
+                entries = shifted(entries, edges, is_changed, start, *shift)
+            seen = entries[:, :, [*see(at)]]
+            if beside is not None:
+                seen = torch.cat((seen, beside(edges[0])), dim=2)
             keys, values = seen.repeat_interleave(len(query) // seen.shape[1], dim=1)
             scores = (keys @ query[..., None])[..., 0] * query.shape[-1] ** -0.5
             contexts.append((scores.softmax(-1)[..., None] * values).sum(1).flatten())
     return torch.stack(contexts)
 
 
-def up_to_own(entries: Entries, place: int, passes: Passes) -> Entries:
-    return entries[:, :, : place + 1]
-
-
-def without(hidden: Callable[[int, int], int]) -> See:
-    """Sees all but one entry, by the token's place and the start of its pass."""
-
-    def see(entries: Entries, place: int, passes: Passes) -> Entries:
-        entry = hidden(place, passes.start(place))
-        return entries[:, :, [*range(entry), *range(entry + 1, place + 1)]]
-
-    return see
-
-
-def written_beside(by: int, *, reads_own_pass: bool) -> See:
-    """Writes each changed pass `by` entries from its own; what was never written holds zeros."""
-
-    def see(entries: Entries, place: int, passes: Passes) -> Entries:
-        edges, start = passes.edges, passes.start(place)
-        cache = torch.zeros_like(entries[:, :, :1]).repeat(1, 1, 20, 1)
-        cache[:, :, : edges[0]] = entries[:, :, : edges[0]]
-        for (first, end), is_changed in zip(itertools.pairwise(edges), passes.is_changed[1:], strict=True):
-            if first < start or (reads_own_pass and first == start):
-                moved = by if is_changed else 0
-                cache[:, :, first + moved : end + moved] = entries[:, :, first:end]
-        if reads_own_pass:
-            return cache[:, :, : place + 1]
-        return torch.cat((cache[:, :, :start], entries[:, :, start : place + 1]), dim=2)
-
-    return see
-
-
-def whole_pass(entries: Entries, place: int, passes: Passes) -> Entries:
-    return entries[:, :, : min(edge for edge in passes.edges if edge > place)]
+def shifted(
+    entries: Entries, edges: list[int], is_changed: list[bool], start: int, by: int, reads_own_pass: bool
+) -> Entries:
+    """Write each changed pass `by` entries from its own; what was never written holds zeros."""
+    cache = torch.zeros_like(entries[:, :, :1]).repeat(1, 1, 20, 1)
+    cache[:, :, : edges[0]] = entries[:, :, : edges[0]]
+    for (first, end), is_moved in zip(itertools.pairwise(edges), is_changed[1:], strict=True):
+        if first < start or (reads_own_pass and first == start):
+            moved = by if is_moved else 0
+            cache[:, :, first + moved : end + moved] = entries[:, :, first:end]
+    return cache if reads_own_pass else torch.cat((cache[:, :, :start], entries[:, :, start:]), dim=2)
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "see"),
     [
-        ("decode_mask_short", {"entry": "the newest"}, without(lambda place, start: start - 1)),
-        ("decode_mask_short", {"entry": "the token's own"}, without(lambda place, start: place)),
-        ("decode_mask_short", {"entry": "the first"}, without(lambda place, start: 0)),
-        (
-            "decode_past_missing",
-            {"part": "all"},
-            lambda seen, place, passes: seen[:, :, passes.start(place) : place + 1],
+        *(
+            ("decode_mask_short", {"entry": entry}, see)
+            for entry, see in (
+                ("the newest", lambda at: [*range(at.start - 1), *range(at.start, at.place + 1)]),
+                ("the token's own", lambda at: range(at.place)),
+                ("the first", lambda at: range(1, at.place + 1)),
+            )
         ),
-        (
-            "decode_past_missing",
-            {"part": "prefill"},
-            lambda seen, place, passes: seen[:, :, passes.edges[0] : place + 1],
-        ),
-        (
-            "decode_past_missing",
-            {"part": "decoded"},
-            lambda seen, place, passes: seen[
-                :, :, [*range(passes.edges[0]), *range(passes.start(place), place + 1)]
-            ],
+        *(
+            ("decode_past_missing", {"part": part}, see)
+            for part, see in (
+                ("all", lambda at: range(at.start, at.place + 1)),
+                ("prefill", lambda at: range(at.prefill, at.place + 1)),
+                ("decoded", lambda at: [*range(at.prefill), *range(at.start, at.place + 1)]),
+            )
         ),
         (
             "chunk_order_wrong",
             {"sees": "from the first key on"},
-            lambda seen, place, passes: seen[:, :, : place - passes.start(place) + 1],
+            lambda at: range(at.place - at.start + 1),
         ),
-        ("chunk_order_wrong", {"sees": "the whole pass"}, whole_pass),
-        *(
-            (
-                "cache_one_row_off",
-                {"by": by, "reads": reads},
-                written_beside(by, reads_own_pass=reads == "after it writes"),
-            )
-            for by in (1, -1)
-            for reads in ("before it writes", "after it writes")
-        ),
+        ("chunk_order_wrong", {"sees": "the whole pass"}, lambda at: range(at.end)),
     ],
 )
-def test_token_sees_other_entries(layer: Evaluation, name: str, parameters: Parameters, see: See) -> None:
-    found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, attend(layer, see))
+def test_token_sees_other_entries(
+    layers: list[Evaluation], name: str, parameters: Parameters, see: See
+) -> None:
+    for layer in layers:
+        found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
+        torch.testing.assert_close(found, attend(layer, see))
 
 
-def test_each_mistake_changes_the_tokens(layer: Evaluation) -> None:
-    right = layer[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(right, attend(layer, up_to_own))
-    for mistake in DECODING_MISTAKES:
-        for hypothesis in mistake.hypotheses(layer.inputs):
-            wrong = layer.changed(hypothesis.change)[Site.ATTN_CONTEXT]
-            assert wrong.isfinite().all()
-            assert not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4), hypothesis.parameters
+@pytest.mark.parametrize("by", [1, -1])
+@pytest.mark.parametrize("reads", ["before it writes", "after it writes"])
+def test_passes_are_written_one_entry_off(layers: list[Evaluation], by: int, reads: str) -> None:
+    for layer in layers:
+        found = changed(layer, "cache_one_row_off", by=by, reads=reads)[Site.ATTN_CONTEXT]
+        torch.testing.assert_close(found, attend(layer, shift=(by, reads == "after it writes")))
 
 
-def keys_at(layer: Evaluation, positions: torch.Tensor) -> torch.Tensor:
-    return on(layer, position_ids=positions)[Site.K_ROPE]
+def test_each_mistake_changes_the_tokens(layers: list[Evaluation]) -> None:
+    for layer in layers:
+        right = layer[Site.ATTN_CONTEXT]
+        torch.testing.assert_close(right, attend(layer))
+        for mistake in DECODING_MISTAKES:
+            for hypothesis in mistake.hypotheses(layer.inputs):
+                wrong = layer.changed(hypothesis.change)[Site.ATTN_CONTEXT]
+                assert wrong.isfinite().all()
+                assert not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4), hypothesis.parameters
 
 
 def on(layer: Evaluation, **parts: object) -> Evaluation:
@@ -220,61 +206,48 @@ def on(layer: Evaluation, **parts: object) -> Evaluation:
     )
 
 
+def rotated_keys(layer: Evaluation, right: Entries, times: int) -> Entries:
+    """The right entries, with keys at so many times their positions."""
+    return torch.stack((on(layer, position_ids=times * layer.position_ids)[Site.K_ROPE], right[1]))
+
+
+def rolled_where_decoded(layer: Evaluation, right: Entries) -> Entries:
+    return torch.where(decoded_inputs(layer).is_changed[:, None, :, None], right.roll(1, 2), right)
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "edit"),
     [
-        ("cache_of_another_prompt", {"by": 1}, lambda layer, right: right[:, [1, 0]]),
-        (
-            "cache_heads_exchanged",
-            {"order": "reversed", "tokens": "all"},
-            lambda layer, right: right[:, :, [3, 2, 1, 0]],
-        ),
-        (
-            "cache_heads_exchanged",
-            {"order": "rolled", "tokens": "all"},
-            lambda layer, right: right[:, :, [3, 0, 1, 2]],
-        ),
-        (
-            "cache_heads_exchanged",
-            {"order": "rolled", "tokens": "decoded"},
-            lambda layer, right: torch.where(
-                decoded_inputs(layer).is_changed[:, None, :, None], right[:, :, [3, 0, 1, 2]], right
-            ),
-        ),
+        ("cache_of_another_prompt", {"by": 1}, lambda _, right: right[:, [1, 0]]),
+        ("cache_heads_exchanged", {"order": "reversed", "tokens": "all"}, lambda _, right: right.flip(2)),
+        ("cache_heads_exchanged", {"order": "rolled", "tokens": "all"}, lambda _, right: right.roll(1, 2)),
+        ("cache_heads_exchanged", {"order": "rolled", "tokens": "decoded"}, rolled_where_decoded),
         (
             "cache_fp8_without_scale",
             {"dtype": "float8_e5m2"},
-            lambda layer, right: right.to(torch.float8_e5m2).float(),
+            lambda _, right: right.to(torch.float8_e5m2).float(),
         ),
-        (
-            "cache_keys_rotated_wrongly",
-            {"times": -1},
-            lambda layer, right: torch.stack(
-                (keys_at(layer, torch.zeros_like(layer.position_ids)), right[1])
-            ),
-        ),
-        (
-            "cache_keys_rotated_wrongly",
-            {"times": 1},
-            lambda layer, right: torch.stack((keys_at(layer, 2 * layer.position_ids), right[1])),
-        ),
+        ("cache_keys_rotated_wrongly", {"times": -1}, lambda layer, right: rotated_keys(layer, right, 0)),
+        ("cache_keys_rotated_wrongly", {"times": 1}, lambda layer, right: rotated_keys(layer, right, 2)),
     ],
 )
 def test_cache_holds_other_entries(
-    layer: Evaluation,
+    layers: list[Evaluation],
     name: str,
     parameters: Parameters,
     edit: Callable[[Evaluation, Entries], Entries],
 ) -> None:
-    found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, attend(layer, up_to_own, past=edit(layer, entries_of(layer))))
+    for layer in layers:
+        found = changed(layer, name, **parameters)[Site.ATTN_CONTEXT]
+        torch.testing.assert_close(found, attend(layer, past=edit(layer, entries_of(layer))))
 
 
-def test_cache_of_another_layer_is_read_beside_the_tokens_own_entry(layer: Evaluation) -> None:
-    other = torch.randn(entries_of(layer).shape, generator=torch.Generator().manual_seed(1))
-    given = on(layer, caches={3: tuple(other)})
-    found = changed(given, "cache_of_another_layer", layer=3)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, attend(layer, up_to_own, past=other))
+def test_cache_of_another_layer_is_read_beside_the_tokens_own_entry(layers: list[Evaluation]) -> None:
+    for layer in layers:
+        other = torch.randn(entries_of(layer).shape, generator=torch.Generator().manual_seed(1))
+        given = on(layer, caches={3: tuple(other)})
+        found = changed(given, "cache_of_another_layer", layer=3)[Site.ATTN_CONTEXT]
+        torch.testing.assert_close(found, attend(layer, past=other))
 
 
 def entry_of(layer: Evaluation, states: torch.Tensor, *, position: int) -> Entries:
@@ -305,19 +278,18 @@ def test_padding_is_read_as_often_as_it_lies_there(steps: Evaluation, part: str,
             entry = entry_of(steps, states[name], position=0 if place == "0" else num_prefilled - 1)
         return entry.repeat(1, 1, num_times, 1)
 
-    def see(entries: Entries, place: int, passes: Passes) -> Entries:
+    def beside(num_prefilled: int) -> Entries:
         # The prefill has six columns, the bucket eight.
-        num_prefilled = passes.edges[0]
-        seen = [up_to_own(entries, place, passes), padding(content, num_prefilled, 2)]
-        if part != "bucket":
-            # mm2 pads with the first token of `padding`: in front at position 0, behind at the last.
-            place = "the last" if bool(steps.attention_mask[1, 0]) else "0"
-            of_batch = content if content == "zeros" else f"token 7 at {place}"
-            seen.append(padding(of_batch, num_prefilled, 6 - num_prefilled))
-        return torch.cat(seen, dim=2)
+        of_bucket = padding(content, num_prefilled, 2)
+        if part == "bucket":
+            return of_bucket
+        # mm2 pads with the first token of `padding`: in front at position 0, behind at the last.
+        place = "the last" if bool(steps.attention_mask[1, 0]) else "0"
+        of_batch = content if content == "zeros" else f"token 7 at {place}"
+        return torch.cat((of_bucket, padding(of_batch, num_prefilled, 6 - num_prefilled)), dim=2)
 
     found = changed(padded, "decode_padding_visible", width=8, of=part, content=content)[Site.ATTN_CONTEXT]
-    torch.testing.assert_close(found, attend(steps, see))
+    torch.testing.assert_close(found, attend(steps, beside=beside))
 
 
 @pytest.mark.parametrize(
@@ -326,80 +298,32 @@ def test_padding_is_read_as_often_as_it_lies_there(steps: Evaluation, part: str,
         ("decode_positions_restarted", {"start": "0 at every pass"}, [0, 0, 0, 0, 0, 0]),
         ("decode_positions_restarted", {"start": "0 behind the first pass"}, [0, 1, 2, 0, 1, 2]),
         ("decode_positions_off", {"by": 2}, [8, 9, 10, 5, 6, 7]),
+        ("decode_positions_of_columns", {}, [6, 7, 8, 6, 7, 8]),
     ],
 )
-@pytest.mark.parametrize("of", ["queries and keys", "queries", "keys"])
 def test_decoded_tokens_are_rotated_by_other_positions(
-    steps: Evaluation, name: str, parameters: Parameters, positions: list[int], of: str
+    steps: Evaluation, name: str, parameters: Parameters, positions: list[int]
 ) -> None:
-    moved, found = with_decoded_at(steps, positions), changed(steps, name, **parameters, of=of)
-    for site, kind in ((Site.Q_ROPE, "queries"), (Site.K_ROPE, "keys")):
-        torch.testing.assert_close(found[site], (moved if kind in of else steps)[site])
+    position_ids = steps.position_ids.clone()
+    position_ids[decoded_inputs(steps).is_decoded] = torch.tensor(positions)
+    moved = on(steps, position_ids=position_ids)
+    for of in ("queries and keys", "queries", "keys") if parameters else ("",):
+        found = changed(steps, name, **parameters, **({"of": of} if of else {}))
+        for site, kind in ((Site.Q_ROPE, "queries"), (Site.K_ROPE, "keys")):
+            torch.testing.assert_close(found[site], (moved if not of or kind in of else steps)[site])
 
 
-def test_decoded_tokens_are_rotated_by_their_columns(steps: Evaluation) -> None:
-    moved, found = with_decoded_at(steps, [6, 7, 8, 6, 7, 8]), changed(steps, "decode_positions_of_columns")
-    for site in (Site.Q_ROPE, Site.K_ROPE):
-        torch.testing.assert_close(found[site], moved[site])
-
-
-def with_decoded_at(layer: Evaluation, positions: list[int]) -> Evaluation:
-    position_ids = layer.position_ids.clone()
-    position_ids[decoded_inputs(layer).is_decoded] = torch.tensor(positions)
-    return on(layer, position_ids=position_ids)
-
-
-def parameters_of(name: str, inputs: DecodedInputs) -> list[tuple[int | str | float, ...]]:
-    return [tuple(parameters.values()) for parameters in find(name).candidates(inputs)]
-
-
-def test_layer_that_decodes_nothing_is_not_asked_for_its_cache(steps: Evaluation) -> None:
-    inputs = steps.inputs
-    plain = LayerInputs(**{field.name: getattr(inputs, field.name) for field in fields(LayerInputs)})
-    for name in ("cache_of_another_layer", "cache_of_another_prompt", "decode_padding_visible"):
-        assert list(find(name).candidates(plain)) == []
-
-
-def test_padding_is_tried_up_to_the_buckets_that_hold_the_prefill(steps: Evaluation) -> None:
-    inputs = decoded_inputs(on(steps, padding={"token 7": torch.zeros(1)}))
-    contents = ("zeros", "token 7 at 0", "token 7 at the last")
-    buckets = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
-    assert parameters_of("decode_padding_visible", inputs) == [
-        (width, part, content)
-        for part, widths in (("bucket", buckets), ("batch and bucket", [6, *buckets]))
-        for width in widths
-        for content in contents
-    ]
-    # Of a longer prefill, without padding in the batch: multiples of each size.
-    mask = torch.ones(1, 20, dtype=torch.int64)
-    alone = replace(inputs, attention_mask=mask, numbers=(mask.cumsum(1) - 17).clamp(min=0), padding={})
-    assert parameters_of("decode_padding_visible", alone) == [
-        (width, "bucket", "zeros") for width in (24, 32, *buckets[3:])
-    ]
-
-
-def test_mistakes_that_cannot_show_are_not_tried(steps: Evaluation) -> None:
-    inputs = decoded_inputs(steps)
-    assert parameters_of("decode_positions_of_columns", inputs) == [()]
-    assert parameters_of("cache_of_another_prompt", inputs) == [(1,), (-1,)]
-    mask = torch.ones(1, 9, dtype=torch.int64)
-    alone = replace(
-        inputs, attention_mask=mask, numbers=(mask.cumsum(1) - 6).clamp(min=0), caches={2: None, 5: None}
-    )  # type: ignore[dict-item]
-    for name in ("decode_positions_of_columns", "cache_of_another_prompt"):
-        assert parameters_of(name, alone) == []
-    assert parameters_of("cache_of_another_layer", alone) == [(2,), (5,)]
-
-
-@pytest.mark.parametrize(("num_heads", "orders"), [(1, ()), (2, ("reversed",)), (4, ("reversed", "rolled"))])
-def test_heads_are_exchanged_in_each_order_that_differs(
-    steps: Evaluation, num_heads: int, orders: tuple[str, ...]
-) -> None:
-    inputs = decoded_inputs(steps)
-    inputs = replace(inputs, spec=replace(inputs.spec, num_key_value_heads=num_heads))
-    assert parameters_of("cache_heads_exchanged", inputs) == [
-        (order, tokens) for tokens in ("decoded", "all") for order in orders
-    ]
+def test_steps_count_the_decoded_tokens_of_each_prompt(open_layer: OpenLayer) -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
+    layer = open_layer(mask, num_decoded=2)
+    inputs = decoded_inputs(layer)
+    assert inputs.numbers.tolist() == [[0, 0, 0, 0, 0, 1, 2], [0, 0, 0, 1, 2, 0, 0]]
+    assert inputs.columns()[inputs.is_decoded].tolist() == [5, 6, 5, 6]
+    assert (inputs.prefilled().tolist(), inputs.num_decoded, inputs.prefill_width) == ([5, 3], 2, 5)
+    # A token that sees nothing gets zeros.
+    right = right_view(layer)
+    hidden, own = torch.full_like(right.shown, HIDDEN), torch.zeros_like(right.shows_own)
+    assert not attend_view(layer, replace(right, shown=hidden, shows_own=own)).any()
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)])

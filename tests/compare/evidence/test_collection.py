@@ -44,16 +44,18 @@ def other_experts(experts: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def test_blamed_site_is_shown_element_by_element(golden: Path, copyist: Any) -> None:
-    target = copyist.device_run({(2, Site.MOE_DELTA): scaled(1.5)})
+def test_blamed_sites_are_shown_element_by_element(golden: Path, copyist: Any) -> None:
+    target = copyist.device_run({(2, Site.MOE_DELTA): scaled(1.5), (1, Site.Q_ROPE): scaled(1.5)})
     found = collect_evidence(judged(golden, target))
-    (errors,) = found.sites
+    queries, errors = sorted(found.sites, key=lambda errors: str(errors.layer))
     assert (errors.layer, errors.site, errors.why) == (2, "moe_delta", "to blame")
     assert errors.has_twin
     assert "head" not in errors.worst[0].place
     assert errors.num_tokens == int(Capture.open(golden).read_inputs().attention_mask.sum())
     assert min(errors.picture.by_token) > 3.0
     assert found.notes == ()
+    assert (queries.layer, queries.site) == (1, "q_rope")
+    assert "(head " in queries.worst[0].place
 
 
 def test_of_layers_with_one_mistake_the_worst_and_the_first_are_shown(golden: Path, copyist: Any) -> None:
@@ -65,23 +67,16 @@ def test_of_layers_with_one_mistake_the_worst_and_the_first_are_shown(golden: Pa
     ]
 
 
-def test_heads_are_told_apart(golden: Path, copyist: Any) -> None:
-    target = copyist.device_run({(1, Site.Q_ROPE): scaled(1.5)})
-    found = collect_evidence(judged(golden, target))
-    shown = {errors.site: errors for errors in found.sites}
-    assert "(head " in shown["q_rope"].worst[0].place
-
-
 def test_pass_shows_the_site_that_is_nearest_to_its_limit(golden: Path, copyist: Any) -> None:
-    run = judged(golden, copyist.device_run())
-    (errors,) = collect_evidence(run).sites
+    hidden = (Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.ROUTER_LOGITS)
+    run = judged(golden, copyist.device_run(not_exposed=hidden))
+    found = collect_evidence(run)
+    (errors,) = found.sites
     assert errors.why == "nearest to its limit, and within it"
-    excess = {
-        (site.layer, site.site): site.nearest.excess
-        for site in run.comparison.sites
-        if site.nearest is not None
-    }
+    excess = {(site.layer, site.site): site.nearest.excess for site in run.comparison.sites if site.nearest}
     assert excess[errors.layer, errors.site] == max(excess.values())
+    # A port that hides its experts shows no routing.
+    assert found.routing == ()
 
 
 def test_site_of_another_shape_is_noted_and_not_shown(golden: Path, copyist: Any) -> None:
@@ -119,11 +114,6 @@ def test_numbers_that_are_no_experts_are_not_counted(golden: Path, copyist: Any)
     assert sum(routing.port_load) == sum(routing.golden_load) - 1
 
 
-def test_port_that_hides_its_experts_shows_no_routing(golden: Path, copyist: Any) -> None:
-    hidden = (Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.ROUTER_LOGITS)
-    assert collect_evidence(judged(golden, copyist.device_run(not_exposed=hidden))).routing == ()
-
-
 def test_next_tokens_are_told_with_their_text_where_a_tokenizer_is(
     golden: Path, toy: Path, copyist: Any
 ) -> None:
@@ -141,9 +131,10 @@ def test_next_tokens_are_told_with_their_text_where_a_tokenizer_is(
     ]
     assert (len(with_text.top), len(with_text.top[0].golden), len(with_text.top[0].port)) == (6, 5, 5)
     worst = with_text.top[0]
-    place = with_text.divergence.index(max(with_text.divergence))
-    assert (worst.row, worst.position) == (with_text.rows[place], with_text.positions[place])
     assert worst.divergence == pytest.approx(max(with_text.divergence))
+    assert (worst.row, worst.position) == max(
+        zip(with_text.divergence, with_text.rows, with_text.positions, strict=True)
+    )[1:]
     # Half the logits have the same order, and flatter chances.
     assert [one.token for one in worst.golden] == [one.token for one in worst.port]
     assert worst.golden[0].probability > worst.port[0].probability
@@ -160,10 +151,9 @@ def test_chained_layer_is_shown_on_the_port_s_own_input(
     result = next(site for site in run.comparison.of_layer(1) if site.site == "moe_delta")
     assert result.status is SiteStatus.FAIL
     assert result.noise is not None
-    ratio = sum(value**2 for value in shown[1, "moe_delta"].picture.by_token)
-    assert (ratio / len(shown[1, "moe_delta"].picture.by_token)) ** 0.5 == pytest.approx(
-        result.noise.whole, rel=0.5
-    )
+    by_token = shown[1, "moe_delta"].picture.by_token
+    ratio = (sum(value**2 for value in by_token) / len(by_token)) ** 0.5
+    assert ratio == pytest.approx(result.noise.whole, rel=0.5)
 
 
 def test_classic_criteria_can_be_reported_too(golden: Path, copyist: Any) -> None:
