@@ -22,6 +22,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+NOT_BUILT = "transformers builds no causal language model"
 SMALL_GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -83,14 +84,10 @@ def test_vision_tower_beside_a_decoder_is_no_part_of_it(tmp_path: Path) -> None:
         ("t5", {"architectures": ["T5ForConditionalGeneration"], "d_model": 32}, "not a decoder"),
         ("bert", {**SMALL, "is_decoder": True}, "0 lists of 3 layers"),
         ("opt", {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 16}, "project_out, neither"),
-        ("no_such_model", {}, "transformers builds no causal language model"),
-        ("llama", {**SMALL, "num_attention_heads": 0}, "transformers builds no causal language model"),
-        ("llama", {**SMALL, "num_attention_heads": "x"}, "transformers builds no causal language model"),
-        (
-            "llama",
-            {**SMALL, "architectures": ["T5ForConditionalGeneration"]},
-            "transformers builds no causal language model",
-        ),
+        ("no_such_model", {}, NOT_BUILT),
+        ("llama", {**SMALL, "num_attention_heads": 0}, NOT_BUILT),
+        ("llama", {**SMALL, "num_attention_heads": "x"}, NOT_BUILT),
+        ("llama", {**SMALL, "architectures": ["T5ForConditionalGeneration"]}, NOT_BUILT),
     ],
 )
 def test_model_that_is_no_stack_of_layers_is_refused(
@@ -100,11 +97,8 @@ def test_model_that_is_no_stack_of_layers_is_refused(
         read_architecture(write_config(tmp_path, model_type, **values))
 
 
-def test_config_that_names_a_function_of_transformers_calls_none(tmp_path: Path) -> None:
-    folder = write_config(tmp_path, "llama", **SMALL, architectures=["pipeline", "AutoModel"])
-    assert read_architecture(folder).layers == ARCHITECTURES["llama"].layers
-
-
-def test_folder_without_a_config_is_named(tmp_path: Path) -> None:
+def test_config_that_names_a_function_of_transformers_calls_none_and_one_is_needed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         read_architecture(tmp_path)
+    folder = write_config(tmp_path, "llama", **SMALL, architectures=["pipeline", "AutoModel"])
+    assert read_architecture(folder).layers == ARCHITECTURES["llama"].layers

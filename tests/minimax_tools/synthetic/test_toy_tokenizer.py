@@ -13,29 +13,28 @@ TEXT = "The router of layer 7 isn't sure: naïve café, 東京, x_1 += 0.5\n\tdo
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
 
+def make(folder: Path, vocab_size: int = 512) -> tokenizers.Tokenizer:
+    write_tokenizer(folder, vocab_size=vocab_size)
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 @pytest.mark.parametrize("vocab_size", [262, 300, 512, 200_064])
 def test_every_text_is_encoded_below_the_vocabulary_and_comes_back(vocab_size: int, tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, vocab_size=vocab_size)
-    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    ids = tokenizer.encode(TEXT).ids
-    assert tokenizer.decode(ids) == TEXT
+    tokenizer = make(tmp_path, vocab_size)
+    assert tokenizer.decode(tokenizer.encode(TEXT).ids) == TEXT
     assert max(tokenizer.get_vocab().values()) == tokenizer.get_vocab_size() - 1 < vocab_size
 
 
 def test_larger_vocabulary_gives_shorter_rows(tmp_path: Path) -> None:
-    lengths = []
-    for vocab_size in (262, 512):
-        write_tokenizer(tmp_path, vocab_size=vocab_size)
-        tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-        lengths.append(len(tokenizer.encode("The answer of each layer is added to the stream.").ids))
-    assert lengths[1] < lengths[0]
+    text = "The answer of each layer is added to the stream."
+    small, large = (len(make(tmp_path, size).encode(text).ids) for size in (262, 512))
+    assert large < small
 
 
 def test_special_tokens_have_the_ids_that_were_returned(tmp_path: Path) -> None:
     ids = write_tokenizer(tmp_path, vocab_size=512)
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.encode("]~!b[").ids == [ids.bos_token_id]
-    assert tokenizer.encode("[e~[").ids == [ids.eos_token_id]
+    assert tokenizer.encode("]~!b[[e~[").ids == [ids.bos_token_id, ids.eos_token_id]
 
 
 def test_chat_template_frames_each_turn(tmp_path: Path) -> None:
