@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,26 +39,30 @@ SHAPES = {
 }
 
 
-def errors(record: dict[str, Any]) -> dict[tuple[int | None, str], float]:
-    """Relative L2 of every site that holds numbers."""
-    sites = [site for site in record["sites"] if site["routing"] is None]
-    return {(site["layer"], site["site"]): site["metrics"]["relative_l2"] for site in sites}
+@pytest.fixture
+def in_float32(run: Any, float32_golden: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Judges a run in float32: the exit code, and the JSON."""
+
+    def judge(model: Path, *words: object) -> tuple[int, dict[str, Any]]:
+        result = run(*words, "--model", model, "--golden", float32_golden, "--dtype", "float32", "--json")
+        return result.exit_code, json.loads(result.stdout)
+
+    return judge
 
 
 @pytest.mark.parametrize("target", ["builtin", "reference"])
-@pytest.mark.parametrize("preset", [("sweep",), ("full",)])
+@pytest.mark.parametrize("preset", ["sweep", "full"])
 def test_float32_agrees_with_transformers_on_the_cpu(
-    run: Any, small_fp8: Path, float32_golden: Path, target: str, preset: tuple[str, ...]
+    in_float32: Any, small_fp8: Path, target: str, preset: str
 ) -> None:
-    common = ("--model", small_fp8, "--golden", float32_golden, "--dtype", "float32", "--json")
-    result = run(*preset, *common, "--target", target)
-    record = json.loads(result.stdout)
-    assert (result.exit_code, record["verdict"]) == (0, "pass")
-    assert max(errors(record).values()) <= FLOAT32_LIMIT
+    exit_code, record = in_float32(small_fp8, preset, "--target", target)
+    assert (exit_code, record["verdict"]) == (0, "pass")
+    errors = [site["metrics"]["relative_l2"] for site in record["sites"] if site["routing"] is None]
+    assert max(errors) <= FLOAT32_LIMIT
 
 
 def test_float32_limit_would_notice_a_bfloat16_router_input(
-    run: Any, write_port: Any, small_fp8: Path, float32_golden: Path
+    in_float32: Any, write_port: Any, small_fp8: Path
 ) -> None:
     source = """
 class Port(ReferenceLayer):
@@ -66,20 +71,14 @@ class Port(ReferenceLayer):
         gate = self.block_sparse_moe.gate
         gate.register_forward_pre_hook(lambda module, args: (args[0].bfloat16().float(),))
 """
-    common = ("--model", small_fp8, "--golden", float32_golden, "--dtype", "float32", "--json")
-    result = run("sweep", *common, "--target", write_port(source))
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["blame"][0]["sites"] == ["router_logits"]
+    exit_code, record = in_float32(small_fp8, "sweep", "--layers", "1:2", "--target", write_port(source))
+    assert (exit_code, record["blame"][0]["sites"]) == (1, ["router_logits"])
 
 
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float32])
-def test_float32_run_is_exact_from_fp8_too(
-    run: Any, copies: dict[torch.dtype, Path], float32_golden: Path, stored: torch.dtype
-) -> None:
-    common = ("sweep", "--golden", float32_golden, "--dtype", "float32", "--json")
-    assert run(*common, "--model", copies[stored]).exit_code == 0
-    # Its weights are rounded for good.
-    assert run(*common, "--model", copies[torch.bfloat16]).exit_code == 1
+def test_float32_run_is_exact_from_fp8_too(in_float32: Any, copies: dict[torch.dtype, Path]) -> None:
+    codes = {dtype: in_float32(folder, "sweep", "--layers", "1:2")[0] for dtype, folder in copies.items()}
+    # The weights of the copy in BF16 are rounded for good.
+    assert codes == {torch.float8_e4m3fn: 0, torch.float32: 0, torch.bfloat16: 1}
 
 
 def test_fp8_bf16_and_float32_copies_give_the_same_weights(copies: dict[torch.dtype, Path]) -> None:
@@ -101,29 +100,25 @@ def loaded_state(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return dict(module.state_dict())
 
 
-@pytest.mark.parametrize(("experts_in_chunk", "num_chunks"), [(8, 1), (2, 4), (1, 8)])
 def test_several_chunks_give_what_one_gives(
-    run: Any,
-    write_chunked_port: Any,
-    small_fp8: Path,
-    small_golden: Path,
-    experts_in_chunk: int,
-    num_chunks: int,
+    run: Any, write_chunked_port: Any, on_small: tuple[object, ...]
 ) -> None:
-    target = write_chunked_port(experts_in_chunk, num_chunks=num_chunks)
-    common = ("single-layer", "--layer", 1, "--model", small_fp8, "--golden", small_golden, "--json")
-    chunked = json.loads(run(*common, "--target", target).stdout)
-    mine = load_file(Path(chunked["directory"]) / "layer_1.safetensors")
-    assert chunked["verdict"] == "pass"
-    whole = load_file(Path(json.loads(run(*common).stdout)["directory"]) / "layer_1.safetensors")
-    # The experts' outputs are added in another order, in float32: BF16 results differ by a rounding.
-    assert torch.allclose(mine["moe_delta"].float(), whole["moe_delta"].float(), rtol=2**-7, atol=1e-6)
-    assert all(torch.equal(mine[site], whole[site]) for site in mine if site not in ("moe_delta", "output"))
+    sites = {}
+    for num_chunks in (1, 4, 8):
+        target = write_chunked_port(8 // num_chunks, num_chunks=num_chunks)
+        record = json.loads(run("single-layer", "--layer", 1, *on_small, "--json", "--target", target).stdout)
+        assert record["verdict"] == "pass"
+        sites[num_chunks] = load_file(Path(record["directory"]) / "layer_1.safetensors")
+    whole = sites[1]
+    for found in (sites[4], sites[8]):
+        # The experts' outputs are added in another order, in float32: BF16 results differ by a rounding.
+        assert torch.allclose(found["moe_delta"].float(), whole["moe_delta"].float(), rtol=2**-7, atol=1e-6)
+        assert all(found[site].equal(whole[site]) for site in found if site not in ("moe_delta", "output"))
 
 
 def test_chunks_of_a_true_size_layer_stay_under_the_limit_of_one_tensor() -> None:
     spec = PRESETS["m2"].spec()
-    size = experts_per_chunk_in_bf16(spec, CHUNK_SIZE_BYTES)
+    size = experts_per_chunk(spec, dtype=torch.bfloat16, chunk_size_bytes=CHUNK_SIZE_BYTES)
     gate_up_bytes = size * 2 * spec.intermediate_size * spec.hidden_size * 2
     assert size > 1
     assert gate_up_bytes < 4_000_000_000
@@ -133,24 +128,21 @@ def test_chunks_of_a_true_size_layer_stay_under_the_limit_of_one_tensor() -> Non
     ("num_experts", "fitting", "expected"), [(24, 5, 4), (7, 3, 1), (8, 100, 8), (6, 0, 1)]
 )
 def test_chunks_are_of_one_size(num_experts: int, fitting: int, expected: int) -> None:
-    quantities = SimpleNamespace(hidden_size=8, intermediate_size=4, num_local_experts=num_experts)
-    assert experts_per_chunk_in_bf16(quantities, fitting * 3 * 8 * 4 * 2) == expected
+    quantities: Any = SimpleNamespace(hidden_size=8, intermediate_size=4, num_local_experts=num_experts)
+    chunk = {"dtype": torch.bfloat16, "chunk_size_bytes": fitting * 3 * 8 * 4 * 2}
+    assert experts_per_chunk(quantities, **chunk) == expected
 
 
-def experts_per_chunk_in_bf16(config: Any, chunk_size_bytes: int) -> int:
-    return experts_per_chunk(config, dtype=torch.bfloat16, chunk_size_bytes=chunk_size_bytes)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_stay_finite_and_real_rows_do_not_see_them(run: Any, small_fp8: Path, side: str) -> None:
-    common = ("multi-layer", "--layers", "0:2", "--model", small_fp8, "--json")
-    ids = ",".join(str(number) for number in range(3, 20))
-    padded = ("--input-ids", ids, "--input-ids", "1,2", "--padding-side", side, "--pad-to", 32)
-    both = load_file(Path(json.loads(run(*common, *padded).stdout)["directory"]) / "layer_1.safetensors")
-    alone = load_file(
-        Path(json.loads(run(*common, "--input-ids", ids).stdout)["directory"]) / "layer_1.safetensors"
-    )
-    rows = slice(15, 32) if side == "left" else slice(0, 17)
+@pytest.mark.parametrize(("side", "rows"), [("left", slice(15, 32)), ("right", slice(0, 17))])
+def test_padded_rows_stay_finite_and_real_rows_do_not_see_them(
+    run: Any, small_fp8: Path, side: str, rows: slice
+) -> None:
+    ids = ("--input-ids", ",".join(str(number) for number in range(3, 20)))
+    tensors = []
+    for padded in (("--input-ids", "1,2", "--padding-side", side, "--pad-to", 32), ()):
+        result = run("multi-layer", "--layers", "0:2", "--model", small_fp8, "--json", *ids, *padded)
+        tensors.append(load_file(Path(json.loads(result.stdout)["directory"]) / "layer_1.safetensors"))
+    both, alone = tensors
     assert all(tensor.isfinite().all() for tensor in both.values())
     difference = both["output"][0, rows].float() - alone["output"][0].float()
     assert difference.norm() / alone["output"][0].float().norm() < 0.01
@@ -164,13 +156,8 @@ def test_clean_runs_stand_where_transformers_own_alternatives_stand(
 ) -> None:
     model, golden = tmp_path / "model", tmp_path / "golden"
     synthesize(model, model=SHAPES[shape], dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=seed)
-    inputs = ("--seq-len", "64,37,5", "--seed", seed)
-    assert (
-        command(
-            mm2_gpu, "extract-all", "--model", model, *inputs, "--output-dir", golden, "--quiet"
-        ).exit_code
-        == 0
-    )
+    made = ("--seq-len", "64,37,5", "--seed", seed, "--output-dir", golden, "--quiet")
+    assert command(mm2_gpu, "extract-all", "--model", model, *made).exit_code == 0
     common = ("sweep", "--model", model, "--golden", golden, "--json")
     port = Path(__file__).parents[3] / "scripts/examples/transformers_port.py"
     alternatives = [json.loads(run(*common, "--target", f"{port}:{name}").stdout) for name in ALTERNATIVES]

@@ -33,21 +33,21 @@ def ask(run: Any, small_fp8: Path, small_golden: Path, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def put(tmp_path: Path) -> Any:
-    """Writes the logits of a run into the folder."""
+    """Writes the logits of runs into the folder, by name."""
 
-    def write(name: str, logits: torch.Tensor, **more: torch.Tensor) -> None:
-        save_file({"it": logits, **more}, tmp_path / "replaced" / "logits" / f"{name}.safetensors")
+    def write(**logits: torch.Tensor) -> None:
+        for name, found in logits.items():
+            save_file({"it": found}, tmp_path / "replaced" / "logits" / f"{name}.safetensors")
 
     return write
 
 
-def golden_logits(golden: Path, *, num_tokens: int = NUM_DECODED + 1) -> torch.Tensor:
-    """Return the golden's own logits of each row's last tokens, [B,t,V]."""
-    capture = Capture.open(golden)
-    logits, lengths = capture.read(None, ModelSite.LOGITS), capture.read_inputs().lengths
-    return torch.stack(
-        [row[length - num_tokens : length] for row, length in zip(logits, lengths, strict=True)]
-    )
+@pytest.fixture(scope="module")
+def logits(small_golden: Path) -> torch.Tensor:
+    """The golden's own logits of each row's last tokens, [B,t,V]: a right port's, wherever its stream is replaced."""
+    capture = Capture.open(small_golden)
+    rows = zip(capture.read(None, ModelSite.LOGITS), capture.read_inputs().lengths, strict=True)
+    return torch.stack([row[length - NUM_DECODED - 1 : length] for row, length in rows])
 
 
 class TestNxdiFiles:
@@ -73,51 +73,47 @@ class TestNxdiFiles:
 
 class TestSearch:
     def test_right_logits_are_taken_one_run_after_the_other(
-        self, ask: Any, put: Any, small_golden: Path, tmp_path: Path
+        self, ask: Any, put: Any, logits: torch.Tensor, tmp_path: Path
     ) -> None:
         result, record = ask()
         points = []
         while not record["is_finished"]:
             point = record["waits_for"]["point"]
             points.append(point)
-            # The golden's own logits are those of a right port, wherever its stream is replaced. Both forms are read.
+            # Both forms are read.
             if point == 1:
-                torch.save(golden_logits(small_golden), tmp_path / "replaced" / "logits" / "layer_1.pt")
+                torch.save(logits, tmp_path / "replaced" / "logits" / "layer_1.pt")
             else:
-                put("unreplaced" if point is None else f"layer_{point}", golden_logits(small_golden))
+                put(**{"unreplaced" if point is None else f"layer_{point}": logits})
             result, record = ask()
         assert points == [2, 1, 0, None]
         assert (result.exit_code, record["verdict"]) == (0, "pass")
 
-    def test_exhaustive_search_begins_at_the_end(self, ask: Any, put: Any, small_golden: Path) -> None:
+    def test_exhaustive_search_begins_at_the_end(self, ask: Any, put: Any, logits: torch.Tensor) -> None:
         _, record = ask("--exhaustive")
         assert record["waits_for"] == {"point": 4}
-        put("final_norm", golden_logits(small_golden).roll(1, -1))
+        put(final_norm=logits.roll(1, -1))
         result, record = ask("--exhaustive")
         assert (result.exit_code, record["blame"][0]["part"]) == (1, "the final norm or the head")
         # One run cannot tell it from a port without the lines.
         assert any("see that the lines are in it" in note for note in record["notes"])
 
-    def test_port_that_replaced_nothing_is_no_verdict(self, ask: Any, put: Any, small_golden: Path) -> None:
+    def test_the_same_logits_at_two_points_are_no_verdict_unless_the_head_lacks_weights(
+        self, ask: Any, put: Any, logits: torch.Tensor
+    ) -> None:
         ask()
-        for name in ("layer_2", "final_norm"):
-            put(name, golden_logits(small_golden).roll(1, -1))
+        put(layer_2=logits.roll(1, -1), final_norm=logits.roll(1, -1))
         result, _ = ask()
         assert result.exit_code == 3
         assert "the same in every bit, whether its stream was replaced at layer 2's input" in result.stderr
-
-    def test_head_without_weights_is_named(self, ask: Any, put: Any, small_golden: Path) -> None:
-        ask()
-        for name in ("layer_2", "final_norm"):
-            put(name, torch.zeros_like(golden_logits(small_golden)))
+        ask("--anew")
+        put(layer_2=torch.zeros_like(logits), final_norm=torch.zeros_like(logits))
         result, record = ask()
         assert (result.exit_code, record["blame"][0]["part"]) == (1, "the final norm or the head")
 
-    def test_mended_port_is_asked_for_all_runs_anew(self, ask: Any, put: Any, small_golden: Path) -> None:
+    def test_mended_port_is_asked_for_all_runs_anew(self, ask: Any, put: Any, logits: torch.Tensor) -> None:
         ask()
-        logits = golden_logits(small_golden)
-        for name, found in (("layer_2", logits.roll(1, -1)), ("final_norm", logits), ("layer_3", logits)):
-            put(name, found)
+        put(layer_2=logits.roll(1, -1), final_norm=logits, layer_3=logits)
         result, record = ask()
         assert (result.exit_code, record["blame"][0]["layer"]) == (1, 2)
         assert record["next"][0].endswith("--anew")
@@ -126,62 +122,41 @@ class TestSearch:
         # The next command judges the run that is made now.
         assert "--anew" not in record["next"][0]
 
-    def test_logits_that_are_not_finite_are_wrong(self, ask: Any, put: Any, small_golden: Path) -> None:
-        ask()
-        logits = golden_logits(small_golden)
-        logits[1, 2] = float("nan")
-        put("layer_2", logits)
-        _, record = ask()
-        assert [(run["point"], run["verdict"]) for run in record["runs"]] == [(2, "fail")]
-
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("shape", "found"),
-        [
-            ((1, 5, VOCABULARY), "[1, 5, 512]"),
-            ((2, 5, VOCABULARY - 1), "[2, 5, 511]"),
-            ((2, 40, VOCABULARY), "[2, 40, 512]"),
-            ((2, VOCABULARY), "[2, 512]"),
-        ],
+        "shape", [(1, 5, VOCABULARY), (2, 5, VOCABULARY - 1), (2, 40, VOCABULARY), (2, VOCABULARY)]
     )
-    def test_logits_of_another_shape(self, ask: Any, put: Any, shape: tuple[int, ...], found: str) -> None:
+    def test_logits_of_another_shape(self, ask: Any, put: Any, shape: tuple[int, ...]) -> None:
         ask()
-        put("layer_2", torch.zeros(shape))
-        result, _ = ask()
-        assert result.exit_code == 3
-        assert f"expected [2,t,512] of each row's last t tokens, t at most 15, found {found}" in result.stderr
+        put(layer_2=torch.zeros(shape))
+        expected = "expected [2,t,512] of each row's last t tokens, t at most 15"
+        assert_refused(ask()[0], 3, f"{expected}, found {[*shape]}")
 
-    def test_several_tensors(self, ask: Any, put: Any, small_golden: Path) -> None:
+    def test_files_that_are_none_of_a_run(
+        self, ask: Any, put: Any, logits: torch.Tensor, tmp_path: Path
+    ) -> None:
         ask()
-        logits = golden_logits(small_golden)
-        put("layer_2", logits, more=logits + 1)
-        result, _ = ask()
-        assert (result.exit_code, "holds 2 tensors" in result.stderr) == (3, True)
+        put(layer_2=logits)
+        folder = tmp_path / "replaced"
+        save_file({"it": logits, "more": logits + 1}, folder / "logits" / "layer_2.safetensors")
+        assert_refused(ask()[0], 3, "holds 2 tensors")
+        put(layer_2=logits)
+        (folder / "inputs.safetensors").write_text("torn")
+        assert_refused(ask()[0], 3, "inputs.safetensors cannot be read")
 
-    def test_damaged_inputs(self, ask: Any, put: Any, small_golden: Path, tmp_path: Path) -> None:
-        ask()
-        put("layer_2", golden_logits(small_golden))
-        (tmp_path / "replaced/inputs.safetensors").write_text("torn")
-        result, _ = ask()
-        assert (result.exit_code, "inputs.safetensors cannot be read" in result.stderr) == (3, True)
-
-    def test_folder_of_another_run(self, ask: Any) -> None:
+    def test_folder_of_another_run_or_with_something_else(self, ask: Any, tmp_path: Path) -> None:
+        (tmp_path / "replaced").mkdir()
+        (tmp_path / "replaced" / "notes.txt").write_text("mine")
+        assert_refused(ask()[0], 2, "expected a new or empty folder")
+        (tmp_path / "replaced" / "notes.txt").unlink()
         ask()
         for options, message in (
             (("--decode", 5), "written for another num_decoded: expected num_decoded 5, found num_decoded 4"),
             (("--bucket", 256), "written for another bucket: expected bucket 256, found bucket 128"),
         ):
-            result, _ = ask(*options)
-            assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
-        result, _ = ask(tool="vllm-neuron")
-        assert (result.exit_code, "written for another tool, bucket" in result.stderr) == (2, True)
-
-    def test_folder_with_something_else(self, ask: Any, tmp_path: Path) -> None:
-        (tmp_path / "replaced").mkdir()
-        (tmp_path / "replaced" / "notes.txt").write_text("mine")
-        result, _ = ask()
-        assert (result.exit_code, "expected a new or empty folder" in result.stderr) == (2, True)
+            assert_refused(ask(*options)[0], 2, message)
+        assert_refused(ask(tool="vllm-neuron")[0], 2, "written for another tool, bucket")
 
     @pytest.mark.parametrize(
         ("options", "tool", "message"),
@@ -194,22 +169,21 @@ class TestRefusals:
         ],
     )
     def test_options_that_do_not_fit(self, ask: Any, options: Any, tool: str, message: str) -> None:
-        result, _ = ask(*options, tool=tool)
-        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+        assert_refused(ask(*options, tool=tool)[0], 2, message)
         # So the folder serves a corrected command.
         assert ask(tool=tool)[0].exit_code == 3
 
     def test_prompts_that_the_tools_compute_otherwise(
-        self, ask: Any, command: Any, small_fp8: Path, tmp_path: Path
+        self, ask: Any, make_golden: Any, small_fp8: Path
     ) -> None:
-        from gpu_reference.cli import main as mm2_gpu
-
-        left = tmp_path / "left"
-        rows: tuple[object, ...] = ("--input-ids", "5,6,7,8", "--input-ids", "5,6,7")
-        rows += ("--padding-side", "left", "--sites", "layer")
-        command(mm2_gpu, "extract-all", "--model", small_fp8, *rows, "--output-dir", left, "--quiet")
+        rows = ("--input-ids", "5,6,7,8", "--input-ids", "5,6,7", "--padding-side", "left")
+        left = make_golden(small_fp8, *rows, "--sites", "layer")
         result, _ = ask("--decode", 1, golden=left)
         # For NxD Inference the rows are laid out anew, padded on the right.
         assert (result.exit_code, "left padding" in result.stderr) == (3, False), result.stderr
         result, _ = ask("--decode", 1, golden=left, tool="vllm-neuron")
-        assert (result.exit_code, "row 0 begins with row 1" in result.stderr) == (2, True), result.stderr
+        assert_refused(result, 2, "row 0 begins with row 1")
+
+
+def assert_refused(result: Any, exit_code: int, message: str) -> None:
+    assert (result.exit_code, message in result.stderr) == (exit_code, True), result.stderr

@@ -18,21 +18,36 @@ Undo = Callable[..., tuple[int, dict[str, Any]]]
 PORTS = Path(__file__).parents[2] / "ports"
 PLANTED, UNCOMMON = PORTS / "planted.py", PORTS / "diagnosed.py"
 LAYER = 1
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
-def undo(small_fp8: Path, small_golden: Path, command: Command, tmp_path: Path) -> Undo:
-    """Undoes mistakes in layer 1 of a port: `undo(TARGET, *MISTAKES)` gives the exit code and the proof."""
+def run_undo(on_small: tuple[object, ...], command: Command, tmp_path: Path) -> Callable[..., Any]:
+    """Undoes mistakes in layer 1 of a port: `run_undo(TARGET, *MISTAKES)`."""
 
-    def run(target: str, *mistakes: str, backend: str = "cpu") -> tuple[int, dict[str, Any]]:
-        arguments = ["single-layer", "--layer", LAYER, "--model", small_fp8, "--golden", small_golden]
-        arguments += ["--target", target, "--backend", backend, "--output-dir", tmp_path / "undone"]
+    def run(target: str, *mistakes: str, as_json: bool = False) -> click.testing.Result:
         options = [word for mistake in mistakes for word in ("--undo", mistake)]
-        result = command(mm2_test, *arguments, *options, "--json", "--quiet")
+        place = ("--backend", "cpu", "--output-dir", tmp_path / "undone", *(("--json",) if as_json else ()))
+        layer = ("single-layer", "--layer", LAYER, *on_small, "--target", target, "--quiet")
+        return command(mm2_test, *layer, *place, *options)
+
+    return run
+
+
+@pytest.fixture
+def undo(run_undo: Callable[..., Any]) -> Undo:
+    """Undoes mistakes; the exit code and the proof."""
+
+    def run(target: str, *mistakes: str) -> tuple[int, dict[str, Any]]:
+        result = run_undo(target, *mistakes, as_json=True)
         record = json.loads(result.stdout)
         return result.exit_code, record.get("proof", record)
 
     return run
+
+
+def replaced_sites(proof: dict[str, Any]) -> list[str]:
+    return [one["site"] for one in proof["sites"] if one["is_replaced"]]
 
 
 def rho(proof: dict[str, Any], site: str) -> tuple[float, float]:
@@ -44,15 +59,12 @@ def rho(proof: dict[str, Any], site: str) -> tuple[float, float]:
     ("port", "mistake", "site"),
     [
         ("SwappedGateUp", "gate_up_swapped", "moe_delta"),
-        pytest.param("SwappedKeyValue", "k_v_swapped", "v_proj", marks=pytest.mark.slow),
+        pytest.param("SwappedKeyValue", "k_v_swapped", "v_proj", marks=SLOW),
         ("KeyNormDivisor", "k_norm_scaled,factor=0.353553", "k_norm"),
         pytest.param(
-            "QueryWithoutScale",
-            "projection_scaled,tensor=q_proj,factor=64.0",
-            "q_proj",
-            marks=pytest.mark.slow,
+            "QueryWithoutScale", "projection_scaled,tensor=q_proj,factor=64.0", "q_proj", marks=SLOW
         ),
-        pytest.param("InterleavedRotary", "rope_interleaved", "output", marks=pytest.mark.slow),
+        pytest.param("InterleavedRotary", "rope_interleaved", "output", marks=SLOW),
     ],
 )
 def test_mistake_is_proved_in_the_weights(undo: Undo, port: str, mistake: str, site: str) -> None:
@@ -69,45 +81,43 @@ def test_mistake_is_proved_in_the_weights(undo: Undo, port: str, mistake: str, s
     ("port", "mistake", "replaced"),
     [
         ("SoftmaxRouter", "router_softmax", ["router_experts", "router_weights"]),
-        pytest.param(
-            "GeluExperts", "gelu_activation,approximate=none", ["moe_delta"], marks=pytest.mark.slow
-        ),
+        pytest.param("GeluExperts", "gelu_activation,approximate=none", ["moe_delta"], marks=SLOW),
         ("NormPerRank", "qk_norm_per_rank,tp_degree=2", ["q_norm", "k_norm"]),
-        pytest.param("TiledKeyValueHeads", "kv_repeat_tiled", ["attn_context"], marks=pytest.mark.slow),
-        pytest.param(
-            "DefaultTheta", "rope_theta,theta=10000.0", ["q_rope", "k_rope"], marks=pytest.mark.slow
-        ),
+        pytest.param("TiledKeyValueHeads", "kv_repeat_tiled", ["attn_context"], marks=SLOW),
+        pytest.param("DefaultTheta", "rope_theta,theta=10000.0", ["q_rope", "k_rope"], marks=SLOW),
     ],
 )
 def test_mistake_is_proved_at_its_stage(undo: Undo, port: str, mistake: str, replaced: list[str]) -> None:
     exit_code, proof = undo(f"{PLANTED}:{port}", mistake)
     assert (exit_code, proof["outcome"], proof["way"]) == (0, "proved", "stage")
-    assert [one["site"] for one in proof["sites"] if one["is_replaced"]] == replaced
+    assert replaced_sites(proof) == replaced
     before, after = rho(proof, "output")
     assert after < 1.3 < before
     assert proof["stage"]["leaves"] < 2 < proof["stage"]["unexplained"]
     assert proof["lines"] == []
 
 
-def test_outputs_of_one_module_are_replaced_together(undo: Undo) -> None:
-    # The logits come out of the module that chooses by them: what follows from them is not computed anew.
-    exit_code, proof = undo(f"{PLANTED}:QuantisedGate", "router_quantised,stored=fp8 by tensor")
+@pytest.mark.parametrize(
+    ("port", "mistake", "replaced"),
+    [
+        # The logits come out of the module that chooses by them: what follows from them is not computed anew.
+        (
+            f"{PLANTED}:QuantisedGate",
+            "router_quantised,stored=fp8 by tensor",
+            ["router_logits", "router_experts", "router_weights"],
+        ),
+        # The last stage is proved by its own inputs.
+        (f"{UNCOMMON}:ResidualLost", "moe_residual_missing", ["output"]),
+        # The port shows attn_residual at the norm's input: the second add takes another tensor.
+        (f"{UNCOMMON}:InputLost", "attention_residual_missing", ["attn_residual", "output"]),
+    ],
+)
+def test_what_follows_is_replaced_with_the_site(
+    undo: Undo, port: str, mistake: str, replaced: list[str]
+) -> None:
+    exit_code, proof = undo(port, mistake)
     assert (exit_code, proof["outcome"], proof["way"]) == (0, "proved", "stage")
-    replaced = [one["site"] for one in proof["sites"] if one["is_replaced"]]
-    assert replaced == ["router_logits", "router_experts", "router_weights"]
-
-
-def test_mistake_in_the_last_stage_is_proved_by_its_own_inputs(undo: Undo) -> None:
-    exit_code, proof = undo(f"{UNCOMMON}:ResidualLost", "moe_residual_missing")
-    assert (exit_code, proof["outcome"], proof["way"]) == (0, "proved", "stage")
-    assert [one["site"] for one in proof["sites"] if one["is_replaced"]] == ["output"]
-
-
-def test_sum_that_the_port_shows_elsewhere_is_replaced_with_what_follows(undo: Undo) -> None:
-    # The port shows attn_residual at the norm's input: the second add takes another tensor.
-    exit_code, proof = undo(f"{UNCOMMON}:InputLost", "attention_residual_missing")
-    assert (exit_code, proof["outcome"], proof["way"]) == (0, "proved", "stage")
-    assert [one["site"] for one in proof["sites"] if one["is_replaced"]] == ["attn_residual", "output"]
+    assert replaced_sites(proof) == replaced
 
 
 @pytest.mark.parametrize(
@@ -115,14 +125,14 @@ def test_sum_that_the_port_shows_elsewhere_is_replaced_with_what_follows(undo: U
     [
         # In the weights.
         ("SwappedGateUp", "k_v_swapped"),
-        pytest.param("SwappedGateUp", "moe_delta_scaled,factor=2.0", marks=pytest.mark.slow),
-        pytest.param("SwappedGateUp", "expert_ids_shifted,offset=1", marks=pytest.mark.slow),
+        pytest.param("SwappedGateUp", "moe_delta_scaled,factor=2.0", marks=SLOW),
+        pytest.param("SwappedGateUp", "expert_ids_shifted,offset=1", marks=SLOW),
         # At the stage that is wrong, and at another.
         ("SwappedGateUp", "gelu_activation,approximate=none"),
-        pytest.param("SoftmaxRouter", "router_weights_uniform", marks=pytest.mark.slow),
+        pytest.param("SoftmaxRouter", "router_weights_uniform", marks=SLOW),
         ("SoftmaxRouter", "router_bias_missing"),
-        pytest.param("NormPerRank", "qk_norm_missing", marks=pytest.mark.slow),
-        pytest.param("NormPerRank", "attention_residual_missing", marks=pytest.mark.slow),
+        pytest.param("NormPerRank", "qk_norm_missing", marks=SLOW),
+        pytest.param("NormPerRank", "attention_residual_missing", marks=SLOW),
     ],
 )
 def test_wrong_name_is_not_proved(undo: Undo, port: str, mistake: str) -> None:
@@ -152,24 +162,27 @@ def test_two_mistakes_are_undone_together(undo: Undo) -> None:
     assert (exit_code, proof["outcome"], proof["way"]) == (0, "proved", "weights and stage")
 
 
+@pytest.mark.parametrize(
+    ("target", "mistake", "reason"),
+    [
+        (f"{PLANTED}:BlackBoxTiledKeyValueHeads", "kv_repeat_tiled", "does not show attn_context"),
+        (
+            f"{UNCOMMON}:CopyShown",
+            "gelu_activation,approximate=none",
+            "goes on with other values than it shows at moe_delta",
+        ),
+        ("reference", "gate_up_swapped", "does not fail as it is"),
+    ],
+)
+def test_what_cannot_be_proved_says_why(undo: Undo, target: str, mistake: str, reason: str) -> None:
+    exit_code, proof = undo(target, mistake)
+    assert (exit_code, proof["outcome"]) == (3, "not provable")
+    assert reason in proof["reason"]
+    assert target == "reference" or "`sites`" in proof["next_step"]
+
+
 def test_black_box_is_proved_by_its_weights_alone(undo: Undo) -> None:
     assert undo(f"{PLANTED}:BlackBoxSwappedGateUp", "gate_up_swapped")[0] == 0
-    exit_code, proof = undo(f"{PLANTED}:BlackBoxTiledKeyValueHeads", "kv_repeat_tiled")
-    assert (exit_code, proof["outcome"]) == (3, "not provable")
-    assert "does not show attn_context" in proof["reason"]
-    assert "`sites`" in proof["next_step"]
-
-
-def test_site_that_the_port_does_not_compute_with_proves_nothing(undo: Undo) -> None:
-    exit_code, proof = undo(f"{UNCOMMON}:CopyShown", "gelu_activation,approximate=none")
-    assert (exit_code, proof["outcome"]) == (3, "not provable")
-    assert "goes on with other values than it shows at moe_delta" in proof["reason"]
-
-
-def test_right_port_has_nothing_to_prove(undo: Undo) -> None:
-    exit_code, proof = undo("reference", "gate_up_swapped")
-    assert (exit_code, proof["outcome"]) == (3, "not provable")
-    assert "does not fail as it is" in proof["reason"]
 
 
 def test_port_without_a_conversion_gets_a_whole_one(undo: Undo) -> None:
@@ -179,26 +192,17 @@ def test_port_without_a_conversion_gets_a_whole_one(undo: Undo) -> None:
     assert proof["lines"][-1] == "    return tensors"
 
 
-def test_parameters_of_another_kind_are_refused(undo: Undo) -> None:
+def test_wrong_usage_is_refused(undo: Undo, command: Command, small_fp8: Path) -> None:
     exit_code, record = undo(f"{PLANTED}:DefaultTheta", "rope_theta,base=10000.0")
     assert exit_code == 2
     assert "expected theta, found base=10000.0" in record["error"]
+    layer = ("single-layer", "--layer", 1, "--model", small_fp8)
+    result = command(mm2_test, *layer, "--undo", "gate_up_swapped")
+    assert (result.exit_code, "--undo needs a golden" in result.output) == (2, True)
 
 
-def test_golden_is_needed(small_fp8: Path, command: Command) -> None:
-    result = command(
-        mm2_test, "single-layer", "--layer", 1, "--model", small_fp8, "--undo", "gate_up_swapped"
-    )
-    assert result.exit_code == 2
-    assert "--undo needs a golden" in result.output
-
-
-def test_text_tells_the_outcome_and_the_lines(
-    small_fp8: Path, small_golden: Path, command: Command, tmp_path: Path
-) -> None:
-    paths = ("--model", small_fp8, "--golden", small_golden, "--output-dir", tmp_path / "undone")
-    target = ("--target", f"{PLANTED}:SwappedGateUp", "--backend", "cpu", "--undo", "gate_up_swapped")
-    result = command(mm2_test, "single-layer", "--layer", LAYER, *paths, *target, "--quiet")
+def test_text_tells_the_outcome_and_the_lines(run_undo: Callable[..., Any]) -> None:
+    result = run_undo(f"{PLANTED}:SwappedGateUp", "gate_up_swapped")
     assert result.exit_code == 0
     assert "Layer 1 without gate_up_swapped: proved" in result.stdout
     assert "Lines that undo it, at the beginning of convert_state_dict:" in result.stdout
