@@ -1,9 +1,11 @@
-"""The other side of a comparison, as far as it tells how a dump is to be read."""
+"""Passes of vLLM Neuron, and the other side of a comparison, as far as it tells how a dump is to be read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,3 +44,24 @@ class OtherSide:
 def other_side() -> Callable[..., Any]:
     """Makes the other side."""
     return OtherSide
+
+
+@pytest.fixture
+def write_pass() -> Callable[..., None]:
+    """Writes a pass of vLLM Neuron to its folder: each module's tensor, or those of its ranks."""
+
+    def write(
+        folder: Path,
+        modules: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        *,
+        positions: Sequence[int],
+        requests: Sequence[str] = ("0",),
+    ) -> None:
+        for module, held in modules.items():
+            (folder / module).mkdir(parents=True)
+            for rank, tensor in enumerate([held] if isinstance(held, torch.Tensor) else held):
+                torch.save(tensor.clone(), folder / module / f"rank{rank}.pt")
+        meta = {"req_ids": list(requests), "positions": list(positions)}
+        (folder / f"{folder.name}_meta.json").write_text(json.dumps(meta))
+
+    return write

@@ -36,20 +36,18 @@ def read_map(folder: Path, text: str) -> NameMap:
     return NameMap.read(folder / "map.yaml")
 
 
-def test_flat_rows_are_padded_as_the_other_tensors_are(tmp_path: Path, other: Any) -> None:
-    save(tmp_path, "layers.0:output.0", torch.zeros(2, 4, 5))
-    save(tmp_path, "layers.0.mlp.gate:output.0", torch.arange(8.0)[:, None])
-    capture = DumpCapture.open(tmp_path, NameMap()).laid_out_as(other)
-    assert capture.read(0, Site.ROUTER_LOGITS)[..., 0].tolist() == [[0, 1, 2], [4, 5, 0]]
-
-
-def test_flat_rows_alone_tell_nothing(tmp_path: Path, other: Any) -> None:
+def test_flat_rows_are_padded_as_the_other_tensors_are_and_alone_tell_nothing(
+    tmp_path: Path, other: Any
+) -> None:
     save(tmp_path, "layers.0.mlp.gate:output.0", torch.arange(8.0)[:, None])
     capture = DumpCapture.open(tmp_path, NameMap()).laid_out_as(other)
     with pytest.raises(CaptureError, match="router_logits of layer 0.*nothing tells which rows are real"):
         capture.read(0, Site.ROUTER_LOGITS)
     packed = DumpCapture.open(tmp_path, read_map(tmp_path, "rows: packed")).laid_out_as(other)
     assert packed.read(0, Site.ROUTER_LOGITS)[..., 0].tolist() == [[0, 1, 2], [3, 4, 0]]
+    save(tmp_path, "layers.0:output.0", torch.zeros(2, 4, 5))
+    padded = DumpCapture.open(tmp_path, NameMap()).laid_out_as(other)
+    assert padded.read(0, Site.ROUTER_LOGITS)[..., 0].tolist() == [[0, 1, 2], [4, 5, 0]]
 
 
 def test_residuals_beside_norms_are_recognised(tmp_path: Path, other: Any) -> None:

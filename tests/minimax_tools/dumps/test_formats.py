@@ -38,31 +38,76 @@ def only_piece(directory: Path, name: str) -> DumpPiece:
     return piece
 
 
-class TestNxdi:
-    @pytest.mark.parametrize(
-        ("name", "module", "point", "element"),
-        [
-            ("cte_step_1_module_layers.0.self_attn_output", "layers.0.self_attn", "output", ""),
-            ("cte_step_1_module_layers.0.self_attn_input", "layers.0.self_attn", "input", ""),
-            ("ctx_step_1_module_layers.0.mlp_output_1", "layers.0.mlp", "output", "1"),
-            ("cte_step_1_module_layers.0.mlp_inputs_0", "layers.0.mlp", "input", "0"),
-            (
-                "cte_step_1_module_layers.0_inputs_kwargs_hidden_states",
-                "layers.0",
-                "input",
-                "hidden_states",
-            ),
-            ("cte_step_1_module_layers.0.self_output_output", "layers.0.self_output", "output", ""),
-            ("tkg_step_12_module_layers.0.input_layernorm_output", "layers.0.input_layernorm", "output", ""),
-            ("cte_step_1_manual_tensor_3", "manual_tensor_3", "output", ""),
-        ],
-    )
-    def test_names(self, name: str, module: str, point: str, element: str, tmp_path: Path) -> None:
-        save(TENSOR, tmp_path / f"captured_tensors_{name}.pt")
-        piece = only_piece(tmp_path, "nxdi")
-        assert (piece.module, piece.point, piece.element) == (module, point, element)
-        assert piece.step == ("12" if "step_12" in name else "1")
+def save_sglang(folder: Path, name: str, index: int = 1, **meta: Any) -> None:
+    """Write a file of SGLang's dumper."""
+    full = {"step": 0, "rank": 0, "dump_index": index, "name": name}
+    file = "___".join(f"{key}={value}" for key, value in full.items()) + ".pt"
+    save({"value": TENSOR, "meta": full | meta}, folder / file)
 
+
+def save_named(directory: Path, format_: str, name: str) -> None:
+    """Write the tensor under a name of a tool's, which for SGLang may say its layer."""
+    match format_:
+        case "nxdi":
+            save(TENSOR, directory / f"captured_tensors_{name}.pt")
+        case "msprobe":
+            save(TENSOR, directory / "step3" / "rank1" / "dump_tensor_data" / f"{name}.pt")
+        case "sglang":
+            tag, _, bare = name.rpartition("@")
+            save_sglang(directory, bare, **({"layer_id": int(tag)} if tag else {}))
+        case "transformers":
+            save_file({"data": TENSOR}, directory / f"{name}.safetensors")
+            (directory / "Net_debug_tree_FULL_TENSORS.json").write_text("{}")
+        case "vllm-neuron":
+            save(TENSOR, directory / "dp0" / "prefill_s64_0" / name / "rank1.pt")
+
+
+@pytest.mark.parametrize(
+    ("format_", "name", "place", "step"),
+    [
+        ("nxdi", "cte_step_1_module_layers.0.self_attn_output", "layers.0.self_attn:output", "1"),
+        ("nxdi", "cte_step_1_module_layers.0.self_attn_input", "layers.0.self_attn:input", "1"),
+        ("nxdi", "ctx_step_1_module_layers.0.mlp_output_1", "layers.0.mlp:output[1]", "1"),
+        ("nxdi", "cte_step_1_module_layers.0.mlp_inputs_0", "layers.0.mlp:input[0]", "1"),
+        ("nxdi", "cte_step_1_module_layers.0_inputs_kwargs_states", "layers.0:input[states]", "1"),
+        ("nxdi", "cte_step_1_module_layers.0.self_output_output", "layers.0.self_output:output", "1"),
+        (
+            "nxdi",
+            "tkg_step_12_module_layers.0.input_layernorm_output",
+            "layers.0.input_layernorm:output",
+            "12",
+        ),
+        ("nxdi", "cte_step_1_manual_tensor_3", "manual_tensor_3:output", "1"),
+        ("vllm-neuron", "model.layers.0.mlp", "model.layers.0.mlp:output", "prefill_s64_0"),
+        ("msprobe", "Module.model.norm.RMSNorm.forward.0.output.0", "model.norm:output[0]", "3"),
+        ("msprobe", "Module.model.norm.RMSNorm.forward.2.input.1", "model.norm:input[1]", "3.2"),
+        ("msprobe", "Module.model.Model.forward.0.kwargs.input_ids", "model:input[input_ids]", "3"),
+        ("msprobe", "Module..ForCausalLM.forward.0.output.logits", ":output[logits]", "3"),
+        ("sglang", "3@attn_out", "layers.3.attn_out:output", "0"),
+        ("sglang", "input_ids", "input_ids:output", "0"),
+        ("sglang", "3@non_intrusive__model.layers.3.mlp.output", "model.layers.3.mlp:output", "0"),
+        ("sglang", "3@non_intrusive__model.layers.3.output.1", "model.layers.3:output[1]", "0"),
+        ("sglang", "non_intrusive__layers.3.self_output.inputs.0", "layers.3.self_output:input[0]", "0"),
+        ("sglang", "non_intrusive__inputs.positions", ":input[positions]", "0"),
+        ("transformers", "Net.model.layers.0.mlp.gate_outputs_2", "model.layers.0.mlp.gate:output[2]", ""),
+        ("transformers", "Net.model.norm_outputs", "model.norm:output", ""),
+        ("transformers", "Net.model.layers.0_inputs_args_0", "model.layers.0:input[0]", ""),
+        ("transformers", "Net.layers.0_inputs_kwargs_hidden_states", "layers.0:input[hidden_states]", ""),
+        ("transformers", "Net_inputs_kwargs_inputs_embeds", ":input[inputs_embeds]", ""),
+        ("transformers", "Net_outputs_logits", ":output[logits]", ""),
+    ],
+)
+def test_names_tell_the_module_the_point_and_the_pass(
+    format_: str, name: str, place: str, step: str, tmp_path: Path
+) -> None:
+    save_named(tmp_path, format_, name)
+    piece = only_piece(tmp_path, format_)
+    assert str(piece) == place
+    assert step in ("", piece.step)
+    assert piece.rank == (1 if format_ in ("vllm-neuron", "msprobe") else 0)
+
+
+class TestNxdi:
     def test_metadata_goes_before_the_name(self, tmp_path: Path) -> None:
         name = "captured_tensors_cte_step_1_module_a_output_output.pt"
         save(TENSOR, tmp_path / name)
@@ -96,11 +141,6 @@ class TestNxdi:
 
 
 class TestVllmNeuron:
-    def test_names(self, tmp_path: Path) -> None:
-        save(TENSOR, tmp_path / "dp0" / "prefill_s64_0" / "model.layers.0.mlp" / "rank1.pt")
-        piece = only_piece(tmp_path, "vllm-neuron")
-        assert (piece.module, piece.step, piece.rank) == ("model.layers.0.mlp", "prefill_s64_0", 1)
-
     def test_prefills_come_first_and_replicas_are_told_apart(self, tmp_path: Path) -> None:
         for replica, name in ((0, "decode_b2_0"), (0, "prefill_s64_0"), (1, "prefill_s64_0")):
             save(TENSOR, tmp_path / f"dp{replica}" / name / "norm" / "rank0.pt")
@@ -110,21 +150,6 @@ class TestVllmNeuron:
 
 
 class TestMsprobe:
-    @pytest.mark.parametrize(
-        ("name", "module", "point", "element", "step"),
-        [
-            ("Module.model.norm.RMSNorm.forward.0.output.0", "model.norm", "output", "0", "3"),
-            ("Module.model.norm.RMSNorm.forward.2.input.1", "model.norm", "input", "1", "3.2"),
-            ("Module.model.Model.forward.0.kwargs.input_ids", "model", "input", "input_ids", "3"),
-            ("Module..ForCausalLM.forward.0.output.logits", "", "output", "logits", "3"),
-        ],
-    )
-    def test_names(self, name: str, module: str, point: str, element: str, step: str, tmp_path: Path) -> None:
-        save(TENSOR, tmp_path / "step3" / "rank1" / "dump_tensor_data" / f"{name}.pt")
-        piece = only_piece(tmp_path, "msprobe")
-        assert (piece.module, piece.point, piece.element) == (module, point, element)
-        assert (piece.step, piece.rank) == (step, 1)
-
     def test_functions_and_backward_passes_are_left_out(self, tmp_path: Path) -> None:
         folder = tmp_path / "step0" / "rank0" / "dump_tensor_data"
         for name in ("Torch.matmul.0.forward.output.0", "Module.norm.RMSNorm.backward.0.output.0"):
@@ -132,44 +157,7 @@ class TestMsprobe:
         assert read_dump(tmp_path, "msprobe").pieces == ()
 
 
-def save_sglang(folder: Path, name: str, index: int = 1, **meta: Any) -> None:
-    """Write a file of SGLang's dumper."""
-    full = {"step": 0, "rank": 0, "dump_index": index, "name": name}
-    file = "___".join(f"{key}={value}" for key, value in full.items()) + ".pt"
-    save({"value": TENSOR, "meta": full | meta}, folder / file)
-
-
 class TestSglang:
-    @pytest.mark.parametrize(
-        ("name", "tags", "module", "point", "element"),
-        [
-            ("attn_out", {"layer_id": 3}, "layers.3.attn_out", "output", ""),
-            ("input_ids", {}, "input_ids", "output", ""),
-            (
-                "non_intrusive__model.layers.3.mlp.output",
-                {"layer_id": 3},
-                "model.layers.3.mlp",
-                "output",
-                "",
-            ),
-            ("non_intrusive__model.layers.3.output.1", {"layer_id": 3}, "model.layers.3", "output", "1"),
-            (
-                "non_intrusive__model.layers.3.self_output.inputs.0",
-                {},
-                "model.layers.3.self_output",
-                "input",
-                "0",
-            ),
-            ("non_intrusive__inputs.positions", {}, "", "input", "positions"),
-        ],
-    )
-    def test_names(
-        self, name: str, tags: dict[str, int], module: str, point: str, element: str, tmp_path: Path
-    ) -> None:
-        save_sglang(tmp_path, name, **tags)
-        piece = only_piece(tmp_path, "sglang")
-        assert (piece.module, piece.point, piece.element) == (module, point, element)
-
     def test_name_dumped_again_is_the_next_pass(self, tmp_path: Path) -> None:
         for index in (9, 10):
             save_sglang(tmp_path, "norm", index)
@@ -235,23 +223,6 @@ class TestSglang:
 
 
 class TestTransformers:
-    @pytest.mark.parametrize(
-        ("name", "module", "point", "element"),
-        [
-            ("Net.model.layers.0.mlp.gate_outputs_2", "model.layers.0.mlp.gate", "output", "2"),
-            ("Net.model.norm_outputs", "model.norm", "output", ""),
-            ("Net.model.layers.0_inputs_args_0", "model.layers.0", "input", "0"),
-            ("Net.model.layers.0_inputs_kwargs_hidden_states", "model.layers.0", "input", "hidden_states"),
-            ("Net_inputs_kwargs_inputs_embeds", "", "input", "inputs_embeds"),
-            ("Net_outputs_logits", "", "output", "logits"),
-        ],
-    )
-    def test_names(self, name: str, module: str, point: str, element: str, tmp_path: Path) -> None:
-        save_file({"data": TENSOR}, tmp_path / f"{name}.safetensors")
-        (tmp_path / "Net_debug_tree_FULL_TENSORS.json").write_text("{}")
-        piece = only_piece(tmp_path, "transformers")
-        assert (piece.module, piece.point, piece.element) == (module, point, element)
-
     def test_trace_without_tensors_says_how_to_keep_them(self, tmp_path: Path) -> None:
         (tmp_path / "Net_debug_tree_FULL_TENSORS.json").write_text("{}")
         with pytest.raises(CaptureError, match="use_repr=False"):

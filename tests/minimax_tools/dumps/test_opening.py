@@ -1,50 +1,24 @@
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.writer import open_capture
 from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.opening import DumpReading, open_source
+from minimax_tools.dumps.opening import DumpReading, open_source, refuse_unreadable
 from minimax_tools.errors import CaptureError, UsageError
-from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.sites import Site
-from minimax_tools.provenance import ModelFingerprint, Provenance
 
 
 def write_legacy(directory: Path) -> Path:
     directory.mkdir(parents=True)
     torch.save(torch.ones(1, 2, 3), directory / "layer_0_output.pt")
-    return directory
-
-
-def write_own(directory: Path) -> Path:
-    ids = torch.arange(2)[None]
-    inputs = Inputs(
-        input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=ids.clone(), source="a test"
-    )
-    description = Description(
-        side="neuron",
-        run=single_layer_run(0, sites_level="layer"),
-        provenance=Provenance(
-            model=ModelFingerprint(spec_digest="0" * 64, tensors_digest="0" * 64, layers={0: "0" * 64}),
-            model_source="/models/MiniMax-M2",
-            backend="cpu",
-            device="cpu",
-            dtypes={"weights": "bfloat16"},
-            target="builtin",
-        ),
-        inputs_digest=inputs.digest(),
-        input_source=inputs.source,
-    )
-    with open_capture(directory, description, inputs=inputs) as writer:
-        writer.write(0, {Site.OUTPUT: torch.ones(1, 2, 3)})
-        writer.finish()
     return directory
 
 
@@ -73,8 +47,8 @@ def test_directory_that_is_not_there_is_named_with_a_next_step(tmp_path: Path) -
         open_source(tmp_path / "gone")
 
 
-def test_directory_of_captures_names_them(tmp_path: Path) -> None:
-    write_own(tmp_path / "single_layer_0")
+def test_directory_of_captures_names_them(golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(golden, tmp_path / "single_layer_0")
     write_legacy(tmp_path / "single_layer_1")
     (tmp_path / "other").mkdir()
     with pytest.raises(
@@ -87,3 +61,45 @@ def test_tensors_of_hooks_of_ones_own_are_told_a_name_to_be_read_under(tmp_path:
     torch.save(torch.zeros(1), tmp_path / "step0_layer0_hidden.pt")
     with pytest.raises(CaptureError, match=r"captured_tensors_cte_step_1_module_layers\.0\.mlp_output\.pt"):
         open_source(tmp_path)
+
+
+def test_whole_dump_is_read_links_too(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.pt").write_bytes(b"")
+    (tmp_path / "a" / "y.pt").symlink_to("x.pt")
+    (tmp_path / "again").symlink_to(".")
+    refuse_unreadable(tmp_path)
+
+
+def test_everything_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "module").symlink_to("nowhere")
+    (tmp_path / "c.safetensors").symlink_to("c.safetensors")
+    with pytest.raises(CaptureError) as caught:
+        refuse_unreadable(tmp_path)
+    for words in ("a.pt: a folder", "b/module (a link to nowhere): No such file", "c.safetensors (a link to"):
+        assert words in str(caught.value)
+
+
+@pytest.fixture
+def dump_of_another_user() -> Iterator[Path]:
+    """A folder in which this process may not read everything; as root it goes on as nobody."""
+    nobody, was_root = 65534, os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "denied").mkdir(mode=0)
+        (Path(folder) / "x.pt").touch(mode=0)
+        if was_root:
+            os.seteuid(nobody)
+        try:
+            yield Path(folder)
+        finally:
+            if was_root:
+                os.seteuid(0)
+            (Path(folder) / "denied").chmod(0o700)
+
+
+def test_folder_and_file_without_access_are_named(dump_of_another_user: Path) -> None:
+    with pytest.raises(CaptureError, match=r"denied: Permission denied.*x\.pt: Permission denied"):
+        refuse_unreadable(dump_of_another_user)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,8 @@ from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.model.sites import Site
 
 T, H = 24, 64
+Model = dict[str, torch.Tensor]
+Open = Callable[..., DumpCapture]
 
 
 def norm(stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -24,7 +25,7 @@ def norm(stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def model() -> dict[str, torch.Tensor]:
+def model() -> Model:
     """Two layers whose stream has a massive channel, as trained models have."""
     generator = torch.Generator().manual_seed(0)
 
@@ -48,16 +49,11 @@ def model() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Callable[[Mapping[str, torch.Tensor]], DumpCapture]:
+def opened(tmp_path: Path, write_pass: Callable[..., None]) -> Open:
     """Opens a dump with these tensors."""
 
-    def open_dump(held: Mapping[str, torch.Tensor]) -> DumpCapture:
-        folder = tmp_path / "dp0" / f"prefill_s{T}_0"
-        for name, tensor in held.items():
-            (folder / name).mkdir(parents=True)
-            torch.save(tensor, folder / name / "rank0.pt")
-        meta = {"req_ids": ["0"], "positions": list(range(T))}
-        (folder / f"{folder.name}_meta.json").write_text(json.dumps(meta))
+    def open_dump(held: Mapping[str, torch.Tensor], positions: Sequence[int] = range(T)) -> DumpCapture:
+        write_pass(tmp_path / "dp0" / f"prefill_s{T}_0", held, positions=positions)
         return DumpCapture.open(tmp_path, NameMap())
 
     return open_dump
@@ -71,18 +67,14 @@ def held_sites(capture: DumpCapture) -> list[tuple[int, Site]]:
 ALL = [(layer, site) for layer in (0, 1) for site in (Site.ATTN_RESIDUAL, Site.OUTPUT)]
 
 
-def test_stream_is_proved_by_its_sum(
-    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
-) -> None:
+def test_stream_is_proved_by_its_sum(model: Model, opened: Open) -> None:
     capture = opened(model)
     assert held_sites(capture) == ALL
     assert torch.equal(capture.read(1, Site.OUTPUT)[0], model["model.layers.1"])
     assert any("bit for bit" in note for note in capture.notes)
 
 
-def test_sum_stands_for_an_output_that_is_not_held(
-    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
-) -> None:
+def test_sum_stands_for_an_output_that_is_not_held(model: Model, opened: Open) -> None:
     last = model.pop("model.layers.1")
     first = model.pop("model.layers.0")
     capture = opened(model)
@@ -93,9 +85,7 @@ def test_sum_stands_for_an_output_that_is_not_held(
     assert torch.equal(capture.read(0, Site.OUTPUT)[0], first)
 
 
-def test_stream_that_is_no_sum_is_proved_by_the_norm_that_reads_it(
-    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
-) -> None:
+def test_stream_that_is_no_sum_is_proved_by_the_norm_that_reads_it(model: Model, opened: Open) -> None:
     """A port with a mistake of its own: half of what the experts give is added."""
     wrong = model["model.layers.0"] - model["model.layers.0.mlp"] / 2
     weight = torch.linspace(0.5, 2.0, H).bfloat16()
@@ -108,9 +98,7 @@ def test_stream_that_is_no_sum_is_proved_by_the_norm_that_reads_it(
 
 
 @pytest.mark.parametrize("missing", ["model.layers.0.mlp", "model.layers.0.self_attn"])
-def test_stream_without_an_addend_is_refused(
-    missing: str, model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
-) -> None:
+def test_stream_without_an_addend_is_refused(missing: str, model: Model, opened: Open) -> None:
     """The massive channel hides what lacks from any figure of the whole tensor."""
     model["model.layers.0"] = model["model.layers.0"] - model[missing]
     without_norms = {name: held for name, held in model.items() if not name.endswith("norm")}
@@ -119,9 +107,7 @@ def test_stream_without_an_addend_is_refused(
     assert any("sites: {output:" in note for note in capture.notes)
 
 
-def test_norm_of_another_stream_proves_nothing(
-    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
-) -> None:
+def test_norm_of_another_stream_proves_nothing(model: Model, opened: Open) -> None:
     """The norms read the stream without the delta before them."""
     del model["model.layers.0"], model["model.layers.1"]
     weight = torch.linspace(0.5, 2.0, H).bfloat16()
@@ -135,29 +121,12 @@ def test_norm_of_another_stream_proves_nothing(
     assert any("nothing tells the output of layer" in note for note in capture.notes)
 
 
-def test_too_few_tokens_prove_nothing_by_a_norm(
-    model: dict[str, torch.Tensor], tmp_path: Path, opened: Callable[..., DumpCapture]
-) -> None:
+def test_too_few_tokens_prove_nothing_by_a_norm(model: Model, opened: Open) -> None:
     del model["model.layers.0"], model["model.layers.1"]
-    opened(model)
-    [meta] = tmp_path.rglob("*_meta.json")
-    meta.write_text(json.dumps({"req_ids": ["0"], "positions": [0, 1, 2, *[2] * (T - 3)]}))
-    capture = DumpCapture.open(tmp_path, NameMap())
-    assert held_sites(capture) == []
+    assert held_sites(opened(model, [0, 1, 2, *[2] * (T - 3)])) == []
 
 
-def write_pass(folder: Path, name: str, held: Mapping[str, torch.Tensor], *, request: str) -> None:
-    """Write one more pass of the T tokens of a request."""
-    for module, tensor in held.items():
-        (folder / name / module).mkdir(parents=True)
-        torch.save(tensor, folder / name / module / "rank0.pt")
-    meta = {"req_ids": [request], "positions": list(range(len(tensor)))}
-    (folder / name / f"{name}_meta.json").write_text(json.dumps(meta))
-
-
-def test_tokens_that_are_all_alike_prove_nothing_by_a_norm(
-    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
-) -> None:
+def test_tokens_that_are_all_alike_prove_nothing_by_a_norm(model: Model, opened: Open) -> None:
     """A warm-up of one token over and over: whatever a norm is given, one weight fits all its tokens."""
     del model["model.layers.0"], model["model.layers.1"]
     model["model.layers.0.mlp"] = model["model.layers.0.mlp"] * 3
@@ -167,19 +136,15 @@ def test_tokens_that_are_all_alike_prove_nothing_by_a_norm(
 
 
 def test_warm_up_of_tokens_that_are_all_alike_leaves_the_proof_to_another_pass(
-    model: dict[str, torch.Tensor], tmp_path: Path, opened: Callable[..., DumpCapture]
+    model: Model, tmp_path: Path, opened: Open, write_pass: Callable[..., None]
 ) -> None:
     del model["model.layers.0"], model["model.layers.1"]
-    opened(model)
     warm = {name: held[:1].repeat(8, 1) for name, held in model.items()}
-    write_pass(tmp_path / "dp0", "prefill_s8_0", warm, request="warm-up")
-    capture = DumpCapture.open(tmp_path, NameMap())
-    assert held_sites(capture) == ALL
+    write_pass(tmp_path / "dp0/prefill_s8_0", warm, positions=range(8), requests=["warm-up"])
+    assert held_sites(opened(model)) == ALL
 
 
-def test_addends_of_other_widths_prove_nothing(
-    model: dict[str, torch.Tensor], opened: Callable[..., DumpCapture]
-) -> None:
+def test_addends_of_other_widths_prove_nothing(model: Model, opened: Open) -> None:
     model["model.layers.0.self_attn"] = torch.nn.functional.pad(model["model.layers.0.self_attn"], (0, 8))
     capture = opened(model)
     # The norm behind still proves what the layers return.
