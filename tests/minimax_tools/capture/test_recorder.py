@@ -70,16 +70,12 @@ def test_hooks_are_gone_after_the_block_and_after_an_error() -> None:
         raise RuntimeError("planted")
     module(torch.ones(2))
     assert recorder.tensors == {}
-    assert not module.inner._forward_hooks
-    assert not module.inner._forward_pre_hooks
-
-
-def test_tap_of_a_missing_submodule_leaves_no_hook() -> None:
-    module = Outer()
-    taps = {Site.OUTPUT: Tap(path=""), Site.Q_PROJ: Tap(path="absent")}
+    taps = {**TAPS, Site.V_PROJ: Tap(path="absent")}
     with pytest.raises(AttributeError, match="absent"), Recorder(module, taps, keep=copy_to_host):
         pass
-    assert not module._forward_hooks
+    for hooked in (module, module.inner):
+        assert not hooked._forward_hooks
+        assert not hooked._forward_pre_hooks
 
 
 def test_what_is_no_tensor_is_not_recorded() -> None:
@@ -167,11 +163,11 @@ def test_fed_heads_take_the_layout_of_what_was_there(shape: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("shape", [(2, 5, 4, 3), (2, 4, 6, 5)])
 def test_fed_heads_are_refused_in_another_order(shape: tuple[int, ...]) -> None:
-    module, fed = nn.Identity(), torch.zeros(2, 4, 3, 5)
-    taps = {Site.Q_ROPE: Tap(path="")}
+    module, feeds = nn.Identity(), {Site.Q_ROPE: torch.zeros(2, 4, 3, 5)}
+    refused = r"q_rope cannot be replaced: expected the shape \[2, 4, 3, 5\]"
     with (
-        Recorder(module, taps, keep=copy_to_host, feeds={Site.Q_ROPE: fed}),
-        pytest.raises(TargetError, match=r"q_rope cannot be replaced: expected the shape \[2, 4, 3, 5\]"),
+        Recorder(module, {Site.Q_ROPE: Tap(path="")}, keep=copy_to_host, feeds=feeds),
+        pytest.raises(TargetError, match=refused),
     ):
         module(torch.zeros(shape))
 
@@ -197,13 +193,12 @@ def test_all_calls_of_a_site_are_kept_and_forgotten_at_the_start_of_a_run() -> N
 
 
 def test_a_site_that_is_computed_in_parts_cannot_be_replaced() -> None:
-    fed = {Site.K_PROJ: torch.zeros(1, 5, 3)}
-    recorder = Recorder(InParts(), {Site.K_PROJ: Tap(path="inner")}, keep=copy_on_device, feeds=fed)
+    module, feeds = InParts(), {Site.K_PROJ: torch.zeros(1, 5, 3)}
     with (
-        recorder,
+        Recorder(module, {Site.K_PROJ: Tap(path="inner")}, keep=copy_on_device, feeds=feeds),
         pytest.raises(TargetError, match="k_proj cannot be replaced: the port computes it in parts"),
     ):
-        recorder._module(torch.zeros(5, 16))
+        module(torch.zeros(5, 16))
 
 
 B, S, F, N = 2, 6, 16, 4

@@ -17,7 +17,7 @@ from minimax_tools.metrics.error_sums import (
 
 CHANNELS = 700  # more than the channels that are summed at once, and no multiple of them
 # One block, several blocks on one core, and enough for threads.
-NUM_TOKENS = (0, 1, 40, 300, 900)
+NUM_TOKENS = (0, 1, 300, 900)
 
 
 def sides(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,28 +73,22 @@ def test_sums_are_those_of_the_plain_formulas(
 def test_squares_alone_are_the_same(num_tokens: int) -> None:
     golden, _, exact = sides(num_tokens, torch.bfloat16)
     (sums,) = sum_errors(golden, exact=exact, massive=massive(9))
-    for found, expected in zip(
-        (
-            *square_by_token(golden, exact, massive=massive(9)),
-            *square_by_token(golden, None, massive=massive(9)),
-        ),
-        (sums.squares, sums.massive_squares, sums.value_squares, sums.massive_value_squares),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
-    torch.testing.assert_close(
-        square_by_channel(golden), golden.double().square().sum(0), rtol=1e-5, atol=0.0
-    )
+    errors = square_by_token(golden, exact, massive=massive(9))
+    values = square_by_token(golden, None, massive=massive(9))
+    expected = (sums.squares, sums.massive_squares, sums.value_squares, sums.massive_value_squares)
+    for found, one in zip((*errors, *values), expected, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-12, atol=0.0)
+    by_channel = golden.double().square().sum(0)
+    torch.testing.assert_close(square_by_channel(golden), by_channel, rtol=1e-5, atol=0.0)
 
 
 def test_values_are_not_changed_and_may_lie_anywhere() -> None:
     golden, port, exact = sides(50, torch.float32)
     kept = golden.clone()
-    rows = golden.t().contiguous().t()
-    of_rows, of_golden = (
-        sum_errors(values, port, exact=exact, massive=massive())[0] for values in (rows, golden)
-    )
-    assert torch.equal(of_rows.squares, of_golden.squares)
+    columns = golden.t().contiguous().t()
+    of_columns, _ = sum_errors(columns, port, exact=exact, massive=massive())
+    of_golden, _ = sum_errors(golden, port, exact=exact, massive=massive())
+    assert torch.equal(of_columns.squares, of_golden.squares)
     assert torch.equal(golden, kept)
 
 

@@ -17,69 +17,54 @@ MLX = {"group_size": 64, "bits": 4, "mode": "affine"}
 
 
 @pytest.mark.parametrize(
-    "config",
+    "quantised",
     [
-        {},
-        {"quantization_config": None},
-        {"quantization_config": FP8},
-        {"quantization_config": {"quant_method": "fp8"}},
-        {
-            "quantization_config": {
-                **FP8,
-                "scale_fmt": "float",
-                "ignored_layers": ["gate"],
-                "dequantize": True,
-            }
-        },
+        None,
+        FP8,
+        {"quant_method": "fp8"},
+        {**FP8, "scale_fmt": "float", "ignored_layers": ["gate"], "dequantize": True},
     ],
 )
-def test_weights_as_in_the_originals_and_plain_ones_pass(config: dict[str, Any]) -> None:
-    assert find_quantisation_faults(config) == []
+def test_weights_as_in_the_originals_and_plain_ones_pass(quantised: dict[str, Any] | None) -> None:
+    assert find_quantisation_faults({"quantization_config": quantised}) == []
+    assert find_quantisation_faults({}) == []
 
 
-@pytest.mark.parametrize(
-    ("config", "key", "found"),
-    [
-        (
-            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}},
-            "quantization_config",
-            "quant_method 'awq', bits 4, group_size 128",
-        ),
-        (
-            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
-            "quantization_config",
-            "quant_method 'compressed-tensors', format pack-quantized",
-        ),
-        (
-            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-            "quantization_config",
-            "quant_method 'modelopt', quant_algo NVFP4",
-        ),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config", "quant_method 'mxfp4'"),
-        ({"quantization_config": {}}, "quantization_config", "no quant_method"),
-        ({"quantization_config": "fp8"}, "quantization_config", "'fp8'"),
-        (
-            {"quantization_config": MLX},
-            "quantization_config",
-            "no quant_method, mode affine, bits 4, group_size 64",
-        ),
-        (
-            {"quantization": MLX, "quantization_config": MLX},
-            "quantization",
-            "the format of MLX, mode affine, bits 4, group_size 64",
-        ),
-        (
-            {"compression_config": {"format": "naive-quantized"}},
-            "compression_config",
-            "the format of compressed-tensors, format naive-quantized",
-        ),
-    ],
-)
-def test_another_format_is_named(config: dict[str, Any], key: str, found: str) -> None:
+def check_other_format(config: dict[str, Any], *, key: str, found: str) -> None:
     (fault,) = find_quantisation_faults(config)
     assert (fault.key, fault.found) == (key, found)
     assert "Use the FP8 original (MiniMaxAI/MiniMax-M2" in fault.next_step
     assert find_other_format(config) == fault
+
+
+@pytest.mark.parametrize(
+    ("quantised", "found"),
+    [
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+            "quant_method 'awq', bits 4, group_size 128",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "quant_method 'compressed-tensors', format pack-quantized",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt', quant_algo NVFP4"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
+        ({}, "no quant_method"),
+        ("fp8", "'fp8'"),
+        (MLX, "no quant_method, mode affine, bits 4, group_size 64"),
+    ],
+)
+def test_another_format_is_named(quantised: object, found: str) -> None:
+    check_other_format({"quantization_config": quantised}, key="quantization_config", found=found)
+
+
+def test_format_of_another_key_is_named() -> None:
+    mlx = {"quantization": MLX, "quantization_config": MLX}
+    check_other_format(mlx, key="quantization", found="the format of MLX, mode affine, bits 4, group_size 64")
+    tensors = {"compression_config": {"format": "naive-quantized"}}
+    found = "the format of compressed-tensors, format naive-quantized"
+    check_other_format(tensors, key="compression_config", found=found)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,56 +24,39 @@ from minimax_tools.model.weight_names import (
     scale_name,
     vocabulary_bytes,
 )
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
-MINIMAX_M2 = {
-    "model_type": "minimax_m2",
-    "hidden_size": 3072,
-    "num_hidden_layers": 62,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rotary_dim": 64,
-    "rope_theta": 5_000_000,
-    "rms_norm_eps": 1e-6,
-    "num_local_experts": 256,
-    "num_experts_per_tok": 8,
-    "intermediate_size": 1536,
-    "vocab_size": 200064,
-    "max_position_embeddings": 196608,
-}
+MINIMAX_M2 = SyntheticModel.m2().spec()
 
 
 def test_a_layer_of_minimax_m2_has_the_published_parameters() -> None:
-    shapes = expected_layer_shapes(ModelSpec.from_config(MINIMAX_M2))
+    shapes = expected_layer_shapes(MINIMAX_M2)
     assert sum(math.prod(shape) for shape in shapes.values()) == 3_668_718_848
     assert shapes["self_attn.q_proj.weight"] == (6144, 3072)
     assert shapes["self_attn.k_norm.weight"] == (1024,)
     assert shapes["block_sparse_moe.experts.255.w2.weight"] == (3072, 1536)
     assert (shapes[GATE], shapes[CORRECTION_BIAS]) == ((256, 3072), (256,))
-
-
-def test_every_matrix_but_the_router_gate_is_fp8_in_the_hubs_count() -> None:
-    shapes = expected_layer_shapes(ModelSpec.from_config(MINIMAX_M2))
+    # All matrices but the router's gate are FP8: as many tensors as the hub counts.
     scales = [name for name, shape in shapes.items() if len(shape) == 2 and name != GATE]
     assert len(shapes) + len(scales) == 1550
 
 
 def test_experts_come_in_integer_order() -> None:
-    names = tuple(expected_layer_shapes(ModelSpec.from_config({**MINIMAX_M2, "num_local_experts": 12})))
+    names = expected_layer_shapes(replace(MINIMAX_M2, num_local_experts=12))
     first_matrices = [name for name in names if name.endswith(".w1.weight")]
     assert first_matrices == [expert_weight(expert, "w1") for expert in range(12)]
 
 
-@pytest.mark.parametrize("layer", [0, 7, 61])
-def test_a_full_name_tells_its_layer(layer: int) -> None:
-    assert layer_of(layer_prefix(layer) + GATE) == layer
-
-
 @pytest.mark.parametrize(
-    "name", ["model.norm.weight", "lm_head.weight", "model.layers.weight", "x.model.layers.1.a"]
+    ("name", "layer"),
+    [
+        *((layer_prefix(layer) + GATE, layer) for layer in (0, 7, 61)),
+        *((name, None) for name in ("model.norm.weight", "lm_head.weight", "model.layers.weight")),
+        ("x.model.layers.1.a", None),
+    ],
 )
-def test_a_name_outside_the_layers_has_none(name: str) -> None:
-    assert layer_of(name) is None
+def test_a_full_name_tells_its_layer(name: str, layer: int | None) -> None:
+    assert layer_of(name) == layer
 
 
 def test_scales_are_named_after_their_weight() -> None:

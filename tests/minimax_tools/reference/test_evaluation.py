@@ -29,13 +29,8 @@ from minimax_tools.reference.expert_pass import Recipe
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 # Of six tokens one is padding.
 REAL = torch.tensor([0, 1, 2, 3, 4])
-Q_NORM, Q_PROJ, K_PROJ, CONTEXT, DELTA = (
-    Site.Q_NORM,
-    Site.Q_PROJ,
-    Site.K_PROJ,
-    Site.ATTN_CONTEXT,
-    Site.ATTN_DELTA,
-)
+Q_NORM, Q_PROJ, K_PROJ = Site.Q_NORM, Site.Q_PROJ, Site.K_PROJ
+CONTEXT, DELTA = Site.ATTN_CONTEXT, Site.ATTN_DELTA
 
 
 class Layer:
@@ -46,13 +41,14 @@ class Layer:
         parts: dict[str, Any] = {"spec": "spec", "weights": "weights"}
         self.inputs = LayerInputs(attention_mask=MASK, position_ids=MASK, decode_start=3, **parts)
         whole = torch.arange(12.0).reshape(2, 3, 2)
-        self.stages: dict[GraphNode, Stage] = {
-            Q_PROJ: self.noting(Q_PROJ, lambda layer: layer.inputs.held(whole)),
-            K_PROJ: self.noting(K_PROJ, lambda layer: -layer.inputs.held(whole)),
-            Q_NORM: self.noting(Q_NORM, lambda layer: layer[Q_PROJ] + 1.0),
-            CONTEXT: self.noting(CONTEXT, lambda layer: layer.chosen(layer[Q_NORM] + layer[K_PROJ])),
-            DELTA: self.noting(DELTA, lambda layer: 2.0 * layer[CONTEXT]),
+        stages: dict[GraphNode, Stage] = {
+            Q_PROJ: lambda layer: layer.inputs.held(whole),
+            K_PROJ: lambda layer: -layer.inputs.held(whole),
+            Q_NORM: lambda layer: layer[Q_PROJ] + 1.0,
+            CONTEXT: lambda layer: layer.chosen(layer[Q_NORM] + layer[K_PROJ]),
+            DELTA: lambda layer: 2.0 * layer[CONTEXT],
         }
+        self.stages = {node: self.noting(node, stage) for node, stage in stages.items()}
 
     def noting(self, node: GraphNode, stage: Stage) -> Stage:
         def run(layer: Evaluation) -> torch.Tensor:
@@ -65,19 +61,13 @@ class Layer:
         return Evaluation(self.inputs, self.stages, tokens=tokens)
 
 
-def test_each_node_is_computed_once_when_it_is_asked_for() -> None:
+def test_each_node_is_computed_once_when_it_is_asked_for_and_again_behind_a_change() -> None:
     layer = Layer()
     base = layer.base()
     assert layer.computed == []
     assert base[DELTA].tolist() == [[2.0, 2.0]] * 5
     assert base[DELTA] is base[DELTA]
     assert sorted(layer.computed, key=str) == sorted((Q_PROJ, K_PROJ, Q_NORM, CONTEXT, DELTA), key=str)
-
-
-def test_change_computes_what_is_behind_it_and_reads_the_rest_of_the_base() -> None:
-    layer = Layer()
-    base = layer.base()
-    assert base[DELTA].shape == (5, 2)
     layer.computed.clear()
     changed = base.changed(replace_stage(Q_NORM, lambda found: found[Q_PROJ] + 3.0))
     assert changed[DELTA].tolist() == [[6.0, 6.0]] * 5
@@ -85,31 +75,20 @@ def test_change_computes_what_is_behind_it_and_reads_the_rest_of_the_base() -> N
     assert changed[Q_PROJ] is base[Q_PROJ]
     assert base[DELTA].tolist() == [[2.0, 2.0]] * 5
     assert changed.base is base
-    assert [changed.is_affected(node) for node in (Q_PROJ, K_PROJ, Q_NORM, CONTEXT, DELTA, Site.OUTPUT)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-        True,
-    ]
+    nodes = (Q_PROJ, K_PROJ, Q_NORM, CONTEXT, DELTA, Site.OUTPUT)
+    assert [node for node in nodes if changed.is_affected(node)] == [Q_NORM, CONTEXT, DELTA, Site.OUTPUT]
     assert not base.is_affected(DELTA)
 
 
-def test_values_of_all_tokens_and_of_the_chosen_ones() -> None:
-    base = Layer().base(torch.tensor([4, 1]))
-    assert base.rows(Q_PROJ).tolist() == [[8.0, 9.0], [2.0, 3.0]]
-    assert base.rows(DELTA).shape == (2, 2)
-    assert base.chosen(torch.arange(6).reshape(2, 3, 1)).tolist() == [[4], [1]]
-
-
-def test_heads_of_the_chosen_tokens_lie_side_by_side() -> None:
+def test_rows_are_those_of_the_chosen_tokens_with_their_heads_side_by_side() -> None:
     layer = Layer()
     heads = torch.arange(24.0).reshape(2, 2, 3, 2)
     layer.stages[Site.Q_ROPE] = lambda _: heads
-    assert layer.base(torch.tensor([4])).rows(Site.Q_ROPE).tolist() == [
-        [*heads[1, 0, 1].tolist(), *heads[1, 1, 1].tolist()]
-    ]
+    base = layer.base(torch.tensor([4, 1]))
+    assert base.rows(Q_PROJ).tolist() == [[8.0, 9.0], [2.0, 3.0]]
+    assert base.rows(DELTA).shape == (2, 2)
+    assert base.chosen(torch.arange(6).reshape(2, 3, 1)).tolist() == [[4], [1]]
+    assert base.rows(Site.Q_ROPE)[0].tolist() == [*heads[1, 0, 1].tolist(), *heads[1, 1, 1].tolist()]
 
 
 def test_other_value_at_a_node_keeps_the_change() -> None:
@@ -161,14 +140,12 @@ def test_tokens_are_exchanged_within_a_call(calls: tuple[tuple[int, ...], ...], 
     assert rows.sources(reversed_rows).tolist() == sources
 
 
-class TestChoices:
-    def test_experts_and_their_weights_are_told_by_expert_in_any_order(self) -> None:
-        experts, weights = torch.tensor([[2, 0], [1, 3]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
-        other_order = experts.flip(1), weights.flip(1)
-        expected = [[0.75, 0.0, 0.25, 0.0], [0.0, 0.5, 0.0, 0.5]]
-        for chosen, shares in ((experts, weights), other_order):
-            assert choice_rows(chosen, shares, 4).tolist() == expected
-        assert choice_rows(experts, None, 4).tolist() == [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]]
+def test_experts_and_their_weights_are_told_by_expert_in_any_order() -> None:
+    experts, weights = torch.tensor([[2, 0], [1, 3]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    expected = [[0.75, 0.0, 0.25, 0.0], [0.0, 0.5, 0.0, 0.5]]
+    for chosen, shares in ((experts, weights), (experts.flip(1), weights.flip(1))):
+        assert choice_rows(chosen, shares, 4).tolist() == expected
+    assert choice_rows(experts, None, 4).tolist() == [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]]
 
 
 def test_all_tokens_are_computed_with_padding() -> None:
@@ -198,16 +175,20 @@ def test_values_of_a_layer_are_freed_with_it_and_not_by_a_collection_of_garbage(
 
 
 class TestRecipe:
-    RECIPE = Recipe(changed=("w1",))
+    """A change of the experts' matrices."""
 
-    def test_recipe_is_that_of_the_change_or_of_the_base(self) -> None:
-        base = Layer().base()
-        changed = base.changed(Change(recipe=self.RECIPE))
-        assert changed.recipe is self.RECIPE
-        assert changed.changed(Change()).recipe is self.RECIPE
+    RECIPE, OTHER = Recipe(changed=("w1",)), Recipe(changed=("w2",))
+
+    def test_is_that_of_the_last_change_that_has_one_or_of_the_base(self) -> None:
+        base, change = Layer().base(), Change(recipe=self.RECIPE)
+        assert base.changed(change).recipe is self.RECIPE
+        assert base.changed(change).changed(Change()).recipe is self.RECIPE
         assert base.changed(Change()).recipe.changed == ()
+        assert change.and_also(Change()).recipe is self.RECIPE
+        assert Change().and_also(change).recipe is self.RECIPE
+        assert change.and_also(Change(recipe=self.OTHER)).recipe is self.OTHER
 
-    def test_recipe_changes_the_experts_and_what_follows(self) -> None:
+    def test_changes_the_experts_and_what_follows(self) -> None:
         change = Change(recipe=self.RECIPE)
         assert (change.nodes, change.sites) == ({ExpertValue.EXPERT_OUTPUTS}, {Site.MOE_DELTA})
         changed = Layer().base().changed(change)
@@ -217,70 +198,54 @@ class TestRecipe:
 
     def test_experts_are_run_on_the_nodes_of_their_own(self) -> None:
         layer = Layer()
-        for node, value in (
-            (ExpertValue.EXPERT_INPUT, 1.0),
-            (ExpertValue.EXPERT_NUMBERS, 2.0),
-            (Site.ROUTER_WEIGHTS, 3.0),
-        ):
+        nodes = (ExpertValue.EXPERT_INPUT, ExpertValue.EXPERT_NUMBERS, Site.ROUTER_WEIGHTS)
+        for value, node in enumerate(nodes):
             layer.stages[node] = lambda _, value=value: torch.tensor(value)  # type: ignore[misc]
         job = layer.base().changed(Change(recipe=self.RECIPE)).expert_job()
-        assert (float(job.states), float(job.experts), float(job.shares)) == (1.0, 2.0, 3.0)
+        assert (int(job.states), int(job.experts), int(job.shares)) == (0, 1, 2)
         assert job.recipe is self.RECIPE
 
 
-class TestChange:
-    def test_scaled_site_is_its_own_stage_times_a_factor(self) -> None:
-        layer = Layer()
-        layer.stages[Site.ATTN_RESIDUAL] = lambda _: torch.full((5, 2), 3.0)
-        layer.stages[Site.MOE_DELTA] = lambda _: torch.full((5, 2), 1.0)
-        layer.stages[Site.OUTPUT] = lambda _: torch.zeros(5, 2)
-        changed = layer.base().changed(scaled(Site.OUTPUT, 0.5))
-        assert changed[Site.OUTPUT].tolist() == [[2.0, 2.0]] * 5
-
-    def test_later_stage_counts_of_two_changes(self) -> None:
-        first, second = replace_stage(Q_PROJ, lambda _: torch.zeros(1)), scaled(Q_PROJ, 2.0)
-        assert first.and_also(second).stages[Q_PROJ] is second.stages[Q_PROJ]
-        both = first.and_also(replace_stage(K_PROJ, lambda _: torch.zeros(1)))
-        assert both.sites == {Q_PROJ, K_PROJ}
-
-    def test_one_of_two_recipes_is_kept(self) -> None:
-        one, other = Recipe(changed=("w1",)), Recipe(changed=("w2",))
-        assert Change(recipe=one).and_also(Change()).recipe is one
-        assert Change().and_also(Change(recipe=other)).recipe is other
-        assert Change(recipe=one).and_also(Change(recipe=other)).recipe is other
-
-    def test_experts_show_at_their_sum(self) -> None:
-        change = replace_stage(ExpertValue.EXPERT_NUMBERS, lambda _: torch.zeros(1))
-        assert change.sites == {Site.MOE_DELTA}
-        assert Change().sites == frozenset()
+def test_scaled_site_is_its_own_stage_times_a_factor() -> None:
+    layer = Layer()
+    layer.stages[Site.ATTN_RESIDUAL] = lambda _: torch.full((5, 2), 3.0)
+    layer.stages[Site.MOE_DELTA] = lambda _: torch.full((5, 2), 1.0)
+    layer.stages[Site.OUTPUT] = lambda _: torch.zeros(5, 2)
+    changed = layer.base().changed(scaled(Site.OUTPUT, 0.5))
+    assert changed[Site.OUTPUT].tolist() == [[2.0, 2.0]] * 5
 
 
-class TestGiven:
-    def test_given_sites_stand_in_for_their_stages(self) -> None:
-        layer = Layer()
-        whole, later = torch.ones(2, 3, 2), torch.arange(12.0).reshape(2, 3, 2)
-        stages = with_given({Q_PROJ: whole, DELTA: later})
-        base = Evaluation(layer.inputs, stages, tokens=REAL)
-        assert base[Q_PROJ] is whole
-        assert base.select_tokens(torch.tensor([4]))[DELTA].tolist() == [later[1, 1].tolist()]
-        # Behind attention there are the chosen tokens alone.
-        assert base[DELTA].tolist() == later.flatten(0, 1)[REAL].tolist()
+def test_later_stage_counts_of_two_changes_and_experts_show_at_their_sum() -> None:
+    first, second = replace_stage(Q_PROJ, lambda _: torch.zeros(1)), scaled(Q_PROJ, 2.0)
+    assert first.and_also(second).stages[Q_PROJ] is second.stages[Q_PROJ]
+    other, experts = (
+        replace_stage(node, lambda _: torch.zeros(1)) for node in (K_PROJ, ExpertValue.EXPERT_NUMBERS)
+    )
+    assert first.and_also(other).sites == {Q_PROJ, K_PROJ}
+    assert experts.sites == {Site.MOE_DELTA}
+    assert Change().sites == frozenset()
 
-    def test_padding_is_made_finite_and_else_kept(self) -> None:
-        values = torch.arange(12.0).reshape(2, 3, 2).bfloat16()
-        values[1, 2] = torch.tensor([torch.nan, 5.0])
-        values[0, 0, 0], values[0, 0, 1] = torch.nan, torch.inf
-        found = finite_padding(values, Q_PROJ, MASK)
-        assert found.dtype == torch.float32
-        assert found[1, 2].tolist() == [0.0, 5.0]
-        assert bool(found[0, 0, 0].isnan())
-        assert float(found[0, 0, 1]) == float("inf")
-        values[1, 2] = torch.tensor([torch.inf, -torch.inf])
-        assert finite_padding(values, Q_PROJ, MASK)[1, 2].tolist() == [0.0, 0.0]
 
-    def test_experts_of_padding_are_0(self) -> None:
-        experts = torch.full((2, 3, 4), 7, dtype=torch.int32)
-        found = finite_padding(experts, Site.ROUTER_EXPERTS, MASK)
-        assert found.dtype == torch.int64
-        assert found[1, 2].tolist() == [0] * 4
-        assert int((found == 7).sum()) == 20
+def test_given_sites_stand_in_for_their_stages() -> None:
+    whole, later = torch.ones(2, 3, 2), torch.arange(12.0).reshape(2, 3, 2)
+    base = Evaluation(Layer().inputs, with_given({Q_PROJ: whole, DELTA: later}), tokens=REAL)
+    assert base[Q_PROJ] is whole
+    assert base.select_tokens(torch.tensor([4]))[DELTA].tolist() == [later[1, 1].tolist()]
+    # Behind attention there are the chosen tokens alone.
+    assert base[DELTA].tolist() == later.flatten(0, 1)[REAL].tolist()
+
+
+def test_given_padding_is_made_finite_and_else_kept() -> None:
+    values = torch.arange(12.0).reshape(2, 3, 2).bfloat16()
+    values[1, 2] = torch.tensor([torch.nan, 5.0])
+    values[0, 0, 0], values[0, 0, 1] = torch.nan, torch.inf
+    found = finite_padding(values, Q_PROJ, MASK)
+    assert found.dtype == torch.float32
+    assert found[1, 2].tolist() == [0.0, 5.0]
+    assert bool(found[0, 0, 0].isnan())
+    assert float(found[0, 0, 1]) == float("inf")
+    values[1, 2] = torch.tensor([torch.inf, -torch.inf])
+    assert finite_padding(values, Q_PROJ, MASK)[1, 2].tolist() == [0.0, 0.0]
+    experts = finite_padding(torch.full((2, 3, 4), 7, dtype=torch.int32), Site.ROUTER_EXPERTS, MASK)
+    assert (experts.dtype, experts[1, 2].tolist()) == (torch.int64, [0] * 4)
+    assert int((experts == 7).sum()) == 20
