@@ -47,22 +47,19 @@ def _fault(tensors: Tensors, write: Writer, spec: ModelSpec) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_value_is_the_layers_own(
-    dtype: torch.dtype,
-    reader: CheckpointReader,
-    spec: ModelSpec,
-    bf16_tensors: Tensors,
-    float32_products: Tensors,
+    reader: CheckpointReader, spec: ModelSpec, bf16_tensors: Tensors, float32_products: Tensors
 ) -> None:
-    layer = LayerTensors.open(reader, spec, LAYER, dtype)
-    assert tuple(layer) == tuple(expected_layer_shapes(spec))
-    for name, tensor in layer.items():
-        stored = bf16_tensors[PREFIX + name]
-        expected = float32_products.get(PREFIX + name, stored)
-        wanted = torch.float32 if name in FLOAT32_NAMES else dtype
-        assert tensor.dtype == wanted == layer.given_dtype(name)
-        assert torch.equal(tensor, expected.to(wanted)), name
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = LayerTensors.open(reader, spec, LAYER, dtype)
+        assert tuple(layer) == tuple(expected_layer_shapes(spec))
+        for name, tensor in layer.items():
+            expected = float32_products.get(PREFIX + name, bf16_tensors[PREFIX + name])
+            wanted = torch.float32 if name in FLOAT32_NAMES else dtype
+            assert tensor.dtype == wanted == layer.given_dtype(name)
+            assert torch.equal(tensor, expected.to(wanted)), name
+    with pytest.raises(ValueError, match=r"expected torch\.bfloat16 or torch\.float32"):
+        LayerTensors.open(reader, spec, LAYER, torch.float16)
 
 
 def test_gate_and_bias_stored_as_bf16_come_as_float32_and_say_so(
@@ -86,12 +83,9 @@ def test_stored_dtype_is_what_the_checkpoint_holds(layer: LayerTensors) -> None:
         layer.stored_dtype("nobody")
 
 
-def test_a_read_tensor_is_not_kept(layer: LayerTensors) -> None:
+def test_a_set_tensor_is_kept_as_it_is_and_a_read_one_is_not(layer: LayerTensors) -> None:
     layer[Q_PROJ].zero_()
     assert layer[Q_PROJ].count_nonzero() > 0
-
-
-def test_a_set_tensor_is_kept_as_it_is(layer: LayerTensors) -> None:
     value = torch.full((3,), 2.0, dtype=torch.float16)
     layer[Q_PROJ] = value
     layer["self_attn.sinks"] = value
@@ -149,22 +143,18 @@ def test_shape_of_what_is_given_is_told_without_reading(
         layer.given_shape("unknown")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_reading_into_storage_casts_to_it(
-    dtype: torch.dtype, layer: LayerTensors, float32_products: Tensors, fp8_tensors: Tensors
+    layer: LayerTensors, float32_products: Tensors, fp8_tensors: Tensors
 ) -> None:
-    weight, bias = torch.empty(72, 160, dtype=dtype), torch.empty(4, dtype=dtype)
-    layer.read_into(EXPERT, weight)
-    layer.read_into(CORRECTION_BIAS, bias)
-    assert torch.equal(weight, float32_products[PREFIX + EXPERT].to(dtype))
-    assert torch.equal(bias, fp8_tensors[PREFIX + CORRECTION_BIAS].to(dtype))
-
-
-def test_reading_a_set_tensor_into_storage_copies_it(layer: LayerTensors) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        weight, bias = torch.empty(72, 160, dtype=dtype), torch.empty(4, dtype=dtype)
+        layer.read_into(EXPERT, weight)
+        layer.read_into(CORRECTION_BIAS, bias)
+        assert torch.equal(weight, float32_products[PREFIX + EXPERT].to(dtype))
+        assert torch.equal(bias, fp8_tensors[PREFIX + CORRECTION_BIAS].to(dtype))
     layer[EXPERT] = torch.full((72, 160), 1.5)
-    out = torch.empty(72, 160, dtype=torch.bfloat16)
-    layer.read_into(EXPERT, out)
-    assert (out == 1.5).all()
+    layer.read_into(EXPERT, weight)
+    assert (weight == 1.5).all()
 
 
 @pytest.mark.parametrize("rows", [range(70, 74), range(-3, -1), range(0, 72, 2)])
@@ -183,11 +173,6 @@ def test_reading_a_set_tensor_that_does_not_fit_is_refused(value: torch.Tensor, 
     layer[EXPERT] = value
     with pytest.raises(ValueError, match=EXPERT):
         layer.read_into(EXPERT, torch.empty(72, 160, dtype=torch.bfloat16))
-
-
-def test_another_dtype_is_refused(reader: CheckpointReader, spec: ModelSpec) -> None:
-    with pytest.raises(ValueError, match=r"expected torch\.bfloat16 or torch\.float32"):
-        LayerTensors.open(reader, spec, LAYER, torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -221,9 +206,8 @@ def test_all_faults_of_a_layer_are_listed_at_once(
 def test_a_layer_that_is_not_there_is_counted_not_poured_out(
     reader: CheckpointReader, spec: ModelSpec
 ) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"layer 2 of the checkpoint.*of 3 more experts.*and 1 more"
-    ) as caught:
+    fault = r"layer 2 of the checkpoint.*of 3 more experts.*and 1 more"
+    with pytest.raises(CheckpointError, match=fault) as caught:
         LayerTensors.open(reader, spec, 2, torch.bfloat16)
     assert caught.value.next_step
 

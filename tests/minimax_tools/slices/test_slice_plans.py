@@ -79,21 +79,23 @@ def save(tmp_path: Path) -> Save:
     return save_model
 
 
-def plan_for(node: str, *names: str) -> dict[str, SplitPlan]:
-    return {node: SplitPlan(node_id=node, layer_names=names, total_compute=100.0, compute_utilization=0.5)}
+def plan_for(node: str, names: tuple[str, ...]) -> SplitPlan:
+    return SplitPlan(node_id=node, layer_names=names, total_compute=100.0, compute_utilization=0.5)
 
 
 def plans(**names: tuple[str, ...]) -> dict[str, SplitPlan]:
-    return {node: plan_for(node, *own)[node] for node, own in names.items()}
+    return {node: plan_for(node, own) for node, own in names.items()}
 
 
-def config_of(folder: Path, split_plan: dict[str, SplitPlan], output: Path | None) -> SplitConfig:
-    return SplitConfig(model_name="a/model", model_path=str(folder), split_plan=split_plan, output_dir=output)
+def config_of(folder: Path, output: Path, **names: tuple[str, ...]) -> SplitConfig:
+    return SplitConfig(
+        model_name="a/model", model_path=str(folder), split_plan=plans(**names), output_dir=output
+    )
 
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
 def test_the_seeds_example_gives_its_three_tensors(pickled: bool, save: Save, tmp_path: Path) -> None:
-    config = config_of(save("gpt2", pickled=pickled), plan_for("node_001", *_ATTENTION), tmp_path / "out")
+    config = config_of(save("gpt2", pickled=pickled), tmp_path / "out", node_001=_ATTENTION)
     result = asyncio.run(ModelSplitter().split_model(config, "node_001"))
     assert result == SplitResult(
         node_id="node_001",
@@ -108,16 +110,23 @@ def test_the_seeds_example_gives_its_three_tensors(pickled: bool, save: Save, tm
     assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.items())
 
 
-def test_a_model_that_nobody_knows_is_split_too(save: Save, tmp_path: Path) -> None:
-    folder = save("gpt2")
-    (folder / "config.json").write_text('{"model_type": "of-tomorrow"}')
-    result = ModelSplitter().split_model_sync(config_of(folder, plan_for("n", *_ATTENTION), tmp_path), "n")
+@pytest.mark.parametrize("config", ['{"model_type": "of-tomorrow"}', None])
+def test_a_model_that_nobody_knows_is_split_and_twice_alike(
+    config: str | None, save: Save, tmp_path: Path
+) -> None:
+    folder = save("gpt2", pickled=config is None)
+    (folder / "config.json").unlink()
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    given = config_of(folder, tmp_path / "out", n=_ATTENTION)
+    result = ModelSplitter().split_model_sync(given, "n")
     assert result.layer_names == tuple(sorted(_ATTENTION))
+    assert ModelSplitter().split_model_sync(given, "n") == result
 
 
 def test_block_scales_go_with_their_weights_and_are_no_parameters(save: Save, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
-    result = ModelSplitter().split_model_sync(config_of(save("llama"), plan_for("n", name), tmp_path), "n")
+    result = ModelSplitter().split_model_sync(config_of(save("llama"), tmp_path, n=(name,)), "n")
     assert result.layer_names == (name, f"{name}_scale_inv")
     assert result.total_params == 64
     loaded = torch.load(result.shard_path, weights_only=True)
@@ -126,7 +135,7 @@ def test_block_scales_go_with_their_weights_and_are_no_parameters(save: Save, tm
 
 def test_names_must_match_to_the_letter_and_all_faults_are_told(save: Save, tmp_path: Path) -> None:
     names = ("transformer.h.0.attn.q_proj", "transformer.h.9.attn.q_proj.weight", *_ATTENTION[:1] * 2)
-    config = config_of(save("gpt2"), plan_for("n", *names), tmp_path / "out")
+    config = config_of(save("gpt2"), tmp_path / "out", n=names)
     with pytest.raises(UsageError, match="the split plan has 3 faults") as raised:
         ModelSplitter().split_model_sync(config, "n")
     assert f"n gets {_ATTENTION[0]} twice" in str(raised.value)
@@ -136,7 +145,7 @@ def test_names_must_match_to_the_letter_and_all_faults_are_told(save: Save, tmp_
 
 
 def test_an_unknown_node_and_an_empty_one_are_refused(save: Save, tmp_path: Path) -> None:
-    config = config_of(save("gpt2"), plan_for("n"), tmp_path / "out")
+    config = config_of(save("gpt2"), tmp_path / "out", n=())
     with pytest.raises(UsageError, match="no node 'm': expected one of n"):
         ModelSplitter().split_model_sync(config, "m")
     with pytest.raises(UsageError, match="n gets nothing"):
@@ -146,14 +155,7 @@ def test_an_unknown_node_and_an_empty_one_are_refused(save: Save, tmp_path: Path
 @pytest.mark.parametrize("name", ["../escape", "", ".", "a/b"])
 def test_a_node_that_is_no_folders_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="is no node"):
-        plan_for(name, *_ATTENTION)
-
-
-def test_a_source_without_a_config_is_split_twice(save: Save, tmp_path: Path) -> None:
-    folder = save("gpt2", pickled=True)
-    (folder / "config.json").unlink()
-    config = config_of(folder, plan_for("n", *_ATTENTION), tmp_path / "out")
-    assert ModelSplitter().split_model_sync(config, "n") == ModelSplitter().split_model_sync(config, "n")
+        plan_for(name, _ATTENTION)
 
 
 def test_a_whole_plan_passes_with_scales_named_or_not() -> None:
@@ -166,7 +168,7 @@ def test_a_whole_plan_passes_with_scales_named_or_not() -> None:
 def test_every_fault_of_a_split_plan_is_told_at_once() -> None:
     names = list(gpt2())
     split_plan = plans(a=(*_ATTENTION, "lm_head.weight"), b=(_ATTENTION[0], names[3]))
-    split_plan["c"] = plan_for("d", names[4])["d"]
+    split_plan["c"] = plan_for("d", (names[4],))
     with pytest.raises(UsageError) as raised:
         ModelSplitter.validate_split_plan(names, split_plan)
     for fault in (
@@ -195,7 +197,7 @@ def test_utilization_and_compute_are_kept_in_bounds() -> None:
 
 
 def test_split_model_is_awaited_and_does_not_block(save: Save, tmp_path: Path) -> None:
-    config = config_of(save("gpt2"), plans(a=_ATTENTION[:2], b=_ATTENTION[2:]), tmp_path / "async")
+    config = config_of(save("gpt2"), tmp_path / "async", a=_ATTENTION[:2], b=_ATTENTION[2:])
     has_ticked = threading.Event()
 
     class WaitingSplitter(ModelSplitter):
@@ -220,12 +222,15 @@ def test_split_model_is_awaited_and_does_not_block(save: Save, tmp_path: Path) -
 
 def test_a_plan_of_names_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "names.json"
-    node = {"node_id": "a", "layer_names": ["x"], "total_compute": 100.0, "compute_utilization": 0.5}
-    path.write_text(json.dumps({"a": node, "b": ["y", "z"]}))
-    assert read_split_plans(path) == {
-        "a": SplitPlan(node_id="a", layer_names=["x"], total_compute=100.0, compute_utilization=0.5),
-        "b": SplitPlan(node_id="b", layer_names=["y", "z"], total_compute=0.0, compute_utilization=0.0),
+    node: dict[str, Any] = {
+        "node_id": "a",
+        "layer_names": ["x"],
+        "total_compute": 100.0,
+        "compute_utilization": 0.5,
     }
+    path.write_text(json.dumps({"a": node, "b": ["y", "z"]}))
+    bare = SplitPlan(node_id="b", layer_names=["y", "z"], total_compute=0.0, compute_utilization=0.0)
+    assert read_split_plans(path) == {"a": SplitPlan(**node), "b": bare}
 
 
 @pytest.mark.parametrize(
