@@ -47,11 +47,6 @@ def load_loops(load_module: Callable[[Path], ModuleType], tmp_path: Path) -> Cal
     return load
 
 
-def test_machine_code_is_kept_beside_the_source(load_loops: Callable[[], ModuleType], tmp_path: Path) -> None:
-    assert load_loops().add_up(np.arange(5.0)) == 10.0
-    assert list(tmp_path.rglob("loops.add_up*.nbc"))
-
-
 def test_a_loop_takes_each_of_its_types_and_no_other(load_loops: Callable[[], ModuleType]) -> None:
     double = load_loops().double
     assert (double(np.zeros(1, np.float32)), double(np.zeros(1))) == (8, 16)
@@ -86,16 +81,6 @@ def test_it_works_where_nothing_can_be_written(
     assert not list(tmp_path.rglob("*.nbc"))
 
 
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-def test_damaged_machine_code_is_made_anew(
-    load_loops: Callable[[], ModuleType], tmp_path: Path, suffix: str
-) -> None:
-    load_loops().add_up(np.arange(5.0))
-    (kept,) = tmp_path.rglob(f"loops.add_up*.{suffix}")
-    kept.write_bytes(kept.read_bytes()[:-40])
-    assert load_loops().add_up(np.arange(5.0)) == 10.0
-
-
 @pytest.mark.parametrize("suffix", ["nbi", "nbc", "json"])
 def test_machine_code_of_other_bytes_is_never_loaded(
     load_loops: Callable[[], ModuleType], tmp_path: Path, suffix: str
@@ -105,13 +90,16 @@ def test_machine_code_of_other_bytes_is_never_loaded(
     content = kept.read_bytes()
     middle = len(content) // 2
     random_part = os.urandom(len(content) - middle)
-    kept.write_bytes(content[:middle] + random_part)
-    assert load_loops().add_up(np.arange(5.0)) == 10.0
+    for damaged in (content[:-40], content[:middle] + random_part):
+        kept.write_bytes(damaged)
+        assert load_loops().add_up(np.arange(5.0)) == 10.0
     assert random_part not in kept.read_bytes()
 
 
-def test_proved_machine_code_is_not_made_again(load_loops: Callable[[], ModuleType], tmp_path: Path) -> None:
-    load_loops().add_up(np.arange(5.0))
+def test_machine_code_is_kept_beside_the_source_and_not_made_again(
+    load_loops: Callable[[], ModuleType], tmp_path: Path
+) -> None:
+    assert load_loops().add_up(np.arange(5.0)) == 10.0
     (kept,) = tmp_path.rglob("loops.add_up*.nbc")
     written_ns = kept.stat().st_mtime_ns
     assert load_loops().add_up(np.arange(5.0)) == 10.0

@@ -1,4 +1,4 @@
-"""Memory of this process: budgets, readings and peaks, and what a container still allows."""
+"""Sizes in words, memory of this process, budgets and peaks of it, and what a container still allows."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from minimax_tools.machine.memory import (
     available_bytes,
     cgroup_headroom_bytes,
 )
+from minimax_tools.machine.size import format_size, parse_size
 
 pytestmark = pytest.mark.usefixtures("freed_before")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
@@ -29,6 +30,35 @@ MB = 10**6
 BLOCK = 64 * MB
 # What Python, the allocator and other threads may take meanwhile.
 SLACK = 12 * MB
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("12GB", 12 * 10**9),
+        ("40GiB", 40 * 2**30),
+        ("1.5TB", 1_500_000_000_000),
+        (" 8 mb ", 8 * 10**6),
+        ("64mIb", 2**26),
+        # As binary fractions these would come out a byte short.
+        ("4.35GB", 4_350_000_000),
+        ("1.1KB", 1100),
+    ],
+)
+def test_size_is_whole_bytes_of_its_unit(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "12", "1e3GB", "-1GB", "1,5GB", "12G", ".5GB", "٣GB"])
+def test_anything_else_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size: expected a number and a unit, for example 500MB"):
+        parse_size(text)
+
+
+def test_size_is_worded_in_the_largest_unit_it_fills() -> None:
+    sizes = (0, 1000, 12_340_000_000, 999_949_999, 999_960_000, -4_200_000)
+    words = ["0 B", "1.0 kB", "12.3 GB", "999.9 MB", "1.0 GB", "-4.2 MB"]
+    assert [format_size(size) for size in sizes] == words
 
 
 @linux
@@ -60,10 +90,7 @@ def test_error_names_purpose_need_use_limit_and_way_out() -> None:
 
 def test_budget_that_the_error_names_is_enough() -> None:
     error = MemoryBudgetError(
-        "reading",
-        needed_bytes=1_030_000_000,
-        in_use_bytes=204_000_000,
-        limit_bytes=10**9,
+        "reading", needed_bytes=1_030_000_000, in_use_bytes=204_000_000, limit_bytes=10**9
     )
     assert "found 204.0 MB in use and 1.0 GB more needed" in str(error)
     # 1.234 GB in all: 1.2 would stop again.
@@ -129,16 +156,14 @@ def test_where_kinds_are_not_told_apart_all_resident_memory_counts_and_is_labell
 
 
 @linux
-def test_written_tensor_is_anonymous() -> None:
+def test_written_tensor_is_anonymous(fill: Callable[[int], torch.Tensor]) -> None:
     before = MemoryUsage.current()
-    # In pages of its own, which are gone with it: the allocator might take a hole that it keeps.
-    pages = mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE)
-    tensor = torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+    tensor = fill(BLOCK)
     after = MemoryUsage.current()
     assert after.are_kinds_known
     assert BLOCK <= after.anonymous_bytes - before.anonymous_bytes + SLACK <= BLOCK + 2 * SLACK
     assert abs(after.file_bytes - before.file_bytes) < SLACK
-    del tensor, pages
+    del tensor
     assert MemoryUsage.current().anonymous_bytes - before.anonymous_bytes < SLACK
 
 
@@ -177,94 +202,79 @@ def test_tensor_on_a_device_is_counted_there() -> None:
 
 
 def test_peak_takes_each_number_at_its_own_moment(usage: Callable[..., MemoryUsage]) -> None:
-    start = usage(1, file=1)
-    peak = (
-        MemoryPeak().raised_by(usage(9, file=2), since=start).raised_by(usage(3, file=7, gpu=4), since=start)
-    )
+    peak, start = MemoryPeak(), usage(1, file=1)
+    for later in (usage(9, file=2), usage(3, file=7, gpu=4)):
+        peak = peak.raised_by(later, since=start)
     assert (peak.anonymous_bytes, peak.file_bytes, peak.resident_bytes) == (9, 7, 11)
     assert peak.device_bytes == {"cuda:0": 4}
 
 
-def test_counters_that_rose_since_the_start_count(usage: Callable[..., MemoryUsage]) -> None:
-    start = usage(1, most=50, gpu_most=60)
-    peak = MemoryPeak().raised_by(usage(2, most=51, gpu=3, gpu_most=61), since=start)
-    assert (peak.resident_bytes, peak.all_devices_bytes) == (51, 61)
+@pytest.mark.parametrize(("most", "gpu_most", "expected"), [(51, 61, (51, 61)), (50, 60, (2, 3))])
+def test_counters_count_only_if_they_rose_since_the_start(
+    usage: Callable[..., MemoryUsage], most: int, gpu_most: int, expected: tuple[int, int]
+) -> None:
+    start, later = usage(1, most=50, gpu_most=60), usage(2, most=most, gpu=3, gpu_most=gpu_most)
+    peak = MemoryPeak().raised_by(later, since=start)
+    assert (peak.resident_bytes, peak.all_devices_bytes) == expected
 
 
-def test_peaks_before_the_start_do_not_count(usage: Callable[..., MemoryUsage]) -> None:
-    start = usage(1, most=50, gpu_most=60)
-    peak = MemoryPeak().raised_by(usage(2, most=50, gpu=3, gpu_most=60), since=start)
-    assert (peak.resident_bytes, peak.all_devices_bytes) == (2, 3)
+def group(folder: str, **files: object) -> dict[str, object]:
+    return {f"sys/fs/cgroup/{folder}memory.{name}": content for name, content in files.items()}
 
 
-def write(root: Path, files: dict[str, object]) -> Path:
-    for name, content in files.items():
+def machine(root: Path, groups: str, files: dict[str, object]) -> Path:
+    """The files of a machine on which a process is in these groups."""
+    for name, content in {"proc/self/cgroup": groups, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n", encoding="ascii")
     return root
 
 
-def second_version(folder: str, **files: object) -> dict[str, object]:
-    return {f"sys/fs/cgroup/{folder}memory.{name}": content for name, content in files.items()}
-
-
-def first_version(folder: str, **files: object) -> dict[str, object]:
-    return {f"sys/fs/cgroup/memory/{folder}memory.{name}": content for name, content in files.items()}
-
-
-def test_limit_less_what_is_used_is_left(tmp_path: Path) -> None:
-    files = second_version("job/", max=300 * MB, current=120 * MB)
-    assert cgroup_headroom_bytes(root=write(tmp_path, {"proc/self/cgroup": "0::/job", **files})) == 180 * MB
-
-
-def test_page_cache_counts_as_free(tmp_path: Path) -> None:
-    stat = f"anon {40 * MB}\nfile {70 * MB}\nactive_file {20 * MB}\ninactive_file {50 * MB}"
-    files = second_version("job/", max=100 * MB, current=100 * MB, stat=stat)
-    assert cgroup_headroom_bytes(root=write(tmp_path, {"proc/self/cgroup": "0::/job", **files})) == 70 * MB
-
-
-def test_tightest_group_above_counts(tmp_path: Path) -> None:
-    files = {
-        **second_version("pod/job/", max="max", current=10 * MB),
-        **second_version("pod/", max=200 * MB, current=150 * MB),
-        **second_version("", max=900 * MB, current=150 * MB),
-    }
-    root = write(tmp_path, {"proc/self/cgroup": "0::/pod/job", **files})
-    assert cgroup_headroom_bytes(root=root) == 50 * MB
-
-
-def test_path_that_a_container_does_not_see_leads_to_its_mount(tmp_path: Path) -> None:
-    files = second_version("", max=300 * MB, current=100 * MB)
-    root = write(tmp_path, {"proc/self/cgroup": "0::/system.slice/docker-1f.scope", **files})
-    assert cgroup_headroom_bytes(root=root) == 200 * MB
-
-
-def test_first_version_is_read_too(tmp_path: Path) -> None:
-    stat = f"total_active_file {MB}\ntotal_inactive_file {2 * MB}\nactive_file 0"
-    files = first_version("box/", limit_in_bytes=100 * MB, usage_in_bytes=90 * MB, stat=stat)
-    groups = "9:name=systemd:/\n5:cpu,memory:/box\n0::/"
-    assert cgroup_headroom_bytes(root=write(tmp_path, {"proc/self/cgroup": groups, **files})) == 13 * MB
+STAT = f"anon {40 * MB}\nfile {70 * MB}\nactive_file {20 * MB}\ninactive_file {50 * MB}"
+STAT_OF_1 = f"total_active_file {MB}\ntotal_inactive_file {2 * MB}\nactive_file 0"
+PODS = {
+    **group("pod/job/", max="max", current=10 * MB),
+    **group("pod/", max=200 * MB, current=150 * MB),
+    **group("", max=900 * MB, current=150 * MB),
+}
+OF_1 = group("memory/box/", limit_in_bytes=100 * MB, usage_in_bytes=90 * MB, stat=STAT_OF_1)
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("groups", "files", "left"),
     [
-        {},
-        {"proc/self/cgroup": "0::/job"},
-        {"proc/self/cgroup": "0::/job", **second_version("job/", max="max", current=5)},
-        {"proc/self/cgroup": "0::/job", **second_version("job/", max=100)},
+        pytest.param("0::/job", group("job/", max=300 * MB, current=120 * MB), 180 * MB, id="limit"),
+        pytest.param(
+            "0::/job",
+            group("job/", max=100 * MB, current=100 * MB, stat=STAT),
+            70 * MB,
+            id="page cache counts as free",
+        ),
+        pytest.param("0::/pod/job", PODS, 50 * MB, id="tightest group above counts"),
+        pytest.param(
+            "0::/system.slice/docker-1f.scope",
+            group("", max=300 * MB, current=100 * MB),
+            200 * MB,
+            id="path that a container does not see leads to its mount",
+        ),
+        pytest.param("9:name=systemd:/\n5:cpu,memory:/box\n0::/", OF_1, 13 * MB, id="first version"),
+        pytest.param("0::/job", {}, None, id="no files"),
+        pytest.param("0::/job", group("job/", max="max", current=5), None, id="no limit"),
+        pytest.param("0::/job", group("job/", max=100), None, id="no use"),
     ],
 )
-def test_without_a_limit_there_is_none(files: dict[str, object], tmp_path: Path) -> None:
-    assert cgroup_headroom_bytes(root=write(tmp_path, files)) is None
+def test_limit_of_the_control_groups_less_what_is_used_is_left(
+    tmp_path: Path, groups: str, files: dict[str, object], left: int | None
+) -> None:
+    assert cgroup_headroom_bytes(root=machine(tmp_path, groups, files)) == left
 
 
 def test_available_memory_is_the_groups_where_that_is_less(tmp_path: Path) -> None:
-    tight = second_version("job/", max=3 * MB, current=MB)
-    assert available_bytes(root=write(tmp_path / "tight", {"proc/self/cgroup": "0::/job", **tight})) == 2 * MB
-    wide = second_version("job/", max=10**18, current=MB)
+    assert cgroup_headroom_bytes(root=tmp_path) is None
+    tight = machine(tmp_path / "tight", "0::/job", group("job/", max=3 * MB, current=MB))
+    assert available_bytes(root=tight) == 2 * MB
+    wide = machine(tmp_path / "wide", "0::/job", group("job/", max=10**18, current=MB))
     total = psutil.virtual_memory().total
-    root = write(tmp_path / "wide", {"proc/self/cgroup": "0::/job", **wide})
-    assert 0 < available_bytes(root=root) <= total
+    assert 0 < available_bytes(root=wide) <= total
     assert 0 < available_bytes() <= total

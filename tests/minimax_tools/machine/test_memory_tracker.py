@@ -137,48 +137,25 @@ def test_spike_on_a_device_is_seen_without_a_sample_of_it() -> None:
     assert kept.item() == 1
 
 
-def test_change_names_every_kind_with_its_sign(usage: Callable[..., MemoryUsage]) -> None:
+def test_changes_and_summaries_name_the_kinds_that_are_known(
+    usage: Callable[..., MemoryUsage], expect_text: Any
+) -> None:
     before, after = usage(8 * GB, file=GB), usage(12_340_000_000, file=GB // 2, gpu=2 * GB)
-    assert describe_change("bottom loaded", before, after).splitlines() == [
-        "Memory: bottom loaded",
-        "  RAM: 12.84 GB (+3.84 GB)",
-        "  GPU: 2.00 GB (+2.00 GB)",
-        "  anonymous: 12.34 GB (+4.34 GB)",
-        "  file-backed: 0.50 GB (-0.50 GB)",
-    ]
-
-
-def test_kinds_that_are_not_known_are_not_claimed() -> None:
-    whole = MemoryUsage(anonymous_bytes=GB, are_kinds_known=False)
-    assert "anonymous" not in describe_change("now", whole, whole)
-    snapshot = MemorySnapshot(label="now", usage=whole, peak_anonymous_bytes=GB)
-    timeline = describe_summary(MemoryPeak(), [snapshot], notes=[]).splitlines()[-1]
-    assert timeline == "  now                     RAM:   1.00 GB  GPU:   0.00 GB"
-
-
-def test_summary_holds_peaks_notes_and_a_line_per_snapshot(usage: Callable[..., MemoryUsage]) -> None:
+    devices = {"cuda:0": GB, "cuda:1": 2 * GB}
     peak = MemoryPeak(
-        anonymous_bytes=30 * GB,
-        file_bytes=3 * GB,
-        resident_bytes=32_450_000_000,
-        device_bytes={"cuda:0": GB, "cuda:1": 2 * GB},
+        anonymous_bytes=30 * GB, file_bytes=3 * GB, resident_bytes=32_450_000_000, device_bytes=devices
     )
     snapshots = [
+        # As wide as 24 Latin characters: these two take four cells.
         MemorySnapshot(label="开始", usage=usage(8 * GB, file=120 * MB), peak_anonymous_bytes=8 * GB),
         MemorySnapshot(label="loaded", usage=usage(29 * GB, gpu=2 * GB), peak_anonymous_bytes=30 * GB),
     ]
-    assert describe_summary(peak, snapshots, notes=["A note."]).splitlines() == [
-        "=== Memory Usage Summary ===",
-        "Peak RAM: 32.45 GB",
-        "Peak anonymous: 30.00 GB",
-        "Peak file-backed: 3.00 GB",
-        "Peak GPU: 3.00 GB, cuda:0 1.00 GB, cuda:1 2.00 GB",
-        "A note.",
-        "",
-        "Timeline:",
-        # As wide as 24 Latin characters: these two take four cells.
-        "  开始                    RAM:   8.12 GB  GPU:   0.00 GB  anonymous:   8.00 GB  "
-        "file-backed:   0.12 GB  anonymous peak:   8.00 GB",
-        "  loaded                  RAM:  29.00 GB  GPU:   2.00 GB  anonymous:  29.00 GB  "
-        "file-backed:   0.00 GB  anonymous peak:  30.00 GB",
-    ]
+    whole = MemoryUsage(anonymous_bytes=GB, are_kinds_known=False)
+    undivided = MemorySnapshot(label="now", usage=whole, peak_anonymous_bytes=GB)
+    texts = {
+        "change": describe_change("bottom loaded", before, after),
+        "summary": describe_summary(peak, snapshots, notes=["A note."]),
+        "change where kinds are not known": describe_change("now", whole, whole),
+        "summary where kinds are not known": describe_summary(MemoryPeak(), [undivided], notes=[]),
+    }
+    expect_text("memory.txt", texts)

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,60 +20,45 @@ from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import output_options
 from minimax_tools.machine.progress import LayerProgress, NoProgress, Progress
 
+LOGGER = "minimax_tools.machine.progress"
 LONG = "/checkpoint/" + "x" * 120
 
 
-@dataclass
 class Clock:
     """Seconds that pass when they are told to."""
 
-    now_s: float = 100.0
+    now_s = 100.0
 
     def __call__(self) -> float:
         return self.now_s
 
 
-class Lines(logging.Handler):
-    """Collects what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def without_memory(self) -> list[str]:
-        """The lines without what this process happens to hold."""
-        return [re.sub(r", (memory|GPU) [\d.]+ .?B", "", text) for text in self.texts]
-
-
 @pytest.fixture
-def lines() -> Iterator[Lines]:
-    logger = logging.getLogger("minimax_tools.machine.progress")
-    handler = Lines()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    return caplog
 
 
-def test_without_a_terminal_every_layer_is_a_line(lines: Lines) -> None:
+def without_memory(messages: list[str]) -> list[str]:
+    """The lines without what this process happens to hold."""
+    return [re.sub(r", (memory|GPU) [\d.]+ .?B", "", text) for text in messages]
+
+
+def test_without_a_terminal_every_layer_is_a_line(logged: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     with LayerProgress(62, clock=clock) as progress:
         for layer in range(3):
             clock.now_s += 4
             progress.advance(layer, num_bytes=10 * 10**9)
-    assert lines.without_memory() == [
+    assert without_memory(logged.messages) == [
         "Layer 0 (1 of 62): 4:04 left, 2.5 GB/s",
         "Layer 1 (2 of 62): 4:00 left, 2.5 GB/s",
         "Layer 2 (3 of 62): 3:56 left, 2.5 GB/s",
     ]
-    assert all(re.search(r", memory [\d.]+ [MG]B(, GPU|$)", text) for text in lines.texts)
+    assert all(re.search(r", memory [\d.]+ [MG]B(, GPU|$)", text) for text in logged.messages)
 
 
-def test_layers_done_before_count_as_done_but_not_in_the_rate(lines: Lines) -> None:
+def test_layers_done_before_count_as_done_but_not_in_the_rate(logged: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     with LayerProgress(10, clock=clock) as progress:
         for layer in range(5):
@@ -82,21 +66,21 @@ def test_layers_done_before_count_as_done_but_not_in_the_rate(lines: Lines) -> N
             progress.skip(layer)
         clock.now_s += 2
         progress.advance(5, num_bytes=2 * 10**9)
-    assert lines.without_memory()[-2:] == [
+    assert without_memory(logged.messages)[-2:] == [
         "Layer 4 (5 of 10): done before",
         "Layer 5 (6 of 10): 0:08 left, 1.0 GB/s",
     ]
 
 
-def test_where_nobody_listens_nothing_is_shown(lines: Lines, capfd: Any) -> None:
+def test_where_nobody_listens_nothing_is_shown(logged: pytest.LogCaptureFixture, capfd: Any) -> None:
     # What Python sets where no command has set up its log.
-    logging.getLogger("minimax_tools.machine.progress").setLevel(logging.WARNING)
+    logged.set_level(logging.WARNING, logger=LOGGER)
     with LayerProgress(1) as progress:
         progress.skip(0)
     nobody: Progress = NoProgress()
     nobody.skip(0)
     nobody.advance(1, num_bytes=10)
-    assert (capfd.readouterr(), lines.texts) == (("", ""), [])
+    assert (capfd.readouterr(), logged.messages) == (("", ""), [])
 
 
 @click.command(cls=Mm2Command)
@@ -172,14 +156,9 @@ def run_in_terminal(
     """Run the program with a real pseudo-terminal for its stderr."""
     own, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = {
-        **os.environ,
-        "TERM": term,
-        "LAYER_S": str(layer_s),
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
-    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        environment.pop(name, None)
+    unset = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"TERM": term, "LAYER_S": str(layer_s), "PYTHONPATH": str(Path(__file__).parents[3])}
     program = [sys.executable, "-c", PROGRAM, *arguments]
     with subprocess.Popen(
         program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=its, env=environment, text=True
@@ -235,9 +214,8 @@ def seen() -> Seen:
 def test_terminal_shows_one_bar_with_everything_on_one_row(seen: Seen) -> None:
     bars = [row for row in seen.rows if row.startswith("Golden")]
     assert len(bars) == 1
-    assert re.fullmatch(
-        r"Golden +━+ 6/6 · layer 5 · took \d+:\d\d · [\d.]+ .B/s · memory [\d.]+ MB", bars[0]
-    ), bars
+    bar = r"Golden +━+ 6/6 · layer 5 · took \d+:\d\d · [\d.]+ .B/s · memory [\d.]+ MB"
+    assert re.fullmatch(bar, bars[0]), bars
 
 
 def test_lines_written_while_the_bar_is_live_stay_whole_above_it(seen: Seen) -> None:

@@ -1,4 +1,4 @@
-"""Errors of ranks over a store in this process; tests/gpu_reference/pipeline starts true ones."""
+"""Ranks and their failures over a store in this process; tests/gpu_reference/pipeline starts true ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from minimax_tools.errors import CaptureError, UsageError
-from minimax_tools.ranks.failure import RankFailedError, RankLostError, ReportedElsewhereError
+from minimax_tools.errors import CaptureError, TargetError, UsageError
+from minimax_tools.ranks.failure import (
+    RankFailedError,
+    RankFailure,
+    RankLostError,
+    RankTimeoutError,
+    ReportedElsewhereError,
+    failing_together,
+    record_end,
+)
 from minimax_tools.ranks.rank_group import (
     BackgroundCall,
     RankGroup,
@@ -79,16 +87,11 @@ def test_one_rank_talks_to_itself() -> None:
             ranks.assign(["a", "b", "c"])
 
 
-def test_call_gives_what_its_call_gave() -> None:
-    call = BackgroundCall(lambda: 7)
-    assert call.is_over(10)
-    assert (call.result, call.error) == (7, None)
-
-
-def test_error_of_the_call_is_kept() -> None:
-    call = BackgroundCall(lambda: 1 // 0)
-    assert call.is_over(10)
-    assert isinstance(call.error, ZeroDivisionError)
+def test_background_call_keeps_its_result_or_its_error() -> None:
+    calls = [BackgroundCall(lambda: 7), BackgroundCall(lambda: 1 // 0)]
+    assert all(call.is_over(10) for call in calls)
+    assert (calls[0].result, calls[0].error) == (7, None)
+    assert isinstance(calls[1].error, ZeroDivisionError)
 
 
 def test_call_that_does_not_end_is_left_behind() -> None:
@@ -97,9 +100,6 @@ def test_call_that_does_not_end_is_left_behind() -> None:
     assert not call.is_over(0.01)
     release.set()
     assert call.is_over(10)
-
-
-ALONE = RankPlace()
 
 
 def test_ranks_on_two_machines_are_told_apart() -> None:
@@ -115,9 +115,9 @@ def test_ranks_without_a_local_number_share_no_device() -> None:
     assert RankPlace.from_environment(on_two_machines).local_rank == 1
 
 
-@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "1", "RANK": "0"}])
-def test_process_that_no_launcher_started_is_the_only_rank(variables: dict[str, str]) -> None:
-    assert RankPlace.from_environment(variables) == ALONE
+def test_process_that_no_launcher_started_is_the_only_rank() -> None:
+    for variables in ({}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "1", "RANK": "0"}):
+        assert RankPlace.from_environment(variables) == ALONE
 
 
 @pytest.mark.parametrize(
@@ -148,3 +148,36 @@ def test_idle_cores_are_told_of_by_rank_0_alone(
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         warn_of_idle_cores(one_of_two)
     assert "OMP_NUM_THREADS is 1" in caplog.text
+
+
+def test_first_failure_is_the_cause_of_all_later_ones() -> None:
+    store = HashStore()
+    with pytest.raises(TargetError, match="no such head"), failing_together(store, 1):
+        raise TargetError("no such head")
+    with pytest.raises(RankFailedError, match="^rank 1 failed: no such head$"), failing_together(store, 0):
+        raise RuntimeError("gloo: connection closed by peer")
+
+
+def test_failure_that_the_launcher_records_in_time_is_the_cause() -> None:
+    store = HashStore()
+    killed = RankFailure(rank=1, text="it was ended by SIGKILL")
+    assert killed.record(store) == killed
+    assert RankFailure(rank=0, text="anything").record(store) == killed
+
+
+def test_rank_that_ended_without_an_error_explains_a_lost_connection() -> None:
+    store = HashStore()
+    record_end(store, 1)
+    with pytest.raises(RankFailedError, match="rank 1 failed: it ended before"), failing_together(store, 0):
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_wait_in_vain_names_the_rank_that_waited() -> None:
+    store = HashStore()
+    with pytest.raises(RankTimeoutError, match="rank 0 waited in vain"), failing_together(store, 0):
+        raise RuntimeError("Timed out waiting 10000ms for recv operation to complete")
+
+
+def test_single_rank_keeps_its_error() -> None:
+    with pytest.raises(RuntimeError, match="^timed out$"), failing_together(None, 0):
+        raise RuntimeError("timed out")
