@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -39,12 +41,8 @@ def new_storage(spec: ModelSpec) -> NewStorage:
 
 @pytest.fixture
 def damaged(toy: Path, tmp_path: Path) -> Path:
-    """The toy, of which layer 2's last expert ends too early."""
-    folder = tmp_path / "damaged"
-    folder.mkdir()
-    for path in toy.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+    """The toy, to be damaged."""
+    return shutil.copytree(toy, tmp_path / "damaged")
 
 
 def assert_holds(storage: LayerStorage, reader: CheckpointReader, spec: ModelSpec, layer: int) -> None:
@@ -69,23 +67,32 @@ def test_every_layer_is_loaded_whole(
             assert_holds(storage, reader, spec, layer)
 
 
-@pytest.mark.parametrize(("prefetch", "num_storages"), [(False, 1), (True, 2)])
-def test_storage_is_made_once_and_filled_again(
-    reader: CheckpointReader, new_storage: NewStorage, prefetch: bool, num_storages: int
-) -> None:
-    made: list[LayerStorage] = []
+@pytest.fixture
+def made(new_storage: NewStorage) -> tuple[list[Any], NewStorage]:
+    """References to the storages so far, and a function that makes one more."""
+    references: list[Any] = []
 
     def make() -> LayerStorage:
-        made.append(new_storage())
-        return made[-1]
+        storage = new_storage()
+        references.append(weakref.ref(storage))
+        return storage
 
+    return references, make
+
+
+@pytest.mark.parametrize(("prefetch", "num_storages"), [(False, 1), (True, 2)])
+def test_storage_is_made_once_filled_again_and_not_held_in_the_end(
+    reader: CheckpointReader, made: tuple[list[Any], NewStorage], prefetch: bool, num_storages: int
+) -> None:
+    references, make = made
     with LayerLoader(reader, make, prefetch=prefetch, num_threads=2) as loader:
         for layer in range(4):
             loader.load(layer, then=layer + 1 if layer < 3 else None)
-        assert len(made) == num_storages
+        assert len(references) == num_storages
         loader.release()
-        loader.load(0)
-        assert len(made) == num_storages + 1
+        loader.load(0, then=1)
+        assert len(references) == 2 * num_storages
+    assert [reference() for reference in references] == [None] * (2 * num_storages)
 
 
 def test_prefetched_layer_is_not_read_again(reader: CheckpointReader, new_storage: NewStorage) -> None:
@@ -151,13 +158,10 @@ def test_damaged_tensor_is_named_and_other_layers_load_after_it(
         assert reading_threads() == []
 
 
-def test_failed_load_leaves_no_third_storage_behind(damaged: Path, new_storage: NewStorage) -> None:
-    made: list[LayerStorage] = []
-
-    def make() -> LayerStorage:
-        made.append(new_storage())
-        return made[-1]
-
+def test_failed_load_leaves_no_third_storage_behind(
+    damaged: Path, made: tuple[list[Any], NewStorage]
+) -> None:
+    references, make = made
     with CheckpointReader(damaged) as reader:
         entry = reader.index[layer_prefix(2) + expert_weight(31, "w3")]
         os.truncate(entry.file, entry.offset + 7)
@@ -166,7 +170,7 @@ def test_failed_load_leaves_no_third_storage_behind(damaged: Path, new_storage: 
                 loader.load(1, then=2)
                 with pytest.raises(CheckpointError):
                     loader.load(2)
-    assert len(made) == 2
+    assert len(references) == 2
 
 
 def test_threads_end_with_the_block_whatever_ends_it(
@@ -181,18 +185,3 @@ def test_threads_end_with_the_block_whatever_ends_it(
     with pytest.raises(KeyboardInterrupt):
         load_and_stop()
     assert reading_threads() == []
-
-
-def test_closed_loader_holds_no_storage(reader: CheckpointReader, new_storage: NewStorage) -> None:
-    import weakref
-
-    made: list[Any] = []
-
-    def make() -> LayerStorage:
-        storage = new_storage()
-        made.append(weakref.ref(storage))
-        return storage
-
-    with LayerLoader(reader, make, prefetch=True, num_threads=2) as loader:
-        loader.load(0, then=1)
-    assert [reference() for reference in made] == [None, None]

@@ -127,35 +127,34 @@ Writer = Callable[..., Path]
 INTERMEDIATE, HIDDEN = 3, 5
 
 
-def _experts(count: int, dtype: torch.dtype = torch.float32) -> Tensors:
+def _experts(count: int) -> Tensors:
     """Experts whose every value tells expert and matrix, in the order of the file: 10 before 2."""
     tensors = {}
     for expert in sorted(range(count), key=str):
         for place, matrix in enumerate(("w1", "w2", "w3")):
             shape = (HIDDEN, INTERMEDIATE) if matrix == "w2" else (INTERMEDIATE, HIDDEN)
-            tensors[expert_weight(expert, matrix)] = torch.full(shape, expert + place / 4, dtype=dtype)
+            tensors[expert_weight(expert, matrix)] = torch.full(shape, expert + place / 4)
     return tensors
 
 
 def _storage(
-    count: int, *, intermediate: int = INTERMEDIATE, hidden: int = HIDDEN, dtype: torch.dtype = torch.bfloat16
+    count: int, *, intermediate: int = INTERMEDIATE, hidden: int = HIDDEN
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    gate_up = torch.full((count, 2 * intermediate, hidden), -1.0, dtype=dtype)
-    return gate_up, torch.full((count, hidden, intermediate), -1.0, dtype=dtype)
+    gate_up = torch.full((count, 2 * intermediate, hidden), -1.0).bfloat16()
+    return gate_up, torch.full((count, hidden, intermediate), -1.0).bfloat16()
+
+
+def _places(experts: range, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        **gate_up_places(experts, gate_up, dtype=torch.bfloat16),
+        **down_places(experts, down, dtype=torch.bfloat16),
+    }
 
 
 def _group(
-    tensors: Mapping[str, torch.Tensor],
-    experts: range,
-    *,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    dtype: torch.dtype = torch.bfloat16,
+    tensors: Mapping[str, torch.Tensor], experts: range, *, gate_up: torch.Tensor, down: torch.Tensor
 ) -> None:
-    places = {
-        **gate_up_places(experts, gate_up, dtype=dtype),
-        **down_places(experts, down, dtype=dtype),
-    }
+    places = _places(experts, gate_up, down)
     layer = tensors if isinstance(tensors, LayerTensors) else _layer_of(tensors)
     with ReadingPool(2) as pool:
         pool.fill(places, layer.read_into).finish()
@@ -169,13 +168,9 @@ def _layer_of(tensors: Mapping[str, torch.Tensor]) -> LayerTensors:
 
 def test_places_are_views_by_the_experts_names() -> None:
     gate_up, down = _storage(2)
-    places = {
-        **gate_up_places(range(3, 5), gate_up, dtype=torch.bfloat16),
-        **down_places(range(3, 5), down, dtype=torch.bfloat16),
-    }
-    assert set(places) == {
-        expert_weight(expert, matrix) for expert in (3, 4) for matrix in ("w1", "w2", "w3")
-    }
+    places = _places(range(3, 5), gate_up, down)
+    names = {expert_weight(expert, matrix) for expert in (3, 4) for matrix in ("w1", "w2", "w3")}
+    assert set(places) == names
     for number, place in enumerate(places.values()):
         place.fill_(number)
     assert (gate_up != -1).all()
@@ -207,26 +202,19 @@ def test_a_checkpoints_layer_is_grouped_transposed_bit_for_bit(
     assert torch.equal(again, columns[0])
 
 
-def _with(name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    return {**_experts(2), name: value}
-
-
 @pytest.mark.parametrize(
-    "tensors",
+    ("matrix", "value"),
     [
-        _with(expert_weight(1, "w2"), torch.ones(HIDDEN)),
-        _with(expert_weight(1, "w3"), torch.ones(HIDDEN, INTERMEDIATE)),
-        _with(expert_weight(1, "w1"), torch.ones(INTERMEDIATE, HIDDEN).to(torch.float8_e4m3fn)),
+        ("w2", torch.ones(HIDDEN)),
+        ("w3", torch.ones(HIDDEN, INTERMEDIATE)),
+        ("w1", torch.ones(INTERMEDIATE, HIDDEN).to(torch.float8_e4m3fn)),
     ],
     ids=["would broadcast", "transposed", "fp8 codes"],
 )
-def test_a_weight_that_does_not_fit_is_named(tensors: Mapping[str, torch.Tensor]) -> None:
+def test_a_weight_that_does_not_fit_or_is_not_there_is_named(matrix: str, value: torch.Tensor) -> None:
     gate_up, down = _storage(2)
     with pytest.raises(ValueError, match=r"experts\.1\.w"):
-        _group(tensors, range(2), gate_up=gate_up, down=down)
-
-
-def test_an_expert_that_is_not_there_is_named() -> None:
+        _group({**_experts(2), expert_weight(1, matrix): value}, range(2), gate_up=gate_up, down=down)
     gate_up, down = _storage(3)
     with pytest.raises(KeyError, match=r"experts\.2\.w1"):
         _group(_experts(2), range(3), gate_up=gate_up, down=down)

@@ -21,6 +21,10 @@ from minimax_tools.slices.source import SliceSource, open_source
 WORKLOAD = Workload(context_length=100)
 EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+UNKNOWN = "model.layers.2.new"
+
+Tensors = tuple[PlannedTensor, ...]
+Edit = Callable[[Slice], Slice]
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +39,27 @@ def nodes_of(*layers: tuple[int, int]) -> tuple[Node, ...]:
     )
 
 
+THREE = nodes_of((0, 1), (1, 3), (3, 4))
+
+
 def plan_of(
-    source: SliceSource, *, nodes: tuple[Node, ...] | None = None, planner: str = "manual"
+    source: SliceSource, nodes: tuple[Node, ...] = THREE, *, planner: str = "manual"
 ) -> PartitionPlan:
-    return source.divide(
-        planner=planner,
-        nodes=nodes or nodes_of((0, 1), (1, 3), (3, 4)),
-        workload=WORKLOAD,
+    return source.divide(planner=planner, nodes=nodes, workload=WORKLOAD)
+
+
+def plan_of_config(source: SliceSource, **config: Any) -> PartitionPlan:
+    """A plan of what config.json alone tells."""
+    sizes = tuple(expected_tensors(ModelSpec.from_config({**source.config, **config})))
+    cost = measure_costs(sizes, source.architecture, source.config, WORKLOAD)
+    return make_plan(
+        model=source.model,
+        architecture=source.architecture,
+        tensors=sizes,
+        folder=None,
+        planner="manual",
+        cost=cost,
+        nodes=THREE,
     )
 
 
@@ -55,24 +73,34 @@ def faults_of(plan: PartitionPlan, source: SliceSource) -> list[str]:
     return plan.find_faults(source.entries, source.architecture, folder=source.folder)
 
 
-def change(plan: PartitionPlan, position: int, edit: Callable[[Slice], Slice]) -> PartitionPlan:
+def change(plan: PartitionPlan, position: int, edit: Edit) -> PartitionPlan:
     slices = list(plan.slices)
     slices[position] = edit(slices[position])
     return replace(plan, slices=tuple(slices))
 
 
-def without(name: str) -> Callable[[Slice], Slice]:
-    return lambda slice_: replace(
-        slice_, tensors=tuple(tensor for tensor in slice_.tensors if tensor.name != name)
+def holding(edit: Callable[[Tensors], Tensors]) -> Edit:
+    return lambda slice_: replace(slice_, tensors=edit(slice_.tensors))
+
+
+def without(name: str) -> Edit:
+    return holding(lambda tensors: tuple(tensor for tensor in tensors if tensor.name != name))
+
+
+def adding(name: str) -> Edit:
+    return holding(lambda tensors: (*tensors, PlannedTensor(name=name)))
+
+
+def placing(**place: Any) -> Edit:
+    """Q_PROJ at another place."""
+    return holding(
+        lambda tensors: tuple(
+            PlannedTensor(name=Q_PROJ, **place) if tensor.name == Q_PROJ else tensor for tensor in tensors
+        )
     )
 
 
-def with_tensor(plan: PartitionPlan, name: str) -> Callable[[Slice], Slice]:
-    tensor = next(tensor for slice_ in plan.slices for tensor in slice_.tensors if tensor.name == name)
-    return lambda slice_: replace(slice_, tensors=(*slice_.tensors, tensor))
-
-
-def staged(**changes: Any) -> Callable[[Slice], Slice]:
+def staged(**changes: Any) -> Edit:
     return lambda slice_: replace(slice_, stage=replace(slice_.stage, **changes))
 
 
@@ -92,28 +120,22 @@ def test_plan_holds_every_tensor_of_the_checkpoint_once(source: SliceSource) -> 
 
 
 def test_slice_holds_its_layers_and_the_ends_what_stands_there(source: SliceSource) -> None:
-    first, middle, last = plan_of(source).slices
+    plan = plan_of(source)
+    first, middle, last = plan.slices
     assert EMBEDDING in first.names
     assert {NORM, LM_HEAD} <= set(last.names)
     assert {name.split(".")[2] for name in middle.names} == {"1", "2"}
     assert Q_PROJ + "_scale_inv" in middle.names
     assert middle.files == tuple(sorted({tensor.file for tensor in middle.tensors}))
     assert middle.seconds_per_token == pytest.approx(middle.cost.flops_per_token / 1.5e12)
+    assert [plan.share(slice_) for slice_ in plan.slices] == [0.25, 0.5, 0.25]
+    weights = [plan.memory_weight(slice_) for slice_ in plan.slices]
+    assert weights == [(0.0, 1 / 3), (1 / 3, 2 / 3), (2 / 3, 1.0)]
 
 
 def test_plan_of_config_alone_knows_names_and_costs_and_no_places(source: SliceSource) -> None:
-    from_headers = plan_of(source)
-    sizes = tuple(expected_tensors(ModelSpec.from_config(source.config)))
-    names_alone = make_plan(
-        model=source.model,
-        architecture=source.architecture,
-        tensors=sizes,
-        folder=None,
-        planner="manual",
-        cost=measure_costs(sizes, source.architecture, source.config, WORKLOAD),
-        nodes=nodes_of((0, 1), (1, 3), (3, 4)),
-    )
-    for mine, theirs in zip(names_alone.slices, from_headers.slices, strict=True):
+    names_alone = plan_of_config(source)
+    for mine, theirs in zip(names_alone.slices, plan_of(source).slices, strict=True):
         assert sorted(mine.names) == sorted(theirs.names)
         assert mine.cost == theirs.cost
         assert mine.files == ()
@@ -122,40 +144,16 @@ def test_plan_of_config_alone_knows_names_and_costs_and_no_places(source: SliceS
     assert names_alone.find_faults(None, source.architecture) == []
 
 
-@pytest.mark.parametrize("planner", ["memory", "balanced", "manual"])
-def test_plan_that_was_written_and_read_is_the_same(
-    planner: str, source: SliceSource, tmp_path: Path
-) -> None:
-    nodes = nodes_of((0, 1), (1, 3), (3, 4))
-    if planner != "manual":
-        nodes = (*nodes, *(Node(name=f"spare{number}", memory_bytes=10**5, tflops=1) for number in range(2)))
-    plan = plan_of(source, nodes=nodes, planner=planner)
-    plan.write(tmp_path / "plan.json")
-    assert PartitionPlan.read(tmp_path / "plan.json") == plan
+def test_plan_that_was_written_and_read_is_the_same(source: SliceSource, tmp_path: Path) -> None:
+    spare = tuple(Node(name=f"spare{number}", memory_bytes=10**5, tflops=1) for number in range(2))
+    by_planner = [plan_of(source, THREE + spare, planner=planner) for planner in ("memory", "balanced")]
+    tied_by_name = plan_of_config(source, tie_word_embeddings=True)
+    assert tied_by_name.shared
+    for plan in (*by_planner, tied_by_name, plan_of(source)):
+        plan.write(tmp_path / "plan.json")
+        assert PartitionPlan.read(tmp_path / "plan.json") == plan
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_plan_of_a_tied_model_and_one_without_places_survive_the_file_too(
-    source: SliceSource, tmp_path: Path
-) -> None:
-    sizes = tuple(expected_tensors(ModelSpec.from_config({**source.config, "tie_word_embeddings": True})))
-    plan = make_plan(
-        model="owner/name",
-        architecture=source.architecture,
-        tensors=sizes,
-        folder=None,
-        planner="memory",
-        cost=measure_costs(sizes, source.architecture, source.config, WORKLOAD),
-        nodes=nodes_of((0, 1), (1, 4)),
-    )
-    assert plan.shared
-    plan.write(tmp_path / "plan.json")
-    assert PartitionPlan.read(tmp_path / "plan.json") == plan
-
-
-def test_file_has_a_line_for_each_tensor(source: SliceSource, tmp_path: Path) -> None:
-    plan = plan_of(source)
-    plan.write(tmp_path / "plan.json")
+    # The file has a line for each tensor.
     lines = (tmp_path / "plan.json").read_text().splitlines()
     num_tensors = sum(len(slice_.tensors) for slice_ in plan.slices)
     assert sum(line.strip().startswith('["model.layers.') for line in lines) == num_tensors - 3
@@ -172,27 +170,27 @@ def test_plan_that_cannot_be_written_leaves_nothing_behind(source: SliceSource, 
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda values: values.pop("slices"),
-        lambda values: values.pop("batch_size"),
-        lambda values: values.update(dtype="nn"),
-        lambda values: values["slices"][0].update(node="../a"),
-        lambda values: values["slices"][0].update(layers=[0]),
-        lambda values: values["slices"][0].update(memory_bytes="much"),
-        lambda values: values["slices"][0]["cost"].update(speed=3),
-        lambda values: values["slices"][0]["files"][0].update(file="../model.safetensors"),
-        lambda values: values["slices"][0]["files"][0].update(file="/etc/passwd"),
-        lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", 5, 3]),
-        lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", -1, 3]),
-        lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", None, 3]),
-        lambda values: values["slices"][0]["files"][0]["tensors"].append([7, 0, 3]),
-        lambda values: values["slices"][0]["files"][0]["tensors"].append(["", 0, 3]),
-        lambda values: values["slices"][0].update(has_head="no"),
-        lambda values: values["slices"][0].update(memory_bytes=1e9),
-        lambda values: values["slices"][0]["cost"].update(loaded_bytes=-1),
-        lambda values: values["slices"].clear(),
-        lambda values: values.update(num_hidden_layers=0),
-        lambda values: values.update(context_length=-5),
-        lambda values: values.update(shared={"x": 7}),
+        lambda plan: plan.pop("slices"),
+        lambda plan: plan.pop("batch_size"),
+        lambda plan: plan.update(dtype="nn"),
+        lambda plan: plan["slices"][0].update(node="../a"),
+        lambda plan: plan["slices"][0].update(layers=[0]),
+        lambda plan: plan["slices"][0].update(memory_bytes="much"),
+        lambda plan: plan["slices"][0]["cost"].update(speed=3),
+        lambda plan: plan["slices"][0]["files"][0].update(file="../model.safetensors"),
+        lambda plan: plan["slices"][0]["files"][0].update(file="/etc/passwd"),
+        lambda plan: plan["slices"][0]["files"][0]["tensors"].append(["x", 5, 3]),
+        lambda plan: plan["slices"][0]["files"][0]["tensors"].append(["x", -1, 3]),
+        lambda plan: plan["slices"][0]["files"][0]["tensors"].append(["x", None, 3]),
+        lambda plan: plan["slices"][0]["files"][0]["tensors"].append([7, 0, 3]),
+        lambda plan: plan["slices"][0]["files"][0]["tensors"].append(["", 0, 3]),
+        lambda plan: plan["slices"][0].update(has_head="no"),
+        lambda plan: plan["slices"][0].update(memory_bytes=1e9),
+        lambda plan: plan["slices"][0]["cost"].update(loaded_bytes=-1),
+        lambda plan: plan["slices"].clear(),
+        lambda plan: plan.update(num_hidden_layers=0),
+        lambda plan: plan.update(context_length=-5),
+        lambda plan: plan.update(shared={"x": 7}),
     ],
 )
 def test_file_that_is_no_plan_is_refused(
@@ -204,31 +202,6 @@ def test_file_that_is_no_plan_is_refused(
     path.write_text(json.dumps(values))
     with pytest.raises(UsageError, match="plan.json is no plan"):
         PartitionPlan.read(path)
-
-
-def test_shares_and_memory_weights_are_parts_of_the_whole(source: SliceSource) -> None:
-    plan = plan_of(source)
-    assert [plan.share(slice_) for slice_ in plan.slices] == [0.25, 0.5, 0.25]
-    weights = [plan.memory_weight(slice_) for slice_ in plan.slices]
-    assert weights == [(0.0, 1 / 3), (1 / 3, 2 / 3), (2 / 3, 1.0)]
-
-
-def test_faults_are_found_where_only_some_headers_are_known(source: SliceSource) -> None:
-    assert source.entries is not None
-    plan, names = plan_of(source), source.entries.keys()
-    some = {Q_PROJ: source.entries[Q_PROJ]}
-
-    def faults(of: PartitionPlan) -> list[str]:
-        return of.find_faults(some, source.architecture, folder=source.folder, names=names)
-
-    assert faults(plan) == []
-    assert faults(change(plan, 2, without(NORM))) == [f"node c lacks {NORM}"]
-    with_unknown = change(
-        plan,
-        1,
-        lambda slice_: replace(slice_, tensors=(*slice_.tensors, PlannedTensor(name="model.layers.2.new"))),
-    )
-    assert faults(with_unknown) == ["node b holds model.layers.2.new, which the checkpoint lacks"]
 
 
 def test_plan_of_another_version_or_none_is_refused(source: SliceSource, tmp_path: Path) -> None:
@@ -244,119 +217,72 @@ def test_plan_of_another_version_or_none_is_refused(source: SliceSource, tmp_pat
         PartitionPlan.read(tmp_path / "absent.json")
 
 
-def test_tied_embedding_lies_with_the_head_too_and_is_named(source: SliceSource) -> None:
-    source = tied(source)
-    plan = plan_of(source)
-    assert plan.shared == {EMBEDDING: "the lm_head is tied to the embedding"}
-    assert [EMBEDDING in slice_.names for slice_ in plan.slices] == [True, False, True]
-    assert faults_of(plan, source) == []
+def test_faults_are_found_where_only_some_headers_are_known(source: SliceSource) -> None:
+    assert source.entries is not None
+    plan, names = plan_of(source), source.entries.keys()
+    some = {Q_PROJ: source.entries[Q_PROJ]}
+
+    def faults(of: PartitionPlan) -> list[str]:
+        return of.find_faults(some, source.architecture, folder=source.folder, names=names)
+
+    assert faults(plan) == []
+    assert faults(change(plan, 2, without(NORM))) == [f"node c lacks {NORM}"]
+    assert faults(change(plan, 1, adding(UNKNOWN))) == [f"node b holds {UNKNOWN}, which the checkpoint lacks"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "holds_embedding"), [(THREE, [True, False, True]), (nodes_of((0, 4)), [True])]
+)
+def test_tied_embedding_lies_with_the_head_too_and_once_where_one_node_holds_both(
+    nodes: tuple[Node, ...], holds_embedding: list[bool], source: SliceSource
+) -> None:
+    plan = plan_of(tied(source), nodes)
+    reason = "the lm_head is tied to the embedding"
+    assert plan.shared == ({EMBEDDING: reason} if len(nodes) > 1 else {})
+    assert [EMBEDDING in slice_.names for slice_ in plan.slices] == holds_embedding
+    assert faults_of(plan, tied(source)) == []
     for slice_ in plan.slices:
         assert slice_.cost.stored_bytes == sum(tensor.size_bytes for tensor in slice_.tensors)
-
-
-def test_one_node_shares_nothing_with_itself(source: SliceSource) -> None:
-    source = tied(source)
-    plan = plan_of(source, nodes=nodes_of((0, 4)))
-    assert plan.shared == {}
-    assert faults_of(plan, source) == []
-    assert plan.slices[0].cost.stored_bytes == sum(tensor.size_bytes for tensor in plan.slices[0].tensors)
 
 
 @pytest.mark.parametrize(
     ("position", "edit", "said"),
     [
-        (0, staged(layers=range(2)), ["node b begins with layer 1, expected layer 2"]),
-        (1, staged(layers=range(1, 2)), ["node c begins with layer 3, expected layer 2"]),
-        (2, staged(layers=range(3, 3)), ["the slices end with layer 2, the model with 3"]),
-        (2, staged(layers=range(3, 5)), ["the slices end with layer 4, the model with 3"]),
+        (0, staged(layers=range(2)), "node b begins with layer 1, expected layer 2"),
+        (1, staged(layers=range(1, 2)), "node c begins with layer 3, expected layer 2"),
+        (2, staged(layers=range(3, 3)), "the slices end with layer 2, the model with 3"),
+        (2, staged(layers=range(3, 5)), "the slices end with layer 4, the model with 3"),
+        (1, staged(layers=range(3, 1)), "node b has layers 3 to 1"),
+        (1, staged(layers=range(3, 1)), "node c begins with layer 3, expected layer 1"),
+        (0, staged(has_embedding=False), "the embedding is on no node, expected a"),
+        (1, staged(has_embedding=True), "the embedding is on a, b, expected a"),
+        (2, staged(has_head=False), "the head is on no node, expected c"),
+        (1, staged(has_head=True), "the head is on b, c, expected c"),
+        (1, staged(node=THREE[0]), "node a is there twice"),
+        (1, staged(node=replace(THREE[1], memory_bytes=9)), " bytes of memory, but has 9"),
+        (1, without(Q_PROJ), f"node b lacks {Q_PROJ}"),
+        (1, without(Q_PROJ + "_scale_inv"), f"node b lacks {Q_PROJ}_scale_inv"),
+        (0, without(EMBEDDING), f"node a lacks {EMBEDDING}"),
+        (0, adding(Q_PROJ), f"node a holds {Q_PROJ}, which belongs to another node"),
+        (1, adding(Q_PROJ), f"node b holds {Q_PROJ} 2 times"),
+        (1, adding(UNKNOWN), f"node b holds {UNKNOWN}, which the checkpoint lacks"),
         (
             1,
-            staged(layers=range(3, 1)),
-            ["node b has layers 3 to 1", "node c begins with layer 3, expected layer 1"],
+            placing(file="model-00002-of-00004.safetensors", start=1, stop=2),
+            f"{Q_PROJ} does not lie at by",
         ),
-        (0, staged(has_embedding=False), ["the embedding is on no node, expected a"]),
-        (
-            1,
-            staged(has_embedding=True),
-            ["the embedding is on a, b, expected a"],
-        ),
-        (2, staged(has_head=False), ["the head is on no node, expected c"]),
-        (1, staged(has_head=True), ["the head is on b, c, expected c"]),
-        (1, staged(node=nodes_of((0, 1))[0]), ["node a is there twice"]),
-        (
-            1,
-            lambda slice_: replace(slice_, cost=replace(slice_.cost, loaded_bytes=10**9)),
-            [" bytes of memory, but has 1000000000"],
-        ),
-        (
-            1,
-            without(Q_PROJ),
-            [f"node b lacks {Q_PROJ}"],
-        ),
-        (1, without(Q_PROJ + "_scale_inv"), [f"node b lacks {Q_PROJ}_scale_inv"]),
-        (0, without(EMBEDDING), [f"node a lacks {EMBEDDING}"]),
-        (
-            1,
-            lambda slice_: replace(slice_, tensors=(*slice_.tensors, slice_.tensors[0])),
-            [" 2 times"],
-        ),
-        (
-            1,
-            lambda slice_: replace(
-                slice_, tensors=(*slice_.tensors, PlannedTensor(name="model.layers.2.new"))
-            ),
-            ["node b holds model.layers.2.new, which the checkpoint lacks"],
-        ),
-        (
-            1,
-            lambda slice_: replace(
-                slice_,
-                tensors=tuple(
-                    replace(tensor, start=(tensor.start or 0) + 1) if tensor.name == Q_PROJ else tensor
-                    for tensor in slice_.tensors
-                ),
-            ),
-            [f"{Q_PROJ} does not lie at bytes "],
-        ),
-        (
-            1,
-            lambda slice_: replace(
-                slice_,
-                tensors=tuple(
-                    PlannedTensor(name=tensor.name, file="other.safetensors")
-                    if tensor.name == Q_PROJ
-                    else tensor
-                    for tensor in slice_.tensors
-                ),
-            ),
-            [f"{Q_PROJ} does not lie at other.safetensors"],
-        ),
+        (1, placing(file="other.safetensors"), f"{Q_PROJ} does not lie at other.safetensors"),
     ],
 )
-def test_each_fault_is_found(
-    position: int, edit: Callable[[Slice], Slice], said: list[str], source: SliceSource
-) -> None:
+def test_each_fault_is_found(position: int, edit: Edit, said: str, source: SliceSource) -> None:
     faults = faults_of(change(plan_of(source), position, edit), source)
-    for text in said:
-        assert any(text in fault for fault in faults), faults
-
-
-def test_tensor_with_another_node_than_its_parts_is_found(source: SliceSource) -> None:
-    plan = plan_of(source)
-    assert faults_of(change(plan, 0, with_tensor(plan, Q_PROJ)), source) == [
-        f"node a holds {Q_PROJ}, which belongs to another node",
-    ]
-    moved = change(change(plan, 1, without(Q_PROJ)), 2, with_tensor(plan, Q_PROJ))
-    assert faults_of(moved, source) == [
-        f"node b lacks {Q_PROJ}",
-        f"node c holds {Q_PROJ}, which belongs to another node",
-    ]
+    assert any(said in fault for fault in faults), faults
 
 
 def test_wrong_sharing_is_found(source: SliceSource) -> None:
     source = tied(source)
     plan = plan_of(source)
-    assert faults_of(change(plan, 1, with_tensor(plan, EMBEDDING)), source) == [
+    assert faults_of(change(plan, 1, adding(EMBEDDING)), source) == [
         f"node b holds {EMBEDDING}, which belongs to another node"
     ]
     assert faults_of(change(plan, 2, without(EMBEDDING)), source) == [f"node c lacks {EMBEDDING}"]
@@ -366,11 +292,9 @@ def test_wrong_sharing_is_found(source: SliceSource) -> None:
     ]
 
 
-def test_all_faults_are_told_at_once(source: SliceSource) -> None:
-    plan = plan_of(source)
-    plan = change(plan, 0, staged(has_embedding=False))
-    plan = change(plan, 1, without(Q_PROJ))
-    plan = change(plan, 2, with_tensor(plan, NORM))
+def test_all_faults_are_told_at_once_and_no_others(source: SliceSource) -> None:
+    plan = change(plan_of(source), 0, staged(has_embedding=False))
+    plan = change(change(plan, 1, without(Q_PROJ)), 2, adding(NORM))
     faults = faults_of(plan, source)
     assert faults == [
         "the embedding is on no node, expected a",
@@ -380,6 +304,5 @@ def test_all_faults_are_told_at_once(source: SliceSource) -> None:
     ]
     with pytest.raises(CheckpointError) as raised:
         plan.validate(source.entries, source.architecture, folder=source.folder)
-    assert f"the plan for {source.model} has 4 faults" in str(raised.value)
-    for fault in faults:
-        assert fault in str(raised.value)
+    assert raised.value.what == f"the plan for {source.model} has 4 faults"
+    assert [fault for fault in faults if fault not in str(raised.value)] == []
