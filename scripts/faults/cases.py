@@ -126,11 +126,6 @@ class Case(PlantedCase):
         return bool(self.model)
 
     @property
-    def largest_excess(self) -> float:
-        """Largest figure over its limit at any site; above 1 the layer fails."""
-        return max(self.excess.values(), default=0.0)
-
-    @property
     def is_site_named(self) -> bool:
         """True if sites of the mistake are blamed, and nothing else is."""
         return bool(self.blamed_sites) and self.is_blame_confined

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
 from compare.limits.criteria import Criteria
-from compare.limits.limits import NoiseLimits
 from compare.limits.limits_file import calibrated_limits
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
@@ -23,48 +22,20 @@ from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerVerdict:
-    """The verdict on one layer."""
-
-    failed: tuple[str, ...]  # sites that fail
-    warned: tuple[str, ...]  # sites that warn
-    blamed: tuple[tuple[str, ...], ...]  # of each blame its site, after those not compared before it
-    reason: str  # reason of the first blame, else of the first failure; empty if nothing fails
-    excess: Mapping[str, float]  # largest ratio of a figure to its limit, by site; see `_measure_excess`
-
-    @property
-    def is_detected(self) -> bool:
-        """True if the layer fails."""
-        return bool(self.failed or self.blamed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunVerdict:
-    """The verdict on a whole run."""
-
-    verdict: str
-    layers: Mapping[int, LayerVerdict]  # the verdicts on its layers, by number
-
-
-def judge_run(baseline: Baseline, capture: Capture, *, limits: NoiseLimits | None = None) -> RunVerdict:
-    """Judge a run as mm2-test does, with the checkpoint; `limits` replace the default ones."""
-    comparison = compare_captures(
+def judge_run(baseline: Baseline, capture: Capture) -> Comparison:
+    """Judge a run as mm2-test does, with the checkpoint."""
+    return compare_captures(
         baseline.golden,
         capture,
-        criteria=default_criteria(limits),
+        criteria=default_criteria(),
         layer_pattern="layer_*",
         weights=CheckpointWeights(model=str(baseline.folder)),
     )
-    return RunVerdict(
-        verdict=str(comparison.verdict),
-        layers={layer: _judge_layer(comparison, layer) for layer in comparison.layers},
-    )
 
 
-def default_criteria(limits: NoiseLimits | None = None) -> Criteria:
-    """Build the default criteria, with `limits` in place of the calibrated ones if they are given."""
-    return Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL, noise=limits or calibrated_limits())
+def default_criteria() -> Criteria:
+    """Build the default criteria."""
+    return Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL, noise=calibrated_limits())
 
 
 def _measure_excess(result: SiteResult) -> float:
@@ -76,18 +47,19 @@ def _measure_excess(result: SiteResult) -> float:
     return math.inf if result.status is SiteStatus.FAIL and excess <= 1.0 else excess
 
 
-def _judge_layer(comparison: Comparison, layer: int) -> LayerVerdict:
+def give_fields(comparison: Comparison, layer: int) -> dict[str, Any]:
+    """Return the fields of a `Case` that are the verdict on a layer: what fails, warns and is blamed, and why."""
     sites = comparison.of_layer(layer)
     failed = [site for site in sites if site.status is SiteStatus.FAIL]
     blames = [blame for blame in comparison.blame if blame.layer == layer]
     reasons = [*(blame.reason for blame in blames), *(site.reason for site in failed), ""]
-    return LayerVerdict(
-        failed=tuple(site.site for site in failed),
-        warned=tuple(site.site for site in sites if site.status is SiteStatus.WARN),
-        blamed=tuple(blame.sites for blame in blames),
-        reason=reasons[0],
-        excess={site.site: _measure_excess(site) for site in sites},
-    )
+    return {
+        "failed": tuple(site.site for site in failed),
+        "warned": tuple(site.site for site in sites if site.status is SiteStatus.WARN),
+        "blamed": tuple(blame.sites for blame in blames),
+        "reason": reasons[0],
+        "excess": {site.site: _measure_excess(site) for site in sites},
+    }
 
 
 def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:

@@ -11,7 +11,7 @@ import port_runs
 from faults.baseline import Baseline, BaselineRequest
 from faults.cases import Case
 from faults.effects import measure_effects
-from faults.judging import as_black_box, judge_run, name_mistake
+from faults.judging import as_black_box, give_fields, judge_run, name_mistake
 from faults.plant import Plant
 from faults.port import PlantedPort
 from faults.rivals import find_differences
@@ -93,7 +93,7 @@ def carry_out(
     cases = []
     for layer in capture.layers:
         plant = planned.plant if layer in baseline.layers else None
-        judged = with_all_sites.layers[layer]
+        hidden = give_fields(by_output, layer)
         effects = _measure_effects(baseline, layer, plant, planned.num_decoded) if plant else {}
         cases.append(
             Case(
@@ -106,19 +106,15 @@ def carry_out(
                 **(plant.record if plant else {}),
                 halves=tuple(tuple(map(str, half.sites)) for half in plant.halves) if plant else (),
                 effects={str(site): effect for site, effect in effects.items()},
-                failed=judged.failed,
-                warned=judged.warned,
-                blamed=judged.blamed,
-                reason=judged.reason,
-                black_box_detected=by_output.layers[layer].is_detected,
+                **give_fields(with_all_sites, layer),
+                black_box_detected=bool(hidden["failed"] or hidden["blamed"]),
                 rivals=find_differences(baseline.golden, capture, layer),
                 named=name_mistake(baseline, capture, layer) if layer == asked_layer else None,
                 akin=plant.akin if plant else (),
                 model=planned.request.model_name,
-                verdict=with_all_sites.verdict,
-                black_box_verdict=by_output.verdict,
-                excess=judged.excess,
-                black_box_excess=max(by_output.layers[layer].excess.values(), default=0.0),
+                verdict=str(with_all_sites.verdict),
+                black_box_verdict=str(by_output.verdict),
+                black_box_excess=max(hidden["excess"].values(), default=0.0),
             )
         )
     return tuple(cases)
