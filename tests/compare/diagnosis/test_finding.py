@@ -1,15 +1,18 @@
-"""Findings: what a score becomes, and when a layer, a site and a whole diagnosis are right."""
+"""Findings: what a score becomes, when a layer, a site and a whole diagnosis are right, and which layers share one."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
 from compare.catalogue.mistake import Hypothesis, Mistake
-from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, SiteDiagnosis
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver, SiteDiagnosis
+from compare.diagnosis.layer_group import group_layers, withdraw_rare, withdraw_unequal
 from compare.diagnosis.score import Score
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.evaluation import replace_stage
@@ -38,154 +41,203 @@ SECOND = mistake("gate_up_swapped", Site.MOE_DELTA)
 
 
 def score(hypothesis: Hypothesis, *, explains: float = 0.5, is_decode_only: bool = False) -> Score:
-    return Score(
-        hypothesis=hypothesis,
-        is_decode_only=is_decode_only,
-        leaves=1.1,
-        unexplained=9.0,
-        misfit=1.2,
-        explains=explains,
-        amplitude=0.9,
-        z=7.0,
-        likeness=0.8,
-    )
+    figures = {"leaves": 1.1, "unexplained": 9.0, "misfit": 1.2, "amplitude": 0.9, "z": 7.0, "likeness": 0.8}
+    return Score(hypothesis=hypothesis, is_decode_only=is_decode_only, explains=explains, **figures)
 
 
-class TestMistake:
-    def test_finding_of_one(self) -> None:
-        one = score(FIRST.with_parameters({"theta": 2.0}))
-        alike = (one, score(SECOND.with_parameters({})), score(SECOND.with_parameters({})), one)
-        found = MistakeFinding.of(3, one, spec=SPEC, alike=alike)
-        assert (found.layer, found.mistake, dict(found.parameters)) == (3, "rope_theta", {"theta": 2.0})
-        assert (found.explains, found.leaves, found.amplitude, found.z) == (0.5, 1.1, 0.9, 7.0)
-        assert found.what == "The base of the frequencies is another one than rope_theta. spec 2.0"
-        assert found.look_at == "the default of rope_theta"
-        assert (found.begins_at, found.sources) == ((("q_rope", "k_rope"),), ("SpecForge#265",))
-        assert (found.resembles, found.proof) == (("gate_up_swapped",), None)
+@pytest.mark.parametrize(
+    ("site", "is_of_attention"),
+    [(Site.K_ROPE, True), (Site.ATTN_RESIDUAL, True), (Site.POST_NORM, False), (Site.MOE_DELTA, False)],
+)
+def test_hypothesis_of_attention_begins_before_the_experts(site: Site, is_of_attention: bool) -> None:
+    one = mistake("one", site).with_parameters({})
+    assert one.is_of_attention is is_of_attention
+    # With another of attention, they are.
+    assert mistake("two", Site.Q_PROJ).with_parameters({}).and_also(one).is_of_attention
 
-    def test_finding_of_two_together(self) -> None:
-        pair = FIRST.with_parameters({"theta": 2.0}).and_also(SECOND.with_parameters({"scale": 3}))
-        found = MistakeFinding.of(None, score(pair, explains=-0.5, is_decode_only=True), spec=SPEC)
-        assert (found.layer, found.mistake) == (None, "rope_theta + gate_up_swapped")
-        assert dict(found.parameters) == {
-            "rope_theta.theta": 2.0,
-            "gate_up_swapped.scale": 3,
-            "rows": "decode",
-        }
-        assert "spec 2.0 Gate and up are exchanged" in found.what
-        assert found.look_at == "the default of rope_theta; the order of w1 and w3 in the fused weight"
-        assert found.begins_at == (("q_rope", "k_rope"), ("moe_delta",))
-        assert (found.sources, found.resembles, found.explains) == (
-            ("SpecForge#265", "sglang#32430", "Megatron-LM#6045"),
-            (),
-            0.0,
-        )
 
-    def test_hypothesis_of_attention_begins_before_the_experts(self) -> None:
-        first, second = FIRST.with_parameters({"theta": 2.0}), SECOND.with_parameters({})
-        assert (first.is_of_attention, second.is_of_attention) == (True, False)
-        assert first.and_also(second).is_of_attention
-        assert not mistake("norm", Site.POST_NORM).with_parameters({}).is_of_attention
-        assert mistake("residual", Site.ATTN_RESIDUAL).with_parameters({}).is_of_attention
-
-    def test_two_together_are_no_rounding(self) -> None:
-        rounding = mistake("rounding", Site.Q_PROJ, is_rounding=True).with_parameters({})
-        assert rounding.is_rounding
-        assert not SECOND.with_parameters({}).is_rounding
-        assert not rounding.and_also(SECOND.with_parameters({})).is_rounding
-        assert not Hypothesis(mistakes=(), parameters=(), change=rounding.change).is_rounding
+def test_two_together_are_no_rounding() -> None:
+    rounding = mistake("rounding", Site.Q_PROJ, is_rounding=True).with_parameters({})
+    other = SECOND.with_parameters({})
+    nothing = Hypothesis(mistakes=(), parameters=(), change=rounding.change)
+    both = rounding.and_also(other)
+    assert [one.is_rounding for one in (rounding, other, both, nothing)] == [True, False, False, False]
 
 
 FINDING = MistakeFinding.of(1, score(SECOND.with_parameters({})), spec=SPEC)
+NAMED = {"named": (FINDING,)}
 
 
-class TestRight:
-    @pytest.mark.parametrize(
-        ("unexplained", "is_blamed", "is_named", "is_right"),
-        [
-            (2.0, False, False, True),
-            (2.1, False, False, False),
-            (1.0, True, False, False),
-            (1.0, False, True, False),
-        ],
+@pytest.mark.parametrize(
+    ("layer", "is_right"),
+    [
+        ({"unexplained": 2.0, "is_blamed": False}, True),
+        ({"unexplained": 2.1, "is_blamed": False}, False),
+        # Blamed unless told.
+        ({"unexplained": 1.0}, False),
+        ({"unexplained": 1.0, "is_blamed": False, **NAMED}, False),
+    ],
+)
+def test_right_layer(layer: dict[str, Any], is_right: bool) -> None:
+    assert LayerDiagnosis(layer=1, sites=(Site.OUTPUT,), **layer).is_right is is_right
+
+
+@pytest.mark.parametrize(
+    ("site", "is_right"),
+    [
+        ({"unexplained": 2.0, "is_blamed": True}, True),
+        ({"unexplained": 2.1, "is_blamed": True}, False),
+        # A right port may sum in BF16: a site that is not blamed may be off by more.
+        ({"unexplained": 10.0, "is_blamed": False}, True),
+        ({"unexplained": 10.1, "is_blamed": False}, False),
+        ({"unexplained": 1.0, "is_blamed": False, **NAMED}, False),
+    ],
+)
+def test_right_site(site: dict[str, Any], is_right: bool) -> None:
+    assert SiteDiagnosis(site=ModelSite.LOGITS, **site).is_right is is_right
+
+
+def diagnosis(**parts: Any) -> Diagnosis:
+    return Diagnosis(
+        **{"reference": "golden", "target": "run", "is_failed": False, "layers": (), "sites": (), **parts}
     )
-    def test_layer(self, unexplained: float, is_blamed: bool, is_named: bool, is_right: bool) -> None:
-        layer = LayerDiagnosis(
-            layer=1,
-            sites=(Site.OUTPUT,),
-            unexplained=unexplained,
-            is_blamed=is_blamed,
-            named=(FINDING,) if is_named else (),
-        )
-        assert layer.is_right is is_right
 
-    @pytest.mark.parametrize(
-        ("unexplained", "is_blamed", "is_named", "is_right"),
-        [
-            (2.0, True, False, True),
-            (2.1, True, False, False),
-            # A right port may sum in BF16: a site that is not blamed may be off by more.
-            (10.0, False, False, True),
-            (10.1, False, False, False),
-            (1.0, False, True, False),
-        ],
+
+def test_findings_are_in_the_models_order() -> None:
+    def named(name: str) -> tuple[MistakeFinding, ...]:
+        return (replace(FINDING, mistake=name),)
+
+    sites = tuple(
+        SiteDiagnosis(site=site, unexplained=9.0, named=named(str(site)))
+        for site in (ModelSite.FINAL_NORM, ModelSite.LOGITS, ModelSite.EMBEDDING)
     )
-    def test_site(self, unexplained: float, is_blamed: bool, is_named: bool, is_right: bool) -> None:
-        site = SiteDiagnosis(
-            site=ModelSite.LOGITS,
-            unexplained=unexplained,
-            is_blamed=is_blamed,
-            named=(FINDING,) if is_named else (),
+    layer = LayerDiagnosis(layer=1, sites=(), unexplained=9.0, named=named("layer"))
+    found = [finding.mistake for finding in diagnosis(layers=(layer,), sites=sites).findings]
+    assert found == ["embedding", "layer", "final_norm", "logits"]
+
+
+def test_verdict() -> None:
+    right = LayerDiagnosis(layer=1, sites=(), unexplained=1.0, is_blamed=False)
+    wrong = SiteDiagnosis(site=ModelSite.LOGITS, unexplained=99.0)
+    for found, verdict in (
+        (diagnosis(layers=(right,)), Verdict.PASS),
+        (diagnosis(is_failed=True), Verdict.FAIL),
+        (diagnosis(sites=(wrong,)), Verdict.FAIL),
+        (diagnosis(layers=(replace(right, named=(FINDING,)),)), Verdict.FAIL),
+    ):
+        assert (found.verdict, found.exit_code) == (verdict, verdict.exit_code)
+
+
+SWAPPED, MISSING, SCALED = "gate_up_swapped", "qk_norm_missing", "moe_delta_scaled"
+
+
+def finding(layer: int, mistake: str = SWAPPED, **parameters: float | str) -> MistakeFinding:
+    given = MappingProxyType(dict(parameters))
+    return replace(FINDING, layer=layer, mistake=mistake, parameters=given, explains=0.99, z=300.0)
+
+
+def layer(
+    number: int, *named: MistakeFinding, nearest: tuple[MistakeFinding, ...] = (), site: str = "moe_delta"
+) -> LayerDiagnosis:
+    return LayerDiagnosis(
+        blame=(Blame(layer=number, sites=(site,), reason="error 9×", right=("post_norm",)),),
+        layer=number,
+        sites=(Site.MOE_DELTA,),
+        unexplained=100.0,
+        named=named,
+        nearest=nearest,
+        num_hypotheses=12,
+    )
+
+
+def word_finding(found: MistakeFinding) -> str:
+    return "\n".join(f"{field.name}: {getattr(found, field.name)}" for field in fields(found))
+
+
+def word_groups(*layers: LayerDiagnosis) -> str:
+    lines = []
+    for group in group_layers(layers):
+        findings = [group.named, *group.others] if group.named else []
+        names = [", ".join(one.mistake for one in alike) for alike in findings]
+        lines.append(f"layers {', '.join(map(str, group.numbers))}: {' | '.join(names) or 'nothing'}")
+    return "\n".join(lines)
+
+
+def word_layers(layers: Sequence[LayerDiagnosis]) -> str:
+    """What is still named of each layer, and its notes."""
+    return "\n".join(
+        f"layer {one.layer}: {', '.join(found.mistake for found in one.named) or 'nothing'}"
+        + "".join(f"\n  {note}" for note in one.notes)
+        for one in layers
+    )
+
+
+def rare(*layers: LayerDiagnosis, passed: tuple[PassedOver, ...] = ()) -> str:
+    return word_layers(withdraw_rare(layers, passed))
+
+
+def test_findings_read_as_their_golden_text(expect_text: Callable[..., None]) -> None:
+    factors, tensors = (0.350, 0.354, 0.8), ("w1", "w2")
+    query, key = finding(0, "q_norm_scaled"), finding(0, "k_norm_scaled")
+    by_factor = [layer(n, finding(n, "k_norm_scaled", factor=factor)) for n, factor in enumerate(factors)]
+    by_tensor = [layer(n, finding(n, "fp8_scale_missing", tensor=name)) for n, name in enumerate(tensors)]
+    of_shape = [replace(layer(number), is_of_shape=number != 1) for number in range(3)]
+    groups = {
+        "layers of one mistake": word_groups(
+            layer(3, finding(3)), layer(4, finding(4, "o_proj_zero")), layer(5, finding(5))
+        ),
+        "layers of a wrong shape alone": word_groups(*of_shape),
+        "fitted parameters may differ a little": word_groups(*by_factor),
+        "other parameters may not differ": word_groups(*by_tensor),
+        "a mistake that comes second in another layer": word_groups(
+            layer(0, query, key), layer(1, replace(key, layer=1), replace(query, layer=1))
+        ),
+        "layers that nothing explains are apart": word_groups(
+            layer(0, finding(0)), layer(1, nearest=(finding(1),)), layer(2, site="k_norm"), layer(3)
+        ),
+        "no layer is lost": word_groups(*(layer(n, finding(n, f"mistake_{n % 3}")) for n in range(9))),
+    }
+    unequal = [
+        layer(
+            number,
+            finding(number, SCALED, factor=factor),
+            finding(number, "router_weights_scaled", factor=factor),
+            finding(number),
         )
-        assert site.is_right is is_right
+        for number, factor in enumerate((1.1, 1.5))
+    ]
+    scaled = finding(0, SCALED, factor=1.1)
+    many = [layer(0, finding(0)), layer(1, finding(1)), layer(2), layer(3)]
+    passed = (PassedOver(layers=(4, 5), like=(2, 3)),)
+    names = {
+        "a factor that differs by layer is taken back": word_layers(withdraw_unequal(unequal)),
+        "a name of fewer layers than nothing explains": rare(layer(0, finding(0)), layer(1)),
+        "a name of as many layers": rare(layer(0, finding(0)), layer(2, finding(2)), layer(1)),
+        # Elsewhere, something else may be wrong.
+        "a name of other sites": rare(layer(0, finding(0)), layer(1, site="attn_context")),
+        # A mistake without a number that nearly explains another layer.
+        "a name that comes near elsewhere": rare(
+            layer(0, finding(0, MISSING)), layer(1, nearest=(finding(1, MISSING),))
+        ),
+        "a number that comes near elsewhere": rare(
+            layer(0, scaled), layer(1, nearest=(replace(scaled, layer=1),))
+        ),
+        "layers that were passed over count": rare(*many, passed=passed),
+        "three names of seven layers": rare(*many, layer(6, finding(6)), passed=passed),
+        "three names of five layers": rare(*many, layer(6, finding(6))),
+    }
+    one = score(FIRST.with_parameters({"theta": 2.0}))
+    alike = (one, score(SECOND.with_parameters({})), score(SECOND.with_parameters({})), one)
+    pair = FIRST.with_parameters({"theta": 2.0}).and_also(SECOND.with_parameters({"scale": 3}))
+    together = score(pair, explains=-0.5, is_decode_only=True)
+    scores = {
+        "a finding of one score": word_finding(MistakeFinding.of(3, one, spec=SPEC, alike=alike)),
+        "a finding of two mistakes together": word_finding(MistakeFinding.of(None, together, spec=SPEC)),
+    }
+    expect_text("findings.txt", {**scores, **groups, **names})
 
-    def test_parts_count_as_blamed_and_not_of_shape_unless_told(self) -> None:
-        layer = LayerDiagnosis(layer=1, sites=(), unexplained=1.0)
-        assert (layer.is_blamed, layer.is_of_shape, layer.num_hypotheses) == (True, False, 0)
 
-    def test_layers_are_alike_by_the_sites_of_their_blame(self) -> None:
-        blame = (
-            Blame(layer=1, sites=("q_proj", "q_norm"), reason=""),
-            Blame(layer=1, sites=("output",), reason=""),
-        )
-        layer = LayerDiagnosis(layer=1, sites=(), unexplained=1.0, blame=blame)
-        assert layer.place == (("q_proj", "q_norm"), ("output",))
-
-
-class TestDiagnosis:
-    @staticmethod
-    def of(
-        *,
-        is_failed: bool = False,
-        layers: tuple[LayerDiagnosis, ...] = (),
-        sites: tuple[SiteDiagnosis, ...] = (),
-    ) -> Diagnosis:
-        return Diagnosis(reference="golden", target="run", is_failed=is_failed, layers=layers, sites=sites)
-
-    def test_findings_are_in_the_models_order(self) -> None:
-        def named(name: str) -> tuple[MistakeFinding, ...]:
-            return (replace(FINDING, mistake=name),)
-
-        sites = tuple(
-            SiteDiagnosis(site=site, unexplained=9.0, named=named(str(site)))
-            for site in (ModelSite.FINAL_NORM, ModelSite.LOGITS, ModelSite.EMBEDDING)
-        )
-        layers = (LayerDiagnosis(layer=1, sites=(), unexplained=9.0, named=named("layer")),)
-        found = self.of(layers=layers, sites=sites)
-        assert [finding.mistake for finding in found.findings] == [
-            "embedding",
-            "layer",
-            "final_norm",
-            "logits",
-        ]
-
-    def test_verdict(self) -> None:
-        right = LayerDiagnosis(layer=1, sites=(), unexplained=1.0, is_blamed=False)
-        wrong = SiteDiagnosis(site=ModelSite.LOGITS, unexplained=99.0)
-        for found, verdict in (
-            (self.of(layers=(right,)), Verdict.PASS),
-            (self.of(is_failed=True), Verdict.FAIL),
-            (self.of(sites=(wrong,)), Verdict.FAIL),
-            (self.of(layers=(replace(right, named=(FINDING,)),)), Verdict.FAIL),
-        ):
-            assert (found.verdict, found.exit_code) == (verdict, verdict.exit_code)
+def test_name_that_is_taken_back_is_still_near() -> None:
+    named, other = layer(0, finding(0)), layer(1)
+    first, second = withdraw_rare([named, other], ())
+    assert (first.nearest, second) == (named.named, other)

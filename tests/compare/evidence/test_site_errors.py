@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from compare.evidence.collection import measure_site
 from compare.noise.rows import Rows
-from reports.page.evidence import SiteErrors
+from reports.page.evidence import ErrorHistogram, SiteErrors
 
 T, F = 100, 256
 
@@ -40,10 +41,8 @@ def rows(error: torch.Tensor, *, has_twin: bool = True) -> Rows:
     )
 
 
-def measure(error: torch.Tensor, *, has_twin: bool = True, head_dim: int | None = None) -> SiteErrors:
-    return measure_site(
-        rows(error, has_twin=has_twin), layer=3, site="q_rope", why="to blame", head_dim=head_dim
-    )
+def measure(error: torch.Tensor, *, has_twin: bool = True) -> SiteErrors:
+    return measure_site(rows(error, has_twin=has_twin), layer=3, site="q_rope", why="to blame", head_dim=None)
 
 
 def test_nan_is_the_worst_of_all_and_harms_no_other_figure() -> None:
@@ -66,38 +65,40 @@ def test_without_a_twin_errors_are_against_the_golden() -> None:
     assert found.picture.by_token[0] == pytest.approx(0.5, rel=0.1)
 
 
+def histogram(port: list[float], golden: list[float] | None = None) -> ErrorHistogram:
+    of_golden = None if golden is None else torch.tensor([golden])
+    return measure_few(few(torch.tensor([port]), of_golden)).histogram
+
+
 class TestHistogram:
     def test_forty_bins_hold_the_smallest_and_the_largest_size(self) -> None:
-        found = measure_few(few(torch.tensor([[1e-3, -1.0, 0.0]]), torch.tensor([[0.1, 0.0, 0.0]]))).histogram
+        found = histogram([1e-3, -1.0, 0.0], [0.1, 0.0, 0.0])
         assert (len(found.edges), len(found.port), len(found.golden)) == (41, 40, 40)
         assert (found.port[0], found.port[-1], sum(found.port)) == (1, 1, 2)
         assert (found.num_equal, found.num_equal_golden) == (1, 2)
-        assert found.edges[0] == pytest.approx(1e-3)
-        assert 1.0 < found.edges[-1] < 1.001
         ratios = torch.tensor(found.edges).log10().diff()
         torch.testing.assert_close(ratios, torch.full((40,), 3.0001 / 40), rtol=1e-4, atol=1e-5)
 
-    def test_golden_tells_the_ends_too(self) -> None:
-        found = measure_few(few(torch.tensor([[0.1]]), torch.tensor([[10.0]]))).histogram
-        assert (found.edges[0], found.edges[-1]) == (pytest.approx(0.1), pytest.approx(10.0, rel=1e-3))
-        assert (found.port[0], found.golden[-1]) == (1, 1)
-
-    def test_much_smaller_errors_share_the_lowest_bin(self) -> None:
-        found = measure_few(few(torch.tensor([[1e-12, 1e-10, 1.0]]))).histogram
-        assert found.edges[0] == pytest.approx(1e-8)
-        assert (found.port[0], found.port[-1]) == (2, 1)
-
-    def test_one_size_spans_a_tenth_of_a_decade(self) -> None:
-        found = measure_few(few(torch.full((2, 2), 0.5))).histogram
-        assert (found.edges[0], found.edges[-1]) == (
-            pytest.approx(0.5),
-            pytest.approx(0.5 * 10**0.1, rel=1e-3),
-        )
-        assert found.port[0] == 4
-
-    def test_no_error_spans_a_decade_below_one(self) -> None:
-        found = measure_few(few(torch.zeros(2, 2))).histogram
-        assert (found.edges[0], found.edges[-1]) == (pytest.approx(0.1), pytest.approx(1.0, rel=1e-3))
+    @pytest.mark.parametrize(
+        ("port", "golden", "ends", "counts"),
+        [
+            pytest.param([1e-3, -1.0, 0.0], [0.1, 0.0, 0.0], (1e-3, 1.0), (1, 1), id="sizes"),
+            pytest.param([0.1], [10.0], (0.1, 10.0), (1, 0), id="the golden tells the ends too"),
+            pytest.param([1e-12, 1e-10, 1.0], None, (1e-8, 1.0), (2, 1), id="much smaller errors"),
+            pytest.param([0.5] * 4, None, (0.5, 0.5 * 10**0.1), (4, 0), id="one size spans a tenth"),
+            pytest.param([0.0] * 4, None, (0.1, 1.0), (0, 0), id="no error spans a decade below one"),
+        ],
+    )
+    def test_ends(
+        self,
+        port: list[float],
+        golden: list[float] | None,
+        ends: tuple[float, float],
+        counts: tuple[int, int],
+    ) -> None:
+        found = histogram(port, golden)
+        assert (found.edges[0], found.edges[-1]) == pytest.approx(ends, rel=1e-3)
+        assert (found.port[0], found.port[-1]) == counts
 
     def test_without_a_twin_the_golden_has_no_counts(self) -> None:
         found = measure_few(few(torch.ones(2, 2), has_twin=False)).histogram
@@ -127,13 +128,7 @@ class TestPicture:
 
     def test_unit_without_noise_is_the_goldens_size(self) -> None:
         golden = torch.full((4, 4), 2.0)
-        exact = Rows(
-            reference=golden,
-            target=golden + 1.0,
-            massive=torch.zeros(4, dtype=torch.bool),
-            places=few(golden).places,
-            twin=golden,
-        )
+        exact = replace(few(golden + 1.0, golden), twin=golden)
         found = measure_few(exact).picture
         assert (found.unit, found.blocks[0][0]) == ("the golden's values", pytest.approx(0.5))
         zeros = measure_few(few(torch.full((4, 4), 3.0))).picture
@@ -141,10 +136,8 @@ class TestPicture:
 
     def test_names_of_tokens(self) -> None:
         error = torch.ones(66, 1)
-        found = few(error)
         places = torch.tensor([(0, token) if token < 34 else (1, token - 34) for token in range(66)])
-        two_rows = Rows(reference=found.reference, target=error, massive=found.massive, places=places)
-        names = measure_few(two_rows).picture.token_names
+        names = measure_few(replace(few(error), places=places)).picture.token_names
         assert (names[0], names[15], names[16]) == (
             "row 0, token 0 to 1",
             "row 0, token 30 to 32",
