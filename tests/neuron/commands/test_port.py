@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click.testing
 import jsonschema
@@ -16,35 +17,11 @@ import torch
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
+from neuron.commands.port_stages import StageLog, StageResult
 
 Judge = Callable[..., click.testing.Result]
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "scripts" / "examples"
-WRONG = """
-import sys
-sys.path.insert(0, {examples!r})
-import port
-
-class DecoderLayer(port.DecoderLayer):
-    def convert_state_dict(self, tensors, config, layer_idx):
-        tensors = tensors.copy()
-        for expert in range(config.num_local_experts):
-            gate, up = (f"block_sparse_moe.experts.{{expert}}.{{name}}.weight" for name in ("w1", "w3"))
-            tensors[gate], tensors[up] = tensors[up], tensors[gate]
-        return super().convert_state_dict(tensors, config, layer_idx)
-"""
-
-# Wrong in its forward: no weight is.
-WRONG_FORWARD = """
-import sys
-sys.path.insert(0, {examples!r})
-import port
-
-class DecoderLayer(port.DecoderLayer):
-    def __init__(self, config, layer_idx):
-        config.rope_theta = 10000.0
-        super().__init__(config, layer_idx)
-"""
 
 SHALLOW = SyntheticModel(
     num_hidden_layers=1,
@@ -55,16 +32,49 @@ SHALLOW = SyntheticModel(
     vocab_size=512,
 )
 
+IMPORTS = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import port
+"""
+
+SWAPPED = """
+class DecoderLayer(port.DecoderLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        tensors = tensors.copy()
+        for expert in range(config.num_local_experts):
+            gate, up = (f"block_sparse_moe.experts.{expert}.{name}.weight" for name in ("w1", "w3"))
+            tensors[gate], tensors[up] = tensors[up], tensors[gate]
+        return super().convert_state_dict(tensors, config, layer_idx)
+"""
+
+# Wrong in its forward: no weight is.
+WRONG_FORWARD = """
+class DecoderLayer(port.DecoderLayer):
+    def __init__(self, config, layer_idx):
+        config.rope_theta = 10000.0
+        super().__init__(config, layer_idx)
+"""
+
+# Damages its golden at the end of the sweep, so that nobody can ask why it is wrong.
+DESTRUCTIVE = """
+import atexit
+from pathlib import Path
+if "sweep" in sys.argv:
+    atexit.register(Path({layer!r}).write_bytes, b"")
+"""
+
 # Its helper is imported when it runs: nothing tells mm2 of it before.
 LAZY = """
-import sys
-sys.path.insert(0, {examples!r})
-import port
-
 class DecoderLayer(port.DecoderLayer):
     def forward(self, *arguments):
         from scale import FACTOR
         return FACTOR * super().forward(*arguments)
+"""
+
+CANNOT_BE_BUILT = """
+def DecoderLayer(config, layer_idx):
+    raise RuntimeError('no')
 """
 
 
@@ -78,167 +88,125 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shallow_golden(shallow: Path, make_golden: Callable[..., Path]) -> Path:
-    """The golden of the toy with one layer."""
-    return make_golden(shallow, "--seq-len", "48,33")
+    """The golden of the small model with one layer."""
+    return make_golden(shallow, "--seq-len", "24,15")
 
 
 @pytest.fixture
-def judge(shallow: Path, shallow_golden: Path, tmp_path: Path) -> Judge:
-    """Judges a port of two layers on their golden: `judge(TARGET, *options)`."""
+def write(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a port beside the example port, and gives its `--target`."""
 
-    def judge_port(target: str, *options: str) -> click.testing.Result:
-        words = ["port", "--model", str(shallow), "--golden", str(shallow_golden), "--backend", "cpu"]
-        words += ["--target", target]
-        words += ["--output-dir", str(tmp_path / "out"), "--quiet", *options]
-        return click.testing.CliRunner().invoke(mm2_test, words)
+    def write_port(source: str) -> str:
+        (tmp_path / "my_port.py").write_text(IMPORTS + source)
+        return f"{tmp_path / 'my_port.py'}:DecoderLayer"
+
+    return write_port
+
+
+@pytest.fixture
+def judge(command: Judge, tmp_path: Path) -> Judge:
+    """Judges a port of a model: `judge(TARGET, *options)`; the golden is made unless it is given."""
+
+    def judge_port(target: str, *options: object) -> click.testing.Result:
+        words = ("--target", target, "--backend", "cpu", "--output-dir", tmp_path / "out", "--quiet")
+        return command(mm2_test, "port", *words, *options)
 
     return judge_port
 
 
-# A wrong port that damages its golden at the end of the sweep, so that nobody can ask why it is wrong.
-DESTRUCTIVE = (
-    WRONG_FORWARD
-    + """
-import atexit
-from pathlib import Path
-if "sweep" in sys.argv:
-    atexit.register(Path({layer!r}).write_bytes, b"")
-"""
-)
+@pytest.fixture
+def on_shallow(shallow: Path, shallow_golden: Path) -> tuple[object, ...]:
+    return ("--model", shallow, "--golden", shallow_golden)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A wrong port judged twice: its golden is damaged when its diagnosis begins, and then whole again."""
-
-    folder: Path
-    first: click.testing.Result
-    again: click.testing.Result
+def exit_codes(record: dict[str, Any]) -> dict[str, int]:
+    return {stage["stage"]: stage["exit_code"] for stage in record["stages"]}
 
 
-@pytest.fixture(scope="module")
-def judged(shallow: Path, shallow_golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Judged:
-    folder = tmp_path_factory.mktemp("judged")
-    golden = shutil.copytree(shallow_golden, folder / "golden")
-    layer = golden / "layer_0.safetensors"
-    source = folder / "wrong.py"
-    source.write_text(DESTRUCTIVE.format(examples=str(EXAMPLES), layer=str(layer)))
-    words = [
-        "port",
-        "--model",
-        str(shallow),
-        "--golden",
-        str(golden),
-        "--backend",
-        "cpu",
-        "--quiet",
-        "--json",
-    ]
-    words += ["--target", f"{source}:DecoderLayer", "--output-dir", str(folder / "out")]
-    first = click.testing.CliRunner().invoke(mm2_test, words)
-    shutil.copyfile(shallow_golden / layer.name, layer)
-    # The stages that were finished are not run again.
-    again = click.testing.CliRunner().invoke(mm2_test, words)
-    return Judged(folder=folder, first=first, again=again)
-
-
-def test_mistake_is_found_named_and_proved(judged: Judged) -> None:
-    found, output_dir = judged.again, judged.folder / "out"
+def test_mistake_is_found_named_and_proved(
+    judge: Judge, write: Callable[[str], str], on_shallow: tuple[object, ...], tmp_path: Path
+) -> None:
+    found = judge(write(WRONG_FORWARD), *on_shallow, "--json")
     assert found.exit_code == 1, found.output
     record = json.loads(found.stdout)
     schema = json.loads((REPOSITORY / "docs" / "schema" / "port.schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(record)
     assert record["verdict"] == "fail"
-    assert [stage["stage"] for stage in record["stages"]] == ["weights", "sweep", "diagnosis"]
+    assert list(exit_codes(record)) == ["weights", "sweep", "diagnosis"]
     weights, _, diagnosis = (stage["output"] for stage in record["stages"])
     assert weights["findings"] == []
     assert {named["mistake"] for named in diagnosis["diagnosis"]} == {"rope_theta"}
     *told, again = record["next"]
     assert told == diagnosis["next"]
-    assert again.startswith("mm2-test port --model ")
-    assert again.endswith(f" --output-dir {output_dir}")
-    markdown = (output_dir / "report" / "report.md").read_text()
+    assert again.startswith("mm2-test port --target ")
+    markdown = (tmp_path / "out" / "report" / "report.md").read_text()
     assert "- layer 0: matches rope\\_theta (theta" in markdown
 
 
-def test_wrong_port_is_wrong_though_its_diagnosis_cannot_be_carried_out(judged: Judged) -> None:
-    result = judged.first
+@pytest.mark.slow
+def test_wrong_port_is_wrong_though_its_diagnosis_cannot_be_carried_out(
+    judge: Judge, write: Callable[[str], str], shallow: Path, shallow_golden: Path, tmp_path: Path
+) -> None:
+    golden = shutil.copytree(shallow_golden, tmp_path / "golden")
+    layer = golden / "layer_0.safetensors"
+    target = write(WRONG_FORWARD + DESTRUCTIVE.format(layer=str(layer)))
+    result = judge(target, "--model", shallow, "--golden", golden, "--json")
     assert result.exit_code == 1, result.output
     record = json.loads(result.stdout)
-    assert record["verdict"] == "fail"
-    assert [(stage["stage"], stage["exit_code"]) for stage in record["stages"]][1:] == [
-        ("sweep", 1),
-        ("diagnosis", 3),
-    ]
+    assert (record["verdict"], exit_codes(record)) == ("fail", {"weights": 0, "sweep": 1, "diagnosis": 3})
     assert record["next"][0].startswith("mm2-diagnose ")
+    shutil.copyfile(shallow_golden / layer.name, layer)
+    # The stages that were finished are not run again.
+    again = json.loads(judge(target, "--model", shallow, "--golden", golden, "--json").stdout)
+    assert exit_codes(again) == {"weights": 0, "sweep": 1, "diagnosis": 1}
 
 
 @pytest.mark.slow
-def test_right_port_goes_on_to_a_chain(judge: Judge, tmp_path: Path) -> None:
-    target = f"{EXAMPLES / 'port.py'}:DecoderLayer"
-    first = judge(target)
+def test_right_port_goes_on_to_a_chain_and_runs_again_when_what_it_reads_has_changed(
+    judge: Judge, write: Callable[[str], str], on_shallow: tuple[object, ...], tmp_path: Path
+) -> None:
+    target = write(LAZY)
+    (tmp_path / "scale.py").write_text("FACTOR = 1.0\n")
+    first = judge(target, *on_shallow)
     assert first.exit_code == 0, first.output
     for command in ("mm2-test weights", "mm2-test sweep", "mm2-test full"):
         assert f"\n$ {command} " in first.stdout
-    lines = ["weights    right in layer 0", "sweep      right", "chain      right"]
-    assert (
-        "\n".join((f"PASS: {target}", *(f"  {line}" for line in lines), "", "Not tested: ")) in first.stdout
-    )
+    lines = (f"PASS: {target}", "  weights    right in layer 0", "  sweep      right", "  chain      right")
+    assert "\n".join((*lines, "", "Not tested: ")) in first.stdout
     assert first.stdout.splitlines()[-1].count("several ranks") == 1
-
-
-@pytest.mark.slow
-def test_finished_port_runs_again_and_what_it_reads_while_it_runs_counts(
-    judge: Judge, tmp_path: Path
-) -> None:
-    (tmp_path / "scale.py").write_text("FACTOR = 1.0\n")
-    source = tmp_path / "lazy.py"
-    source.write_text(LAZY.format(examples=str(EXAMPLES)))
-    assert judge(f"{source}:DecoderLayer").exit_code == 0
     (tmp_path / "scale.py").write_text("FACTOR = 1.5\n")
-    again = judge(f"{source}:DecoderLayer")
+    again = judge(target, *on_shallow)
     assert again.exit_code == 1
     assert "(done before)" not in again.stdout
 
 
 @pytest.mark.slow
-def test_golden_is_made_once_and_again_when_it_is_gone(toy: Path, tmp_path: Path) -> None:
-    source = tmp_path / "odd.py"
-    source.write_text("def DecoderLayer(config, layer_idx):\n    raise RuntimeError('no')\n")
-    words = ["port", "--model", str(toy), "--target", f"{source}:DecoderLayer", "--backend", "cpu", "--quiet"]
-    words += ["--output-dir", str(tmp_path / "out")]
+def test_golden_is_made_once_and_again_when_it_is_gone_or_of_another_checkpoint_if_asked_to(
+    judge: Judge, write: Callable[[str], str], shallow: Path, tmp_path: Path
+) -> None:
+    other, golden = tmp_path / "other", tmp_path / "out" / "golden"
+    synthesize(other, model=SHALLOW, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=1)
     for is_there in (False, True, False):
-        result = click.testing.CliRunner().invoke(mm2_test, words)
+        result = judge(write(CANNOT_BE_BUILT), "--quick", "--model", shallow)
         assert result.exit_code == 3
         assert ("golden (done before)" in result.stdout) is is_there
-        assert (tmp_path / "out" / "golden" / "manifest.json").exists()
+        assert (golden / "manifest.json").exists()
         if is_there:
-            shutil.rmtree(tmp_path / "out" / "golden")
-
-
-@pytest.mark.slow
-def test_golden_of_another_checkpoint_is_replaced_if_asked_to(shallow: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    synthesize(other, model=SHALLOW, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=1)
-    source = tmp_path / "odd.py"
-    source.write_text("def DecoderLayer(config, layer_idx):\n    raise RuntimeError('no')\n")
-    words = ["port", "--target", f"{source}:DecoderLayer", "--backend", "cpu", "--quick", "--quiet", "--json"]
-    words += ["--output-dir", str(tmp_path / "out"), "--model"]
+            shutil.rmtree(golden)
     codes = []
-    for options in ([str(shallow)], [str(other)], [str(other), "--overwrite"]):
-        result = click.testing.CliRunner().invoke(mm2_test, [*words, *options])
-        codes.append([stage["exit_code"] for stage in json.loads(result.stdout)["stages"]])
-    assert codes == [[0, 3], [3], [0, 3]]
+    for options in ((), ("--overwrite",)):
+        result = judge(write(CANNOT_BE_BUILT), "--quick", "--json", "--model", other, *options)
+        codes.append([*exit_codes(json.loads(result.stdout)).values()])
+    assert codes == [[3], [0, 3]]
 
 
 @pytest.mark.slow
 def test_summary_tells_what_each_stage_found_and_how_to_go_on(
-    judge: Judge, tmp_path: Path, shallow: Path, shallow_golden: Path
+    judge: Judge, write: Callable[[str], str], on_shallow: tuple[object, ...]
 ) -> None:
-    source = tmp_path / "wrong.py"
-    source.write_text(WRONG_FORWARD.format(examples=str(EXAMPLES)))
-    target = f"{source}:DecoderLayer"
-    *shown, verdict, weights, sweep, diagnosis, _, title, prove, command = judge(target).stdout.splitlines()
+    target = write(WRONG_FORWARD)
+    text = judge(target, *on_shallow).stdout
+    *shown, verdict, weights, sweep, diagnosis, _, title, prove, command = text.splitlines()
     assert "Next" not in shown
     assert prove.startswith("  mm2-test ")
     assert verdict == f"FAIL: {target}"
@@ -247,17 +215,15 @@ def test_summary_tells_what_each_stage_found_and_how_to_go_on(
     assert sweep.startswith("  sweep      wrong: layer 0, ")
     assert diagnosis.startswith("  diagnosis  wrong: layer 0, rope_theta (theta")
     assert title == "Next"
-    options = f"--model {shallow} --golden {shallow_golden} --backend cpu --target {target}"
-    assert command.startswith(f"  mm2-test port {options} ")
-    assert command.endswith(f" --output-dir {tmp_path / 'out'}")
+    assert command.startswith(f"  mm2-test port --target {target} --backend cpu --output-dir ")
 
 
 @pytest.mark.slow
-def test_weights_that_explain_all_end_the_search(judge: Judge, tmp_path: Path) -> None:
-    source = tmp_path / "wrong.py"
-    source.write_text(WRONG.format(examples=str(EXAMPLES)))
-    target = f"{source}:DecoderLayer"
-    told = judge(target).stdout
+def test_weights_that_explain_all_end_the_search(
+    judge: Judge, write: Callable[[str], str], on_shallow: tuple[object, ...]
+) -> None:
+    target = write(SWAPPED)
+    told = judge(target, *on_shallow).stdout
     verdict, weights, sweep = told.splitlines()[-6:-3]
     cause = "w1 (gate) and w3 (up) are swapped"
     assert verdict == f"FAIL: {target}: the weights are wrong: {cause}"
@@ -268,21 +234,75 @@ def test_weights_that_explain_all_end_the_search(judge: Judge, tmp_path: Path) -
     assert "no known mistake" not in told
 
 
-def test_stage_that_cannot_be_carried_out_ends_the_call(judge: Judge, tmp_path: Path) -> None:
-    source = tmp_path / "odd.py"
-    source.write_text(
-        "class DecoderLayer:\n    def __init__(self, config, layer_idx):\n        raise RuntimeError('no')\n"
-    )
-    result = judge(f"{source}:DecoderLayer", "--json")
+def test_stage_that_cannot_be_carried_out_ends_the_call(
+    judge: Judge, write: Callable[[str], str], on_shallow: tuple[object, ...]
+) -> None:
+    result = judge(write(CANNOT_BE_BUILT), *on_shallow, "--json")
     assert result.exit_code == 3
     record = json.loads(result.stdout)
-    assert record["verdict"] == "incomparable"
-    assert [(stage["stage"], stage["exit_code"]) for stage in record["stages"]] == [("weights", 3)]
+    assert (record["verdict"], exit_codes(record)) == ("incomparable", {"weights": 3})
 
 
-def test_folder_that_is_no_golden_ends_it_before_the_first_stage(toy: Path, tmp_path: Path) -> None:
-    words = ["port", "--model", str(toy), "--golden", str(tmp_path), "--output-dir", str(tmp_path / "out")]
-    result = click.testing.CliRunner().invoke(mm2_test, words)
+def test_folder_that_is_no_golden_ends_it_before_the_first_stage(
+    judge: Judge, toy: Path, tmp_path: Path
+) -> None:
+    result = judge("builtin", "--model", toy, "--golden", tmp_path)
     assert (result.exit_code, result.stdout) == (3, "")
     assert f"no capture at {tmp_path}" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+class TestStageLog:
+    """The finished stages, from which an interrupted call goes on."""
+
+    # The quickest command there is.
+    COMMAND = ("mm2-gpu", "--version")
+
+    def test_interrupted_call_goes_on_and_a_finished_one_keeps_its_golden_alone(self, tmp_path: Path) -> None:
+        log = StageLog(tmp_path)
+        # Options such as --quiet make no other command.
+        result = log.run("golden", ("mm2-gpu",), "--version", source_digest="", is_shown=False)
+        assert log.find("golden", ("mm2-gpu",), source_digest="") == result
+        log.run("golden", self.COMMAND, source_digest="", is_shown=False)
+        result = log.run("sweep", self.COMMAND, source_digest="a port's", is_shown=False)
+        assert (result.exit_code, result.record) == (0, None)
+        again = StageLog(tmp_path)
+        assert again.find("sweep", self.COMMAND, source_digest="a port's") == result
+        assert again.find("sweep", self.COMMAND, source_digest="another port's") is None
+        assert again.find("sweep", (*self.COMMAND, "--json"), source_digest="a port's") is None
+        again.finish()
+        for one in (again, StageLog(tmp_path)):
+            assert one.find("sweep", self.COMMAND, source_digest="a port's") is None
+            assert one.find("golden", self.COMMAND, source_digest="") is not None
+        path = tmp_path / "stages.json"
+        path.write_text(path.read_text().replace('"exit_code": 0', '"exit_code": 99'))
+        assert StageLog(tmp_path).find("golden", self.COMMAND, source_digest="") is None
+
+    def test_stage_that_could_not_be_carried_out_is_not_kept(self, tmp_path: Path) -> None:
+        log = StageLog(tmp_path)
+        words = ("mm2-gpu", "no-such-command")
+        assert log.run("golden", words, source_digest="", is_shown=False).exit_code == 2
+        assert log.find("golden", words, source_digest="") is None
+
+    @pytest.mark.parametrize("text", ["", "[{]", "{}", "[1]", None])
+    def test_log_that_cannot_be_read_starts_anew(self, tmp_path: Path, text: str | None) -> None:
+        path = tmp_path / "stages.json"
+        path.mkdir() if text is None else path.write_text(text)
+        assert StageLog(tmp_path).find("golden", self.COMMAND, source_digest="") is None
+
+
+def test_commands_to_run_next_are_those_of_the_record() -> None:
+    stage = StageResult(
+        name="sweep",
+        command="mm2-test sweep",
+        source_digest="1",
+        exit_code=1,
+        text="FAIL: layer 1\n",
+        headline="FAIL: layer 1",
+        record={"next": ["mm2-test full"]},
+        schema_version=2,
+    )
+    assert stage.next_commands == ("mm2-test full",)
+    for found in (3, [1], "mm2-test", None):
+        assert replace(stage, record={"next": found}).next_commands == ()
+    assert replace(stage, record=None).next_commands == ()
