@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +44,7 @@ def destroy_model_parallel():
     size = None
 """
 
-# The size that is asked for, and what happens before the groups are held, and while they are.
+# The size that is asked for, what happens before the groups are held, and while they are.
 SCENARIOS = {
     "clean": (1, "pass", "pass"),
     "several": (4, "pass", "pass"),
@@ -54,6 +53,20 @@ SCENARIOS = {
     "somebody_elses": (1, "parallel_state.initialize_model_parallel(8)", "pass"),
     "clamped": (8, "parallel_state.clamped_to = 2", "pass"),
     "not_divisible": (4, "parallel_state.world_size = 6", "pass"),
+}
+# What comes of each: the stand-in's calls, whether groups are up after it, and the error.
+OUTCOMES: dict[str, tuple[list[str], bool, str | None]] = {
+    "clean": (["initialize 1", "destroy"], False, None),
+    "several": (["initialize 4", "destroy"], False, None),
+    "error": (["initialize 1", "destroy"], False, "port"),
+    "taken_down": (["initialize 1", "destroy"], False, None),
+    "somebody_elses": (["initialize 8"], True, "initialised already. Start mm2-test in a process of its own"),
+    "clamped": (
+        ["initialize 8", "destroy"],
+        False,
+        "another tensor-parallel size: expected 8, found 2",
+    ),
+    "not_divisible": ([], False, "tensor-parallel size of 4: found invalid implied data parallel"),
 }
 
 HOLD = """
@@ -78,42 +91,16 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def held(forked_python: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """For each scenario the stand-in's calls, whether groups are up after it, and the error."""
-    folder = tmp_path_factory.mktemp("stand_in")
-    package = folder / "neuronx_distributed" / "parallel_layers"
+def test_groups_are_set_up_once_and_torn_down_by_who_set_them_up(forked_python: Any, tmp_path: Path) -> None:
+    package = tmp_path / "neuronx_distributed" / "parallel_layers"
     package.mkdir(parents=True)
     (package / "parallel_state.py").write_text(PARALLEL_STATE)
-    done = forked_python(f"SCENARIOS = {SCENARIOS!r}\n{HOLD}", folder=folder)
+    done = forked_python(f"SCENARIOS = {SCENARIOS!r}\n{HOLD}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[Any]] = json.loads(done.stdout)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("scenario", "calls", "is_up", "error"),
-    [
-        ("clean", ["initialize 1", "destroy"], False, None),
-        ("several", ["initialize 4", "destroy"], False, None),
-        ("error", ["initialize 1", "destroy"], False, "port"),
-        ("taken_down", ["initialize 1", "destroy"], False, None),
-        (
-            "somebody_elses",
-            ["initialize 8"],
-            True,
-            "initialised already. Start mm2-test in a process of its own",
-        ),
-        ("clamped", ["initialize 8", "destroy"], False, "another tensor-parallel size: expected 8, found 2"),
-        ("not_divisible", [], False, "tensor-parallel size of 4: found invalid implied data parallel"),
-    ],
-)
-def test_groups_are_set_up_once_and_torn_down_by_who_set_them_up(
-    held: dict[str, list[Any]], scenario: str, calls: list[str], is_up: bool, error: str | None
-) -> None:
-    found_calls, found_is_up, found_error = held[scenario]
-    assert (found_calls, found_is_up) == (calls, is_up)
-    assert found_error is None if error is None else error in found_error
+    for name, (calls, is_up, error) in json.loads(done.stdout).items():
+        expected_calls, expected_is_up, expected_error = OUTCOMES[name]
+        assert (name, calls, is_up) == (name, expected_calls, expected_is_up)
+        assert error is None if expected_error is None else expected_error in error
 
 
 # What each of two gloo ranks sees of the real groups, in the CPU mode of neuronx-distributed.
@@ -149,30 +136,21 @@ print(f"seen {json.dumps([ranks.rank, seen, errors, is_up])}\\n", end="")
 
 
 @pytest.mark.slow
-def test_of_neuronx_distributed_itself_are_those_asked_for(tmp_path: Path) -> None:
+def test_of_neuronx_distributed_itself_are_those_asked_for(
+    torchrun: Any, environment_of: Any, tmp_path: Path
+) -> None:
     spec = importlib.util.find_spec("neuronx_distributed")
     if spec is None or spec.origin is None:
         pytest.skip("neuronx_distributed is not installed: it comes with the Neuron SDK")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{REPOSITORY}:{Path(spec.origin).parents[1]}",
-        "NXD_CPU_MODE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    path = f"{REPOSITORY}:{Path(spec.origin).parents[1]}"
+    environment = environment_of(NXD_CPU_MODE="1", PYTHONPATH=path)
     state = "neuronx_distributed.parallel_layers.parallel_state"
     imported = subprocess.run([sys.executable, "-c", f"import {state}"], env=environment, capture_output=True)
     if imported.returncode:
         # What PyPI has under this name is an empty placeholder that raises.
         pytest.skip(f"{state} cannot be imported: {imported.stderr.decode().splitlines()[-1]}")
     (tmp_path / "real.py").write_text(REAL)
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "real.py"))
-    done = subprocess.run(
-        [sys.executable, *torchrun],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = torchrun(tmp_path / "real.py", NXD_CPU_MODE="1", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert all(line.startswith("seen ") for line in lines), lines

@@ -24,7 +24,7 @@ PROBE = Probe(
 )
 
 
-def describe(*, inputs: str = "1") -> Description:
+def describe(*, inputs: str = "1", target: str = "1") -> Description:
     return Description(
         side="neuron",
         run=multi_layer_run(SPAN, sites_level="layer"),
@@ -34,7 +34,8 @@ def describe(*, inputs: str = "1") -> Description:
             backend="cpu",
             device="cpu",
             dtypes={"weights": "bfloat16"},
-            target="builtin",
+            target="port.py:Port",
+            target_digest=target,
         ),
         inputs_digest=inputs,
         input_source="a test",
@@ -60,9 +61,14 @@ def find(path: Path, description: Description) -> Probe | None:
     return None
 
 
-def test_probe_is_found_again_unless_the_bisection_is_another(path: Path) -> None:
+def test_probe_is_found_again_unless_the_bisection_is_of_other_inputs_or_of_an_edited_port(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert find(path, describe()) == PROBE
-    assert find(path, describe(inputs="2")) is None
+    with caplog.at_level(logging.INFO):
+        assert find(path, describe(inputs="2", target="2")) is None
+    assert "Starting anew" in caplog.text
+    assert "has other inputs_digest, target_digest" in caplog.text
 
 
 @pytest.mark.parametrize(
