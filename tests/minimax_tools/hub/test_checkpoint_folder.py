@@ -50,7 +50,6 @@ except CheckpointError as error:
 """
 
 Files = dict[str, bytes]
-Resolve = Callable[..., Path]
 
 
 @pytest.fixture
@@ -78,15 +77,35 @@ def files(fp8_tensors: dict[str, torch.Tensor]) -> Files:
     }
 
 
+class Served:
+    """A model that a hub serves as owner/name, with an access of an empty cache."""
+
+    def __init__(self, hub: Any, files: Files, access: HubAccess) -> None:
+        self.hub, self.files, self.access = hub, files, access
+        hub.add("owner/name", files)
+
+    def resolve(self, model: str = "owner/name", layers: range | None = None, **fields: Any) -> Path:
+        """Resolve a model of the hub; fields of its access may be others."""
+        return resolve_model(model, layers=layers, access=replace(self.access, **fields))
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Read a part of the first shard."""
+        snapshot = described_source("owner/name", access=self.access)
+        assert isinstance(snapshot, HubSnapshot)
+        return snapshot.read(LAYER_0, start, stop)
+
+    def shards_asked(self) -> list[str]:
+        return sorted(one.file for one in self.hub.asked("GET") if one.file in SHARDS)
+
+    def plant(self, name: str, **fault: Any) -> None:
+        """Plant a fault where the content network has a file."""
+        content_hash = self.hub.content_hash(name, self.files[name])
+        self.hub.plant("GET", f"/content/{content_hash}/", **fault)
+
+
 @pytest.fixture
-def resolve(hub: Any, files: Files, access: HubAccess) -> Resolve:
-    """Serves `files` as owner/name and resolves that; `model` and `HubAccess`'s fields may be others."""
-    hub.add("owner/name", files)
-
-    def resolve_it(model: str = "owner/name", layers: range | None = None, **fields: Any) -> Path:
-        return resolve_model(model, layers=layers, access=replace(access, **fields))
-
-    return resolve_it
+def served(hub: Any, files: Files, access: HubAccess) -> Served:
+    return Served(hub, files, access)
 
 
 @pytest.fixture
@@ -107,15 +126,6 @@ def _fault(act: Callable[..., object], *arguments: Any, **options: Any) -> str:
         act(*arguments, **options)
     assert caught.value.next_step
     return str(caught.value)
-
-
-def _shards_asked(hub: Any) -> list[str]:
-    return sorted(one.file for one in hub.asked("GET") if one.file in SHARDS)
-
-
-def _content(hub: Any, files: Files, name: str) -> str:
-    """Part of the path where the content network has the file."""
-    return f"/content/{hub.content_hash(name, files[name])}/"
 
 
 # What is a model
@@ -143,30 +153,28 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_preferred_to_the_hub(
-    hub: Any, resolve: Resolve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served
 ) -> None:
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert resolve() == tmp_path / "owner/name"
-    assert hub.log == []
+    assert served.resolve() == tmp_path / "owner/name"
+    assert served.hub.log == []
 
 
 # What is fetched
 
 
-def test_all_that_a_checkpoint_needs_is_fetched_and_nothing_else(
-    hub: Any, files: Files, access: HubAccess, resolve: Resolve
-) -> None:
-    described = resolve_config("owner/name", access=access)
+def test_all_that_a_checkpoint_needs_is_fetched_and_nothing_else(served: Served) -> None:
+    described = resolve_config("owner/name", access=served.access)
     assert {path.name for path in described.iterdir()} == set(DESCRIPTION)
-    hub.forget()
-    folder = resolve()
+    served.hub.forget()
+    folder = served.resolve()
     assert folder == described
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        name: files[name] for name in (*SHARDS, *DESCRIPTION)
+        name: served.files[name] for name in (*SHARDS, *DESCRIPTION)
     }
     assert len(TensorIndex.from_folder(folder)) > 0
-    assert len(hub.asked("GET", "/revision/main")) == 1
+    assert len(served.hub.asked("GET", "/revision/main")) == 1
 
 
 @pytest.mark.parametrize(
@@ -174,77 +182,73 @@ def test_all_that_a_checkpoint_needs_is_fetched_and_nothing_else(
     [(range(1), [LAYER_0, TOP]), (range(1, 2), [LAYER_1, TOP]), (range(2), list(SHARDS)), (range(0), [TOP])],
 )
 def test_only_the_shards_of_the_layers_asked_for_are_fetched(
-    layers: range, shards: list[str], hub: Any, resolve: Resolve
+    layers: range, shards: list[str], served: Served
 ) -> None:
-    folder = resolve(layers=layers)
-    assert _shards_asked(hub) == shards
+    folder = served.resolve(layers=layers)
+    assert served.shards_asked() == shards
     assert sorted(path.name for path in folder.glob("model-*")) == shards
     assert EMBEDDING in TensorIndex.from_folder(folder, layers=layers)
 
 
-def test_what_was_fetched_is_not_asked_for_again(hub: Any, resolve: Resolve) -> None:
-    folder = resolve(layers=range(1))
-    hub.forget()
-    assert resolve(layers=range(1)) == folder
-    assert [one.path for one in hub.log] == ["/api/models/owner/name/revision/main"]
-    assert resolve() == folder
-    assert _shards_asked(hub) == [LAYER_1]
+def test_what_was_fetched_is_not_asked_for_again(served: Served) -> None:
+    folder = served.resolve(layers=range(1))
+    served.hub.forget()
+    assert served.resolve(layers=range(1)) == folder
+    assert [one.path for one in served.hub.log] == ["/api/models/owner/name/revision/main"]
+    assert served.resolve() == folder
+    assert served.shards_asked() == [LAYER_1]
 
 
-def test_a_model_of_bin_files_is_fetched_by_its_own_index(hub: Any, resolve: Resolve) -> None:
+def test_a_model_of_bin_files_is_fetched_by_its_own_index(served: Served) -> None:
     weight_map = {"model.layers.0.a": "pytorch_model-1.bin", "model.layers.1.a": "pytorch_model-2.bin"}
     shards = {file: file.encode() for file in weight_map.values()}
     index = {"pytorch_model.bin.index.json": json.dumps({"weight_map": weight_map}).encode()}
-    hub.add("owner/bin", {"config.json": b"{}", **shards, **index})
-    folder = resolve("owner/bin", layers=range(1))
+    served.hub.add("owner/bin", {"config.json": b"{}", **shards, **index})
+    folder = served.resolve("owner/bin", layers=range(1))
     assert [path.name for path in folder.glob("*.bin")] == ["pytorch_model-1.bin"]
 
 
-def test_a_model_that_lacks_weights_is_refused(hub: Any, files: Files, resolve: Resolve) -> None:
-    hub.add("owner/empty", {"config.json": b"{}", "model.gguf": b""})
-    assert "holds no weights: expected safetensors shards" in _fault(resolve, "owner/empty")
-    del files[LAYER_1]
-    hub.add("owner/torn", files)
-    assert f"owner/torn at revision 'main' has no {LAYER_1}" in _fault(resolve, "owner/torn")
-    assert resolve("owner/torn", layers=range(1)).is_dir()
+def test_a_model_that_lacks_weights_is_refused(served: Served) -> None:
+    served.hub.add("owner/empty", {"config.json": b"{}", "model.gguf": b""})
+    assert "holds no weights: expected safetensors shards" in _fault(served.resolve, "owner/empty")
+    del served.files[LAYER_1]
+    served.hub.add("owner/torn", served.files)
+    assert f"owner/torn at revision 'main' has no {LAYER_1}" in _fault(served.resolve, "owner/torn")
+    assert served.resolve("owner/torn", layers=range(1)).is_dir()
 
 
-def test_a_revision_is_asked_for_and_fetched_by_its_commit(hub: Any, resolve: Resolve) -> None:
-    folder = resolve("owner/name@v2", layers=range(0))
-    assert hub.log[0].path == "/api/models/owner/name/revision/v2"
-    assert resolve(f"owner/name@{folder.name}", layers=range(0)) == folder
+def test_a_revision_is_asked_for_and_fetched_by_its_commit(served: Served) -> None:
+    folder = served.resolve("owner/name@v2", layers=range(0))
+    assert served.hub.log[0].path == "/api/models/owner/name/revision/v2"
+    assert served.resolve(f"owner/name@{folder.name}", layers=range(0)) == folder
 
 
 @pytest.mark.parametrize("name", ["../../evil.json", "/evil.json"])
-def test_names_that_lead_out_of_the_folder_are_not_fetched(
-    name: str, hub: Any, access: HubAccess, files: Files
-) -> None:
-    hub.add("owner/evil", {**files, name: b"{}"})
-    assert name not in list_files("owner/evil", access=access)
-    assert f"has no {name}" in _fault(fetch_files, "owner/evil", [name], access=access)
+def test_names_that_lead_out_of_the_folder_are_not_fetched(name: str, served: Served) -> None:
+    served.hub.add("owner/evil", {**served.files, name: b"{}"})
+    assert name not in list_files("owner/evil", access=served.access)
+    assert f"has no {name}" in _fault(fetch_files, "owner/evil", [name], access=served.access)
 
 
 @pytest.mark.parametrize("etag", ["../../../evil", "/evil", ".hidden"])
-def test_an_etag_that_leads_out_of_the_cache_is_refused(
-    etag: str, hub: Any, access: HubAccess, files: Files, tmp_path: Path
-) -> None:
-    commit = hub.add("owner/evil", files).commit
+def test_an_etag_that_leads_out_of_the_cache_is_refused(etag: str, tmp_path: Path, served: Served) -> None:
+    commit = served.hub.add("owner/evil", served.files).commit
     headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit}
-    hub.plant("HEAD", "config.json", status=200, headers=headers, times=9)
-    fault = _fault(fetch_files, "owner/evil", ["config.json"], access=access)
+    served.hub.plant("HEAD", "config.json", status=200, headers=headers, times=9)
+    fault = _fault(fetch_files, "owner/evil", ["config.json"], access=served.access)
     assert "config.json of owner/evil has an etag that is no name for a file: expected its sha256" in fault
     assert not list(tmp_path.rglob("*evil*.incomplete"))
-    assert fetch_files("owner/evil", [LAYER_1], access=access)[LAYER_1].read_bytes() == files[LAYER_1]
+    fetched = fetch_files("owner/evil", [LAYER_1], access=served.access)
+    assert fetched[LAYER_1].read_bytes() == served.files[LAYER_1]
 
 
-@pytest.mark.usefixtures("resolve")
-def test_named_files_are_fetched_by_name(hub: Any, access: HubAccess, files: Files) -> None:
-    found = fetch_files("owner/name", ["README.md", LAYER_1], access=access)
+def test_named_files_are_fetched_by_name(served: Served) -> None:
+    found = fetch_files("owner/name", ["README.md", LAYER_1], access=served.access)
     assert {name: path.read_bytes() for name, path in found.items()} == {
-        name: files[name] for name in ("README.md", LAYER_1)
+        name: served.files[name] for name in ("README.md", LAYER_1)
     }
-    assert _shards_asked(hub) == [LAYER_1]
-    assert list_files("owner/name", access=access) == tuple(sorted(files))
+    assert served.shards_asked() == [LAYER_1]
+    assert list_files("owner/name", access=served.access) == tuple(sorted(served.files))
 
 
 # What may fail for good
@@ -257,35 +261,30 @@ def test_named_files_are_fetched_by_name(hub: Any, access: HubAccess, files: Fil
         ("owner/name@v9", {}, ("it has no revision 'v9'", "--model owner/name@revision")),
         ("owner/name", {"status": 401, "headers": NO_TOKEN}, ("the hub wants a valid token",)),
         ("owner/name", {"status": 403, "headers": NO_TOKEN}, ("the hub forbids it",)),
-        (
-            "owner/name",
-            {"body": b"<html>Log in</html>"},
-            ("the answer is not what a hub says", "HF_ENDPOINT"),
-        ),
+        ("owner/name", {"body": b"<html>"}, ("the answer is not what a hub says", "HF_ENDPOINT")),
         ("owner/name", {"status": 429, "headers": {"ratelimit": '"api";r=0;t=3600'}}, ("429",)),
     ],
     ids=["no such model", "no such revision", "no token", "forbidden", "no hub's answer", "wait of an hour"],
 )
 def test_a_refusal_is_told_and_not_tried_again(
-    model: str, answer: dict[str, Any], words: tuple[str, ...], hub: Any, resolve: Resolve
+    model: str, answer: dict[str, Any], words: tuple[str, ...], served: Served
 ) -> None:
     if answer:
-        hub.plant("GET", "/api/", **answer)
-    message = _fault(resolve, model)
+        served.hub.plant("GET", "/api/", **answer)
+    message = _fault(served.resolve, model)
     assert [part for part in words if part not in message] == []
-    assert len(hub.log) == 1
+    assert len(served.hub.log) == 1
 
 
-def test_a_gated_model_opens_to_a_token_that_the_content_network_does_not_see(
-    hub: Any, files: Files, resolve: Resolve
-) -> None:
-    hub.add("owner/gated", files, is_gated=True)
-    message = _fault(resolve, "owner/gated")
+def test_a_gated_model_opens_to_a_token_that_the_content_network_does_not_see(served: Served) -> None:
+    served.hub.add("owner/gated", served.files, is_gated=True)
+    message = _fault(served.resolve, "owner/gated")
     assert "owner/gated is gated" in message
-    assert f"Ask for access at {hub.endpoint}/owner/gated, then log in" in message
-    assert not [one for one in hub.log if one.status == 401 and one.method == "GET"]
-    assert (resolve("owner/gated", token=hub.good_token) / LAYER_0).read_bytes() == files[LAYER_0]
-    content = [one for one in hub.log if one.path.startswith("/content/")]
+    assert f"Ask for access at {served.hub.endpoint}/owner/gated, then log in" in message
+    assert not [one for one in served.hub.log if one.status == 401 and one.method == "GET"]
+    folder = served.resolve("owner/gated", token=served.hub.good_token)
+    assert (folder / LAYER_0).read_bytes() == served.files[LAYER_0]
+    content = [one for one in served.hub.log if one.path.startswith("/content/")]
     assert [one.token for one in content] == [None] * len(SHARDS)
 
 
@@ -296,131 +295,119 @@ def test_a_gated_model_opens_to_a_token_that_the_content_network_does_not_see(
     ("method", "path", "status"),
     [("GET", "/api/", 429), ("GET", "/api/", 503), ("HEAD", LAYER_0, 503), ("GET", LAYER_0, 503)],
 )
-def test_a_busy_hub_is_asked_again(
-    method: str, path: str, status: int, hub: Any, files: Files, resolve: Resolve
-) -> None:
-    hub.plant(method, path, status=status, times=2)
-    assert (resolve() / LAYER_0).read_bytes() == files[LAYER_0]
-    assert [one.status for one in hub.log].count(status) == 2
+def test_a_busy_hub_is_asked_again(method: str, path: str, status: int, served: Served) -> None:
+    served.hub.plant(method, path, status=status, times=2)
+    assert (served.resolve() / LAYER_0).read_bytes() == served.files[LAYER_0]
+    assert [one.status for one in served.hub.log].count(status) == 2
 
 
-def test_a_hub_that_names_a_delay_is_given_it(
-    hub: Any, resolve: Resolve, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub.plant("GET", "/api/", status=429, headers={"Retry-After": "1"})
+def test_a_hub_that_names_a_delay_is_given_it(caplog: pytest.LogCaptureFixture, served: Served) -> None:
+    served.hub.plant("GET", "/api/", status=429, headers={"Retry-After": "1"})
     with caplog.at_level(logging.WARNING, "minimax_tools"):
-        resolve(layers=range(0))
+        served.resolve(layers=range(0))
     assert any(message.endswith("Attempt 2 of 5 in 1 s.") for message in caplog.messages)
 
 
 @pytest.mark.parametrize("ending", ["close", "reset"])
-def test_a_body_that_breaks_off_is_whole_in_the_end(
-    ending: str, hub: Any, files: Files, resolve: Resolve
-) -> None:
-    hub.plant("GET", _content(hub, files, LAYER_0), after_bytes=CUT, ending=ending)
-    assert (resolve(layers=range(1)) / LAYER_0).read_bytes() == files[LAYER_0]
+def test_a_body_that_breaks_off_is_whole_in_the_end(ending: str, served: Served) -> None:
+    served.plant(LAYER_0, after_bytes=CUT, ending=ending)
+    assert (served.resolve(layers=range(1)) / LAYER_0).read_bytes() == served.files[LAYER_0]
 
 
-def test_a_hub_that_fails_for_long_is_named_and_what_came_whole_is_kept(
-    hub: Any, files: Files, resolve: Resolve
-) -> None:
-    hub.plant("GET", _content(hub, files, LAYER_0), status=503, times=3)
-    message = _fault(resolve, num_attempts=3, num_workers=1)
-    assert f"{LAYER_0} of owner/name could not be fetched: {hub.endpoint} does not answer" in message
+def test_a_hub_that_fails_for_long_is_named_and_what_came_whole_is_kept(served: Served) -> None:
+    served.plant(LAYER_0, status=503, times=3)
+    message = _fault(served.resolve, num_attempts=3, num_workers=1)
+    assert f"{LAYER_0} of owner/name could not be fetched: {served.hub.endpoint} does not answer" in message
     assert "503" in message
-    hub.forget()
-    assert (resolve() / LAYER_0).read_bytes() == files[LAYER_0]
-    assert _shards_asked(hub) == list(SHARDS)
+    served.hub.forget()
+    assert (served.resolve() / LAYER_0).read_bytes() == served.files[LAYER_0]
+    assert served.shards_asked() == list(SHARDS)
 
 
 # What is verified
 
 
-def test_a_corrupted_file_is_fetched_anew_once(
-    hub: Any, files: Files, resolve: Resolve, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub.plant("GET", _content(hub, files, LAYER_0), is_corrupt=True)
+def test_a_corrupted_file_is_fetched_anew_once(caplog: pytest.LogCaptureFixture, served: Served) -> None:
+    served.plant(LAYER_0, is_corrupt=True)
     with caplog.at_level(logging.WARNING, "minimax_tools"):
-        folder = resolve()
-    assert (folder / LAYER_0).read_bytes() == files[LAYER_0]
-    assert [one.range for one in hub.asked("GET", LAYER_0)] == [None, None]
+        folder = served.resolve()
+    assert (folder / LAYER_0).read_bytes() == served.files[LAYER_0]
+    assert [one.range for one in served.hub.asked("GET", LAYER_0)] == [None, None]
     assert f"{LAYER_0} came corrupted" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "kind"), [(LAYER_0, "sha256"), ("tokenizer.json", "git sha1")])
 def test_a_file_that_is_corrupted_twice_is_named_and_not_kept(
-    name: str, kind: str, hub: Any, files: Files, resolve: Resolve, tmp_path: Path
+    name: str, kind: str, tmp_path: Path, served: Served
 ) -> None:
-    content_hash = hub.content_hash(name, files[name])
-    hub.plant("GET", name, is_corrupt=True, times=4)
-    message = _fault(resolve)
+    content_hash = served.hub.content_hash(name, served.files[name])
+    served.hub.plant("GET", name, is_corrupt=True, times=4)
+    message = _fault(served.resolve)
     assert f"{name} of owner/name came corrupted twice" in message
-    assert f"expected {len(files[name])} bytes of {kind} {content_hash}" in message
+    assert f"expected {len(served.files[name])} bytes of {kind} {content_hash}" in message
     assert not list(tmp_path.rglob(name))
     assert not list(tmp_path.rglob(f"{content_hash}*[!k]"))
 
 
-def test_a_cached_file_of_another_size_is_fetched_anew(files: Files, resolve: Resolve) -> None:
-    shard = resolve() / LAYER_0
-    shard.resolve().write_bytes(files[LAYER_0][:-1])
-    assert (resolve() / LAYER_0).read_bytes() == files[LAYER_0]
+def test_a_cached_file_of_another_size_is_fetched_anew(served: Served) -> None:
+    shard = served.resolve() / LAYER_0
+    shard.resolve().write_bytes(served.files[LAYER_0][:-1])
+    assert (served.resolve() / LAYER_0).read_bytes() == served.files[LAYER_0]
 
 
 @pytest.mark.parametrize("place", ["snapshot", "blob", "part"])
 def test_a_link_out_of_the_cache_is_neither_read_nor_written(
-    place: str, files: Files, resolve: Resolve, tmp_path: Path
+    place: str, tmp_path: Path, served: Served
 ) -> None:
     outside = tmp_path / "outside"
-    outside.write_bytes(files[LAYER_0][: CUT if place == "part" else None])
+    outside.write_bytes(served.files[LAYER_0][: CUT if place == "part" else None])
     before = outside.read_bytes()
-    shard = resolve() / LAYER_0
+    shard = served.resolve() / LAYER_0
     blob = shard.resolve()
     shard.unlink()
     blob.unlink()
     link = {"snapshot": shard, "blob": blob, "part": blob.with_name(f"{blob.name}.incomplete")}[place]
     link.symlink_to(outside)
-    again = resolve() / LAYER_0
-    assert again.read_bytes() == files[LAYER_0]
+    again = served.resolve() / LAYER_0
+    assert again.read_bytes() == served.files[LAYER_0]
     assert again.resolve().is_relative_to((tmp_path / "cache").resolve())
     assert outside.read_bytes() == before
 
 
 def test_a_store_that_gives_nothing_by_xet_says_what_to_set(
-    hub: Any, files: Files, resolve: Resolve, resolve_there: Callable[..., str]
+    resolve_there: Callable[..., str], served: Served
 ) -> None:
     pytest.importorskip("hf_xet")
     # The content-addressed store that is offered gives no token.
-    hub.add("owner/xet", files, offers_xet=True)
-    message = _fault(resolve, "owner/xet")
+    served.hub.add("owner/xet", served.files, offers_xet=True)
+    message = _fault(served.resolve, "owner/xet")
     assert "could not be fetched by xet" in message
     assert "Set HF_HUB_DISABLE_XET=1" in message
     folder = Path(resolve_there("owner/xet", HF_HUB_DISABLE_XET="1"))
-    assert all((folder / shard).read_bytes() == files[shard] for shard in SHARDS)
+    assert all((folder / shard).read_bytes() == served.files[shard] for shard in SHARDS)
 
 
-def test_two_at_once_fetch_every_shard_once(hub: Any, files: Files, resolve: Resolve) -> None:
+def test_two_at_once_fetch_every_shard_once(served: Served) -> None:
     # So slow that the other asks before it is there.
-    hub.plant("GET", _content(hub, files, LAYER_0), pause_s=0.1, times=2)
+    served.plant(LAYER_0, pause_s=0.1, times=2)
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.submit(resolve), pool.submit(resolve)
+        first, second = pool.submit(served.resolve), pool.submit(served.resolve)
         assert first.result() == second.result()
-    assert _shards_asked(hub) == list(SHARDS)
+    assert served.shards_asked() == list(SHARDS)
 
 
 # The disk
 
 
-def test_a_disk_that_is_too_small_is_found_before_a_shard_is_fetched(
-    hub: Any, files: Files, resolve: Resolve
-) -> None:
-    hub.add("owner/huge", files, claimed_sizes={LAYER_0: 10**18})
-    message = _fault(resolve, "owner/huge")
+def test_a_disk_that_is_too_small_is_found_before_a_shard_is_fetched(served: Served) -> None:
+    served.hub.add("owner/huge", served.files, claimed_sizes={LAYER_0: 10**18})
+    message = _fault(served.resolve, "owner/huge")
     assert "too small for what is missing of owner/huge: expected 1000.0 PB for 3 files, found" in message
     assert "free. Make room" in message
-    assert _shards_asked(hub) == []
+    assert served.shards_asked() == []
 
 
-@pytest.mark.usefixtures("resolve")
+@pytest.mark.usefixtures("served")
 def test_a_file_that_cannot_be_stored_says_where(resolve_there: Callable[..., str], tmp_path: Path) -> None:
     output = resolve_there("owner/name", 100_000)
     assert f"of owner/name cannot be stored in {tmp_path / 'hub'}: found [Errno 27]" in output
@@ -431,99 +418,79 @@ def test_a_file_that_cannot_be_stored_says_where(resolve_there: Callable[..., st
 
 
 def test_a_hub_that_is_away_is_no_missing_model_and_what_is_cached_is_used(
-    resolve: Resolve, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture, served: Served
 ) -> None:
     fault = f"the hub's model owner/name could not be fetched: {NOWHERE} does not answer"
-    assert fault in _fault(resolve, endpoint=NOWHERE)
-    folder = resolve(layers=range(1))
+    assert fault in _fault(served.resolve, endpoint=NOWHERE)
+    folder = served.resolve(layers=range(1))
     with caplog.at_level(logging.WARNING, "minimax_tools"):
-        assert resolve(layers=range(1), endpoint=NOWHERE) == folder
+        assert served.resolve(layers=range(1), endpoint=NOWHERE) == folder
     assert f"using the cached commit {folder.name[:8]} of owner/name" in caplog.text
-    assert fault in _fault(resolve, endpoint=NOWHERE)
+    assert fault in _fault(served.resolve, endpoint=NOWHERE)
 
 
-def test_a_refusal_is_not_covered_by_the_cache(hub: Any, resolve: Resolve) -> None:
-    resolve(layers=range(1))
-    hub.plant("GET", "/api/", status=403)
-    assert "the hub forbids it" in _fault(resolve, layers=range(1))
+def test_a_refusal_is_not_covered_by_the_cache(served: Served) -> None:
+    served.resolve(layers=range(1))
+    served.hub.plant("GET", "/api/", status=403)
+    assert "the hub forbids it" in _fault(served.resolve, layers=range(1))
 
 
-def test_offline_what_is_cached_is_used_and_what_is_missing_is_named(hub: Any, resolve: Resolve) -> None:
-    folder = resolve(layers=range(1))
-    hub.forget()
-    assert resolve(layers=range(1), is_offline=True) == folder
-    assert resolve(f"owner/name@{folder.name}", layers=range(1), is_offline=True) == folder
-    message = _fault(resolve, is_offline=True)
+def test_offline_what_is_cached_is_used_and_what_is_missing_is_named(served: Served) -> None:
+    folder = served.resolve(layers=range(1))
+    served.hub.forget()
+    assert served.resolve(layers=range(1), is_offline=True) == folder
+    assert served.resolve(f"owner/name@{folder.name}", layers=range(1), is_offline=True) == folder
+    message = _fault(served.resolve, is_offline=True)
     assert f"lacks {LAYER_1} of owner/name, and the hub is not asked" in message
     assert "HF_HUB_OFFLINE" in message
-    assert hub.log == []
+    assert served.hub.log == []
 
 
 @pytest.mark.parametrize("kept", [(), (LAYER_0,)])
 def test_offline_shards_without_their_index_are_not_taken_for_all(
-    kept: tuple[str, ...], access: HubAccess, resolve: Resolve
+    kept: tuple[str, ...], served: Served
 ) -> None:
-    folder = fetch_files("owner/name", ["config.json", *kept], access=access)["config.json"].parent
+    folder = fetch_files("owner/name", ["config.json", *kept], access=served.access)["config.json"].parent
     assert not (folder / INDEX).exists()
-    assert f"lacks {INDEX} of owner/name" in _fault(resolve, is_offline=True)
+    assert f"lacks {INDEX} of owner/name" in _fault(served.resolve, is_offline=True)
 
 
 def test_endpoint_token_and_cache_are_those_of_the_environment(
-    hub: Any, files: Files, resolve_there: Callable[..., str], tmp_path: Path
+    resolve_there: Callable[..., str], tmp_path: Path, served: Served
 ) -> None:
-    hub.add("owner/name", files, is_gated=True)
-    folder = resolve_there("owner/name", HF_TOKEN=hub.good_token)
+    served.hub.add("owner/name", served.files, is_gated=True)
+    token = served.hub.good_token
+    folder = resolve_there("owner/name", HF_TOKEN=token)
     assert Path(folder).parent == tmp_path / "hub" / "models--owner--name" / "snapshots"
-    assert {one.token for one in hub.log if not one.path.startswith("/content/")} == {hub.good_token}
+    assert {one.token for one in served.hub.log if not one.path.startswith("/content/")} == {token}
     assert resolve_there("owner/name", HF_HUB_OFFLINE="1") == folder
 
 
 # A part of a file
 
 
-@pytest.fixture
-def read(access: HubAccess, resolve: Resolve) -> Callable[[int, int], bytes]:
-    """Reads a part of the first shard."""
-    del resolve
-
-    def read_part(start: int, stop: int) -> bytes:
-        snapshot = described_source("owner/name", access=access)
-        assert isinstance(snapshot, HubSnapshot)
-        return snapshot.read(LAYER_0, start, stop)
-
-    return read_part
-
-
 @pytest.mark.parametrize(("start", "stop"), [(0, 8), (500, 150_000), (7, 7)])
-def test_a_range_is_what_comes_and_all_that_comes(
-    start: int, stop: int, hub: Any, files: Files, read: Callable[[int, int], bytes]
-) -> None:
-    assert read(start, stop) == files[LAYER_0][start:stop]
-    asked = [request.range for request in hub.asked("GET", LAYER_0)]
+def test_a_range_is_what_comes_and_all_that_comes(start: int, stop: int, served: Served) -> None:
+    assert served.read(start, stop) == served.files[LAYER_0][start:stop]
+    asked = [request.range for request in served.hub.asked("GET", LAYER_0)]
     assert asked == ([f"bytes={start}-{stop - 1}"] if stop > start else [])
 
 
 @pytest.mark.parametrize("ending", ["close", "reset"])
-def test_a_range_that_breaks_off_is_asked_for_again(
-    ending: str, hub: Any, files: Files, read: Callable[[int, int], bytes]
-) -> None:
-    hub.plant("GET", "/content/", after_bytes=CUT - 1000, ending=ending, times=2)
-    assert read(100, CUT) == files[LAYER_0][100:CUT]
-    assert [one.range for one in hub.asked("GET", LAYER_0)] == [f"bytes=100-{CUT - 1}"] * 3
+def test_a_range_that_breaks_off_is_asked_for_again(ending: str, served: Served) -> None:
+    served.hub.plant("GET", "/content/", after_bytes=CUT - 1000, ending=ending, times=2)
+    assert served.read(100, CUT) == served.files[LAYER_0][100:CUT]
+    assert [one.range for one in served.hub.asked("GET", LAYER_0)] == [f"bytes=100-{CUT - 1}"] * 3
 
 
-def test_a_server_without_ranges_is_named_and_its_file_left_alone(
-    hub: Any, read: Callable[[int, int], bytes]
-) -> None:
-    hub.plant("GET", "/content/", ignores_range=True)
+def test_a_server_without_ranges_is_named_and_its_file_left_alone(served: Served) -> None:
+    served.hub.plant("GET", "/content/", ignores_range=True)
     with pytest.raises(NoRangesError, match=f"gives no part of {LAYER_0}.*status 200"):
-        read(0, 8)
-    assert len(hub.asked("GET", LAYER_0)) == 1
+        served.read(0, 8)
+    assert len(served.hub.asked("GET", LAYER_0)) == 1
 
 
-def test_a_part_of_another_file_is_not_taken(
-    hub: Any, files: Files, read: Callable[[int, int], bytes]
-) -> None:
-    size_bytes = len(files[LAYER_0]) + 1
-    hub.add("owner/name", files, claimed_sizes={LAYER_0: size_bytes})
-    assert f"bytes 0 to 7 of {size_bytes} were asked for" in _fault(read, 0, 8)
+def test_a_part_of_another_file_is_not_taken(served: Served) -> None:
+    size_bytes = len(served.files[LAYER_0]) + 1
+    served.hub.add("owner/name", served.files, claimed_sizes={LAYER_0: size_bytes})
+    assert f"bytes 0 to 7 of {size_bytes} were asked for" in _fault(served.read, 0, 8)
