@@ -32,6 +32,11 @@ class Shown:
     site: Site | ModelSite
     values: torch.Tensor  # [B,S,F]
 
+    @property
+    def path(self) -> str:
+        """Path of the module in the whole model."""
+        return self.module if self.module == "lm_head" else f"model.{self.module}"
+
 
 def shown_by_modules(source: Capture, *, moe: str) -> Iterator[Shown]:
     """Return the tensors that hooks on modules see in a chained run of the whole model."""
@@ -88,13 +93,12 @@ def pieces_of(shown: Shown, values: torch.Tensor, num_ranks: int) -> list[torch.
 def write_nxdi(directory: Path, source: Capture, *, num_ranks: int = 1, has_metadata: bool = True) -> None:
     """Write one file for each tensor of a module's outputs and inputs; several ranks have a folder each."""
     mask = source.read_attention_mask()
-    renamed = {".mlp.gate": ".mlp.router.linear_router", ".self_attn.": ".self_attn.qkv_proj."}
     for shown in shown_by_modules(source, moe="mlp"):
         if shown.site in (Site.ROUTER_WEIGHTS, Site.ROUTER_EXPERTS):
             continue
-        module = shown.module.replace(".mlp.gate", renamed[".mlp.gate"])
+        module = shown.module.replace(".mlp.gate", ".mlp.router.linear_router")
         if shown.site in (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ):
-            module = module.replace(".self_attn.", renamed[".self_attn."])
+            module = module.replace(".self_attn.", ".self_attn.qkv_proj.")
         values = padded(shown.values, mask)
         if shown.site is Site.ROUTER_LOGITS:
             values = values.flatten(0, 1)
@@ -167,11 +171,10 @@ def write_vllm_neuron(
         folder = directory / "dp0" / name
         for shown in shown_by_modules(source, moe="block_sparse_moe"):
             if shown.point == "output" and shown.element in ("", "0"):
-                module = shown.module if shown.module == "lm_head" else f"model.{shown.module}"
-                (folder / module).mkdir(parents=True)
+                (folder / shown.path).mkdir(parents=True)
                 tokens = filled(take_chunks(shown.values, chunks), bucket)
                 for rank, piece in enumerate(pieces_of(shown, tokens, num_ranks)):
-                    torch.save(piece, folder / module / f"rank{rank}.pt")
+                    torch.save(piece, folder / shown.path / f"rank{rank}.pt")
         positions = [place for _, start, stop in chunks for place in range(start, stop)]
         positions += [0] * (bucket - len(positions))
         meta = {"req_ids": [names[row] for row, _, _ in chunks], "positions": positions, "dp_rank": 0}
@@ -183,8 +186,7 @@ def write_msprobe(directory: Path, source: Capture, *, num_ranks: int = 1) -> No
     mask = source.read_attention_mask()
     data: dict[str, Any] = {}
     for shown in shown_by_modules(source, moe="mlp"):
-        module = shown.module if shown.module == "lm_head" else f"model.{shown.module}"
-        call = f"Module.{module}.SomeClass.forward.0"
+        call = f"Module.{shown.path}.SomeClass.forward.0"
         file = f"{call}.{shown.point}.{shown.element or 0}.pt"
         values = padded(shown.values, mask)
         for rank, piece in enumerate(pieces_of(shown, values, num_ranks)):
@@ -240,10 +242,9 @@ def write_sglang(
         if has_request_ids:
             save(step, "rids", [f"{'ba'[row]}-request" for row, _, _ in chunks], None)
         for shown in shown_by_modules(source, moe="block_sparse_moe"):
-            module = shown.module if shown.module == "lm_head" else f"model.{shown.module}"
-            tags = {"layer_id": int(module.split(".")[2])} if ".layers." in module else {}
+            tags = {"layer_id": int(shown.path.split(".")[2])} if ".layers." in shown.path else {}
             layer = tags.get("layer_id", 0)
-            hooked = f"non_intrusive__{module}"
+            hooked = f"non_intrusive__{shown.path}"
             if shown.site in (Site.INPUT, Site.ATTN_RESIDUAL, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS):
                 continue
             if shown.site is ModelSite.LOGITS:
@@ -282,12 +283,11 @@ def write_transformers(directory: Path, source: Capture, *, num_ranks: int = 1) 
             values = pieces_of(shown, padded(shown.values, mask), num_ranks)[rank]
             if shown.element and shown.point == "output":
                 values = values.flatten(0, 1)
-            module = shown.module if shown.module == "lm_head" else f"model.{shown.module}"
             point = "inputs_args" if shown.point == "input" else "outputs"
-            name = f"{class_name}.{module}_{point}" + (f"_{shown.element}" if shown.element else "")
+            name = f"{class_name}.{shown.path}_{point}" + (f"_{shown.element}" if shown.element else "")
             save_file({"data": values.contiguous()}, folder / f"{name}.safetensors")
             # The norm behind the layers is fed the last one's output.
-            if module == "model.norm":
+            if shown.path == "model.norm":
                 last = padded(source.read(source.layers[-1], Site.OUTPUT), mask)
                 save_file({"data": last}, folder / f"{class_name}.model.norm_inputs_args_0.safetensors")
         for name, tensor in (("input_ids", source.read_inputs().input_ids), ("attention_mask", mask)):

@@ -16,7 +16,7 @@ Command = Callable[..., click.testing.Result]
 Judged = Callable[[str], dict[str, Any]]
 
 REPOSITORY = Path(__file__).parents[2]
-PLANTED = REPOSITORY / "tests" / "ports" / "planted.py"
+WRONG = REPOSITORY / "tests" / "ports" / "one_wrong_layer.py"
 TRANSFORMERS = REPOSITORY / "scripts" / "examples" / "transformers_port.py"
 FAULTY_LAYER = 1
 
@@ -35,7 +35,7 @@ def judged(toy: Path, copyist: Any, command: Command, tmp_path: Path) -> Judged:
 
 
 def test_swapped_gate_and_up_are_found_where_they_are(judged: Judged) -> None:
-    record = judged(f"{PLANTED}:SwappedGateUpInLayerOne")
+    record = judged(f"{WRONG}:SwappedGateUp_at_{FAULTY_LAYER}")
     assert record["verdict"] == "fail"
     assert (record["blame"][0]["layer"], record["blame"][0]["sites"]) == (FAULTY_LAYER, ["moe_delta"])
 

@@ -454,15 +454,6 @@ class PositionsModuloTwenty(Planted):
             return super().rotate(heads, position_ids % 20)
 
 
-class SwappedGateUpInLayerOne(Planted):
-    """X1 in one layer of several: those behind it are handed its error."""
-
-    def spoil(self, state, config, layer_idx):
-        if layer_idx == 1:
-            gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)
-            state["moe.gate_up_proj"] = torch.cat((up, gate), dim=1)
-
-
 class NoCorrectionBiasAndSwappedGateUp(NoCorrectionBias):
     """RB1 and X1 in one layer: the experts are the wrong ones, and wrong in themselves."""
 
