@@ -13,7 +13,7 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.dumps.opening import open_source
 from minimax_tools.errors import CaptureError
-from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.inputs import pad_rows
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.provenance import ModelFingerprint, Provenance
@@ -45,12 +45,8 @@ def write_capture(
     hidden: bool = False,
 ) -> Capture:
     """A capture of a model of `layers` layers, the first `stored` of them written."""
-    ids, positions = torch.arange(6).reshape(1, 6), torch.arange(6).reshape(1, 6)
-    inputs = Inputs(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        position_ids=positions,
-        source="1 prompt, 6 tokens",
+    inputs = pad_rows(
+        [list(range(6))], padding_side="right", buckets=(), pad_token_id=0, source="1 prompt, 6 tokens"
     )
     digests = dict.fromkeys(range(layers), "ab" * 32)
     description = Description(
@@ -103,73 +99,66 @@ class PlainSource(CaptureSource):
         return None
 
 
-class TestRecord:
-    def test_record_holds_the_run_and_every_site_in_execution_order(self, tmp_path: Path) -> None:
-        record = capture_record(write_capture(tmp_path / "golden", layers=2, hidden=True))
-        assert (record["directory"], record["complete"]) == (str(tmp_path / "golden"), True)
-        assert record["description"]["run"]["name"] == "full_model"
-        assert [layer["layer"] for layer in record["layers"]] == [0, 1]
-        assert [site["site"] for site in record["layers"][0]["sites"]] == [str(site) for site in SITES]
-        assert record["layers"][0]["not_exposed"] == ["k_rope"]
-        assert [(site["site"], site["mean"]) for site in record["model"]] == [("logits", 1.0)]
-        output = record["layers"][0]["sites"][-1]
-        values = layer_tensors(0)[Site.OUTPUT].double()
-        assert (output["shape"], output["dtype"]) == ([1, 6, 8], "bfloat16")
-        assert output["mean"] == pytest.approx(float(values.mean()))
-        assert (output["min"], output["max"]) == (float(values.min()), float(values.max()))
+def test_record_holds_the_run_and_every_site_in_execution_order(tmp_path: Path) -> None:
+    record = capture_record(write_capture(tmp_path / "golden", layers=2, hidden=True))
+    assert (record["directory"], record["complete"]) == (str(tmp_path / "golden"), True)
+    assert record["description"]["run"]["name"] == "full_model"
+    first, second = record["layers"]
+    assert (first["layer"], second["layer"]) == (0, 1)
+    assert [site["site"] for site in first["sites"]] == [str(site) for site in SITES]
+    assert first["not_exposed"] == ["k_rope"]
+    assert [(site["site"], site["mean"]) for site in record["model"]] == [("logits", 1.0)]
+    output, values = first["sites"][-1], layer_tensors(0)[Site.OUTPUT].double()
+    assert (output["shape"], output["dtype"]) == ([1, 6, 8], "bfloat16")
+    assert output["mean"] == pytest.approx(float(values.mean()))
+    assert (output["min"], output["max"]) == (float(values.min()), float(values.max()))
+    # The input of a later layer is the output of the one before, under its own name.
+    assert second["sites"][0] == {**output, "site": "input"}
 
-    def test_input_of_a_later_layer_is_the_output_of_the_one_before_under_its_own_name(
-        self, tmp_path: Path
-    ) -> None:
-        first, second = capture_record(write_capture(tmp_path / "golden", layers=2))["layers"]
-        assert second["sites"][0] == {**first["sites"][-1], "site": "input"}
 
-    def test_record_counts_a_nan_and_stays_json(self, tmp_path: Path) -> None:
-        record = capture_record(write_capture(tmp_path / "golden", layers=2, nan_in=1))
-        counts = [site["num_nan"] for site in record["layers"][1]["sites"]]
-        assert sum(counts) == 1
-        json.dumps(record, allow_nan=False)
+def test_record_of_an_unfinished_capture_counts_a_nan_and_stays_json(tmp_path: Path) -> None:
+    record = capture_record(write_capture(tmp_path / "golden", layers=4, stored=3, nan_in=1))
+    assert record["complete"] is False
+    assert [layer["layer"] for layer in record["layers"]] == [0, 1, 2]
+    assert sum(site["num_nan"] for site in record["layers"][1]["sites"]) == 1
+    json.dumps(record, allow_nan=False)
 
-    def test_unfinished_capture_is_not_complete(self, tmp_path: Path) -> None:
-        record = capture_record(write_capture(tmp_path / "golden", layers=4, stored=3))
-        assert record["complete"] is False
-        assert [layer["layer"] for layer in record["layers"]] == [0, 1, 2]
 
-    def test_source_without_manifest_is_measured(self, tmp_path: Path) -> None:
-        record = capture_record(PlainSource(tmp_path))
-        assert record["description"] is None
-        assert record["complete"] is None
-        golden = capture_record(write_capture(tmp_path / "golden", layers=2))
-        assert record["layers"][0] == golden["layers"][0]
-        assert record["model"][0]["num_inf"] == 1
-        assert record["model"][0]["max"] == 3.0
+def test_source_without_manifest_is_measured(tmp_path: Path) -> None:
+    record = capture_record(PlainSource(tmp_path))
+    assert (record["description"], record["complete"]) == (None, None)
+    golden = capture_record(write_capture(tmp_path / "golden", layers=2))
+    assert record["layers"][0] == golden["layers"][0]
+    assert (record["model"][0]["num_inf"], record["model"][0]["max"]) == (1, 3.0)
 
-    def test_golden_of_the_scripts_before_mm2_is_measured(self, tmp_path: Path) -> None:
-        tensors = layer_tensors(0)
-        torch.save(tensors[Site.INPUT], tmp_path / "embedding_output.pt")
-        torch.save(tensors[Site.OUTPUT], tmp_path / "layer_0_output.pt")
-        record = capture_record(open_source(tmp_path))
-        golden = capture_record(write_capture(tmp_path / "golden", layers=1))
-        expected = {site["site"]: site for site in golden["layers"][0]["sites"]}
-        assert record["description"] is None
-        assert record["layers"][0]["sites"] == [expected["input"], expected["output"]]
-        assert "made by  unknown" in render_capture(open_source(tmp_path))
 
-    def test_unsaved_run_gives_the_same_statistics_as_a_saved_one(self, tmp_path: Path) -> None:
-        saved = capture_record(write_capture(tmp_path / "golden", layers=1))
-        shuffled = dict(reversed(layer_tensors(0).items()))
-        unsaved = statistics_record({0: shuffled})
-        assert unsaved["layers"] == saved["layers"]
-        assert unsaved["directory"] is None
-        assert unsaved.keys() == saved.keys()
+def test_golden_of_the_scripts_before_mm2_is_measured(tmp_path: Path) -> None:
+    tensors = layer_tensors(0)
+    torch.save(tensors[Site.INPUT], tmp_path / "embedding_output.pt")
+    torch.save(tensors[Site.OUTPUT], tmp_path / "layer_0_output.pt")
+    record = capture_record(open_source(tmp_path))
+    golden = capture_record(write_capture(tmp_path / "golden", layers=1))
+    expected = {site["site"]: site for site in golden["layers"][0]["sites"]}
+    assert record["description"] is None
+    assert record["layers"][0]["sites"] == [expected["input"], expected["output"]]
+    assert "made by  unknown" in render_capture(open_source(tmp_path))
 
-    def test_unreadable_tensor_is_a_capture_error(self, tmp_path: Path) -> None:
-        class Damaged(PlainSource):
-            def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
-                raise CaptureError(f"layer_{layer}.pt is damaged")
 
-        with pytest.raises(CaptureError, match=r"layer_0\.pt is damaged"):
-            capture_record(Damaged(tmp_path))
+def test_unsaved_run_gives_the_same_statistics_as_a_saved_one(tmp_path: Path) -> None:
+    saved = capture_record(write_capture(tmp_path / "golden", layers=1))
+    unsaved = statistics_record({0: dict(reversed(layer_tensors(0).items()))})
+    assert unsaved["layers"] == saved["layers"]
+    assert unsaved["directory"] is None
+    assert unsaved.keys() == saved.keys()
+
+
+def test_unreadable_tensor_is_a_capture_error(tmp_path: Path) -> None:
+    class Damaged(PlainSource):
+        def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
+            raise CaptureError(f"layer_{layer}.pt is damaged")
+
+    with pytest.raises(CaptureError, match=r"layer_0\.pt is damaged"):
+        capture_record(Damaged(tmp_path))
 
 
 def test_words(tmp_path: Path, expect_text: Callable[[str, Mapping[str, str]], None]) -> None:

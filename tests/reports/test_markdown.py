@@ -8,7 +8,7 @@ import pytest
 
 from minimax_tools.results.results import Comparison
 from reports.markdown import render_markdown
-from reports.page.evidence import DiagnosedPlace, DiagnosedRun, TriedMistake
+from reports.page.evidence import DiagnosedRun
 
 NEXT = ("mm2-diagnose --model m --gpu-path 'a b' --neuron-path run",)
 HOSTILE = "](http://x) www.x.org <img src=x onerror=y> `code` | cell | **bold** @everyone ~~~ # title\n- item"
@@ -18,62 +18,25 @@ def render(comparison: Comparison, diagnosis: DiagnosedRun | None = None) -> str
     return render_markdown(comparison, next_commands=NEXT, diagnosis=diagnosis)
 
 
-def named(name: str = "gate_up_swapped") -> DiagnosedRun:
-    mistake = TriedMistake(
-        name=name,
-        parameters="",
-        is_named=True,
-        leaves="0.970",
-        explains="99",
-        what="Gate and up are exchanged.",
-        look_at="the fused weight",
-    )
-    place = DiagnosedPlace(
-        place="layer 5",
-        outcome=f"matches {name}: leaves ρ 0.970 of 112",
-        is_right=False,
-        mistakes=(mistake, replace(mistake, name="up_gate_halves", leaves="1.10", layers="in layer 5")),
-    )
-    return DiagnosedRun(headline=f"FAIL: layer 5, {name}", places=(place,), notes=("Mend the port first.",))
-
-
-def unnamed() -> DiagnosedRun:
-    near = TriedMistake(
-        name="norm_eps",
-        parameters="",
-        is_named=False,
-        leaves="377",
-        explains="1",
-        what="Another epsilon.",
-        look_at="eps",
-    )
-    place = DiagnosedPlace(
-        place="layers 0-1",
-        outcome="no known mistake explains them (ρ 384 … 388)",
-        is_right=False,
-        lies=(
-            "Lies between k_proj (right) and k_norm (wrong).",
-            "4 more show the same pattern: layers 2-5.",
-        ),
-        mistakes=(near,),
-    )
-    return DiagnosedRun(headline="FAIL: layers 0-5, k_norm: no known mistake explains it", places=(place,))
-
-
-def test_words(request: pytest.FixtureRequest, expect_text: Callable[[str, Mapping[str, str]], None]) -> None:
+def test_words(
+    request: pytest.FixtureRequest,
+    diagnose: Callable[..., DiagnosedRun],
+    undiagnosed: DiagnosedRun,
+    expect_text: Callable[[str, Mapping[str, str]], None],
+) -> None:
     examples = {name: request.getfixturevalue(name) for name in ("failing", "passing", "unexposed")}
     texts = {name: render(comparison) for name, comparison in examples.items()}
-    texts |= {
-        "named": render(examples["failing"], named()),
-        "unnamed": render(examples["failing"], unnamed()),
-    }
+    texts["named"] = render(examples["failing"], diagnose())
+    texts["unnamed"] = render(examples["failing"], undiagnosed)
     expect_text("markdown.txt", texts)
     # What came nearest is a hint, which a comment leaves out as the terminal does.
     assert "norm_eps" not in texts["unnamed"]
 
 
 @pytest.mark.parametrize("where", ["reason", "folder", "note", "mistake"])
-def test_text_of_captures_means_nothing_in_markdown(failing: Comparison, where: str) -> None:
+def test_text_of_captures_means_nothing_in_markdown(
+    failing: Comparison, diagnose: Callable[..., DiagnosedRun], where: str
+) -> None:
     (blame,) = failing.blame
     hostile = {
         "reason": replace(failing, blame=(replace(blame, reason=HOSTILE),)),
@@ -81,7 +44,7 @@ def test_text_of_captures_means_nothing_in_markdown(failing: Comparison, where: 
         "note": replace(failing, notes=(HOSTILE,)),
         "mistake": failing,
     }[where]
-    text = render(hostile, named(HOSTILE) if where == "mistake" else None)
+    text = render(hostile, diagnose(HOSTILE) if where == "mistake" else None)
     outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
     assert "<img" not in outside
     assert "](" not in outside.replace("\\](", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,6 @@ from minimax_tools.results.results import (
     ChunkedRun,
     Comparison,
     Curve,
-    CurvePoint,
     GeneratedRow,
     LogitsResult,
     ModelFinding,
@@ -38,14 +38,6 @@ def example(request: pytest.FixtureRequest) -> Comparison:
 
 def render(comparison: Comparison, *, width: int = 100, is_verbose: bool = True) -> str:
     return render_comparison(comparison, width=width, is_terminal=False, is_verbose=is_verbose)
-
-
-def curve(num_layers: int, *, onset: int | None) -> Curve:
-    points = tuple(
-        CurvePoint(layer=layer, error=0.001 * (layer + 1), handed_on=0.001 * layer, floor=0.002, ratio=0.9)
-        for layer in range(num_layers)
-    )
-    return Curve(points=points, onset=onset, command="" if onset is None else "mm2-test single-layer")
 
 
 def whole_port(passing: Comparison) -> Comparison:
@@ -84,25 +76,15 @@ def whole_port(passing: Comparison) -> Comparison:
         PassLogits(number=number, num_tokens=5, kl_mean=0.1, kl_worst=0.5, worst_token=(0, 1), num_agreeing=4)
         for number in (0, 1)
     )
-    generated = (
-        GeneratedRow(row=0, num_compared=4, num_alike=4, status=SiteStatus.PASS, reason=""),
-        GeneratedRow(
-            row=1,
-            num_compared=4,
-            num_alike=1,
-            status=SiteStatus.FAIL,
-            reason="0.5 below",
-            reference=7,
-            target=8,
-        ),
-    )
+    row = GeneratedRow(row=0, num_compared=4, num_alike=4, status=SiteStatus.PASS, reason="")
+    other: dict[str, Any] = {"row": 1, "num_alike": 1, "status": SiteStatus.FAIL, "reference": 7, "target": 8}
+    generated = (row, replace(row, **other, reason="0.5 below"))
+    sites = tuple(replace(site, logits=logits) if site.site == "logits" else site for site in passing.sites)
     return replace(
         passing,
         verdict=Verdict.FAIL,
         findings=(*rope, cache),
-        sites=tuple(
-            replace(site, logits=logits) if site.site == "logits" else site for site in passing.sites
-        ),
+        sites=sites,
         pass_logits=passes,
         generated=generated,
         chunks=ChunkedRun(widths=(3, 5), compared=100, of=139),
@@ -110,71 +92,57 @@ def whole_port(passing: Comparison) -> Comparison:
 
 
 def test_words(
-    request: pytest.FixtureRequest, passing: Comparison, failing: Comparison, expect_text: Expect
+    request: pytest.FixtureRequest,
+    passing: Comparison,
+    failing: Comparison,
+    chained: Comparison,
+    expect_text: Expect,
 ) -> None:
-    texts = {}
+    texts: dict[str, str] = {}
     for name in EXAMPLES:
         comparison = request.getfixturevalue(name)
         texts |= {name: render(comparison, is_verbose=False), f"{name}, verbose": render(comparison)}
-    chained = request.getfixturevalue("chained")
     many = tuple(Blame(layer=layer, sites=(f"site{layer}",), reason=f"why {layer}") for layer in range(9))
+    rope, rotary = ("q_rope", "k_rope"), "rotary embedding"
     groups = (
-        BlameGroup(
-            layers=(4, 5),
-            sites=("q_rope", "k_rope"),
-            worst_layer=5,
-            reason="both",
-            operation="rotary embedding",
-        ),
+        BlameGroup(layers=(4, 5), sites=rope, worst_layer=5, reason="both", operation=rotary),
         BlameGroup(layers=(5,), sites=("moe_delta",), worst_layer=5, reason="ρ 14", where=("on token 3",)),
     )
-    blame = tuple(
-        Blame(layer=5, sites=(site,), reason=f"error of {site}", operation="rotary embedding")
-        for site in ("q_rope", "k_rope")
-    )
+    blame = [Blame(layer=5, sites=(site,), reason=f"error of {site}", operation=rotary) for site in rope]
+    outside = Blame(layer=None, sites=("logits",), reason="another head")
+    assert chained.curve is not None
+    short = Curve(points=chained.curve.points[:3], onset=None, command="")
     untested = (
         Untested(what="decode", detail="decoding", by="mm2-test model"),
         Untested(what="ranks", detail="ranks"),
     )
     changed = {
-        "curve": replace(chained, curve=curve(62, onset=40)),
-        "curve without an onset": replace(passing, curve=curve(3, onset=None)),
+        "curve without an onset": replace(passing, curve=short),
         "many causes": replace(chained, blame=many),
         "groups": replace(failing, blame=(*blame, *failing.blame), blame_groups=groups),
-        "outside the layers": replace(
-            passing,
-            verdict=Verdict.FAIL,
-            blame=(Blame(layer=None, sites=("logits",), reason="another head"),),
-        ),
+        "outside the layers": replace(passing, verdict=Verdict.FAIL, blame=(outside,)),
         "incomparable": replace(passing, verdict=Verdict.INCOMPARABLE, sites=(), notes=("no common layer",)),
         "untested": replace(passing, untested=untested, port="builtin", tokens="81 at positions 0-47"),
         "whole port": whole_port(passing),
     }
     texts |= {name: render(comparison, is_verbose=False) for name, comparison in changed.items()}
-    texts["curve, verbose"] = render(changed["curve"])
     texts["whole port, verbose"] = render(changed["whole port"])
     texts["metrics"] = render_comparison(passing, width=120, is_terminal=False, shows_metrics=True)
     expect_text("comparison.txt", texts)
 
 
-def test_a_verdict_fits_a_narrow_terminal_aside_from_what_is_to_be_copied(example: Comparison) -> None:
-    lines = render(example, width=40, is_verbose=False).splitlines()
-    if example.criteria == "classic":
-        lines = lines[:2]  # the rest is a table of figures
-    # A warning's first line holds its reason: reports and pytest quote that line alone.
-    copied = ("WARN: ", "  golden ", "  run ", "  port ", "  tokens ")
-    assert [line for line in lines if len(line) > 40 and not line.startswith(copied)] == []
-
-
-@pytest.mark.parametrize("width", [80, 100])
-def test_lines_fit_and_have_no_trailing_blanks(example: Comparison, width: int) -> None:
-    lines = render(example, width=width).splitlines()
-    assert max(len(line) for line in lines) <= width
-    assert not any(line.endswith(" ") for line in lines)
-
-
-def test_narrow_terminal_cuts_no_figure(example: Comparison) -> None:
+def test_lines_fit_any_terminal_and_no_figure_is_cut(example: Comparison) -> None:
+    for width in (80, 100):
+        lines = render(example, width=width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert not any(line.endswith(" ") for line in lines)
     assert "…" not in render(example, width=40)
+    verdict = render(example, width=40, is_verbose=False).splitlines()
+    if example.criteria == "classic":
+        verdict = verdict[:2]  # the rest is a table of figures
+    # What is to be copied is whole. A warning's first line holds its reason: reports and pytest quote that line alone.
+    copied = ("WARN: ", "  golden ", "  run ", "  port ", "  tokens ")
+    assert [line for line in verdict if len(line) > 40 and not line.startswith(copied)] == []
 
 
 def test_paths_are_never_broken(passing: Comparison) -> None:
@@ -182,24 +150,18 @@ def test_paths_are_never_broken(passing: Comparison) -> None:
     assert f" {path}\n" in render(replace(passing, reference=path), width=80)
 
 
-def test_colour_changes_no_word(example: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colour_and_the_terminal_change_no_word(example: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = render(example)
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = render_comparison(example, width=100, is_terminal=True, is_verbose=True)
     assert coloured.startswith("\x1b[1;3")
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
-    assert [line.rstrip() for line in plain.splitlines()] == render(example).splitlines()
+    words = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert [line.rstrip() for line in words.splitlines()] == plain.splitlines()
+    monkeypatch.setenv("COLUMNS", "47")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert render_comparison(example, is_terminal=False, is_verbose=True) == plain
 
 
 def test_brackets_in_reasons_are_no_markup(failing: Comparison) -> None:
     blame = (Blame(layer=5, sites=("moe_delta",), reason="[bold]shape[/] [1, 2] :warning:"),)
     assert "[bold]shape[/] [1, 2] :warning:" in render(replace(failing, blame=blame))
-
-
-def test_piped_text_does_not_depend_on_the_terminal(
-    example: Comparison, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "47")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    text = render_comparison(example, is_terminal=False, is_verbose=True)
-    assert text == render(example, width=100)
-    assert "\x1b" not in text

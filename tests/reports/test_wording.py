@@ -5,6 +5,7 @@ import math
 import pytest
 
 from minimax_tools.model.sites import Site
+from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure, word_fraction, word_order, word_sites, word_sites_by_layer
 
 
@@ -73,3 +74,13 @@ def test_a_long_run_of_sites_is_told_by_its_ends() -> None:
 )
 def test_shortest_description_of_an_order_is_chosen(numbers: tuple[int, ...], text: str) -> None:
     assert word_order(numbers, noun="experts") == text
+
+
+def test_sentences_of_a_table_are_broken_on_a_terminal_and_whole_in_a_pipe() -> None:
+    columns = (Column(title="name", is_text=True), Column(title="text", is_text=True, is_broken=True))
+    row = Row(cells=("a_name", "A sentence that is longer than a narrow terminal."))
+    narrow, piped = Canvas(width=30, is_terminal=True), Canvas(width=30, is_terminal=False)
+    for canvas in (narrow, piped):
+        canvas.table(columns, (row,))
+    assert max(map(len, narrow.text.splitlines()[1:])) <= 30
+    assert piped.text.splitlines()[1].split(maxsplit=1) == list(row.cells)

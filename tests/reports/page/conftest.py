@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from minimax_tools.results.results import Comparison, Curve, CurvePoint
+from minimax_tools.results.results import Comparison
 from reports.page.evidence import (
-    DiagnosedPlace,
     DiagnosedRun,
     ErrorHistogram,
     ErrorPicture,
@@ -23,7 +22,6 @@ from reports.page.evidence import (
     SiteErrors,
     TokenChance,
     TopTokens,
-    TriedMistake,
     WorstElement,
 )
 from reports.page.html import render_page
@@ -32,33 +30,32 @@ from reports.page.origins import OriginRow
 NEXT = ("mm2-test weights --model m --target port.py:DecoderLayer --layer 5", "mm2-diagnose --model m")
 
 
-def site_errors(layer: int | None = 5, site: str = "moe_delta", place: str = "239") -> SiteErrors:
-    histogram = ErrorHistogram(
-        edges=(1e-4, 1e-3, 1e-2), port=(1, 7), golden=(6, 2), num_equal=1, num_equal_golden=3
-    )
-    picture = ErrorPicture(
-        unit="the noise",
-        token_starts=(0, 2, 4),
-        token_names=("row 0, token 0 to 1", "row 0, token 2 to 3"),
-        channel_starts=(0, 4, 8),
-        blocks=((1.0, 2.0), (50.0, float("inf"))),
-        by_token=(1.5, 60.0),
-        by_channel=(30.0, 40.0),
-        massive=(3,),
-    )
-    worst = WorstElement(
-        row=0, position=3, place=place, golden=0.5, port=float("nan"), twin=0.51, error=float("nan")
-    )
+def site_errors() -> SiteErrors:
     return SiteErrors(
-        layer=layer,
-        site=site,
+        layer=5,
+        site="moe_delta",
         why="to blame",
         num_tokens=4,
         num_channels=8,
         has_twin=True,
-        histogram=histogram,
-        picture=picture,
-        worst=(worst,),
+        histogram=ErrorHistogram(
+            edges=(1e-4, 1e-3, 1e-2), port=(1, 7), golden=(6, 2), num_equal=1, num_equal_golden=3
+        ),
+        picture=ErrorPicture(
+            unit="the noise",
+            token_starts=(0, 2, 4),
+            token_names=("row 0, token 0 to 1", "row 0, token 2 to 3"),
+            channel_starts=(0, 4, 8),
+            blocks=((1.0, 2.0), (50.0, float("inf"))),
+            by_token=(1.5, 60.0),
+            by_channel=(30.0, 40.0),
+            massive=(3,),
+        ),
+        worst=(
+            WorstElement(
+                row=0, position=3, place="239", golden=0.5, port=float("nan"), twin=0.51, error=float("nan")
+            ),
+        ),
     )
 
 
@@ -85,40 +82,30 @@ def evidence(text: str = " the") -> Evidence:
     )
 
 
-def diagnosis(name: str = "gate_up_swapped") -> DiagnosedRun:
-    def mistake(name: str, leaves: str, *, is_named: bool) -> TriedMistake:
-        return TriedMistake(
-            name=name,
-            parameters="",
-            is_named=is_named,
-            leaves=leaves,
-            explains="99",
-            what="Gate and up are exchanged.",
-            look_at="the fused weight",
-        )
+@pytest.fixture(scope="session")
+def plan(diagnose: Callable[..., DiagnosedRun]) -> Callable[..., Report]:
+    """Makes a report; what is not given is made up."""
 
-    place = DiagnosedPlace(
-        place="layer 5",
-        outcome=f"matches {name}: leaves ρ 0.970 of 112",
-        is_right=False,
-        mistakes=(mistake(name, "0.970", is_named=True), mistake("act_missing", "88.0", is_named=False)),
-        method="111 hypotheses tried, judged by output",
-    )
-    return DiagnosedRun(headline=f"FAIL: layer 5, {name}", places=(place,))
-
-
-def planned(comparison: Comparison, **parts: Any) -> Report:
-    """Return a report; what is not given is made up."""
-    made_up = {
-        "next_commands": NEXT,
-        "evidence": evidence(),
-        "diagnosis": diagnosis(),
-        "origins": (
+    def make(comparison: Comparison, **parts: Any) -> Report:
+        origins = (
             OriginRow(name="backend", golden="cuda", port="neuron"),
             OriginRow(name="model_source", golden="m", port="m"),
-        ),
-    }
-    return Report(comparison=comparison, **(made_up | parts))
+        )
+        made_up: dict[str, Any] = {
+            "next_commands": NEXT,
+            "evidence": evidence(),
+            "diagnosis": diagnose(),
+            "origins": origins,
+        }
+        return Report(comparison=comparison, **(made_up | parts))
+
+    return make
+
+
+@pytest.fixture
+def make_evidence() -> Callable[[str], Evidence]:
+    """Makes evidence with a text of the test's own."""
+    return evidence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +165,9 @@ def show(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
 
 @pytest.fixture(scope="module")
-def failing_page(show: Callable[..., Opened], failing: Comparison) -> Opened:
+def failing_page(show: Callable[..., Opened], plan: Callable[..., Report], failing: Comparison) -> Opened:
     """The page of the failing comparison, opened once."""
-    return show(planned(failing))
+    return show(plan(failing))
 
 
 @pytest.fixture
@@ -194,35 +181,3 @@ def opened(failing_page: Opened) -> Iterator[Opened]:
     page.keyboard.press("Escape")
     page.mouse.move(0, 0)
     page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-
-
-@pytest.fixture(scope="session")
-def failing(failing: Comparison) -> Comparison:
-    """The failing comparison, with the noise floor of every site."""
-    sites = tuple(
-        site if site.noise is None else replace(site, noise=replace(site.noise, floor=0.004))
-        for site in failing.sites
-    )
-    return replace(failing, sites=sites)
-
-
-@pytest.fixture(scope="session")
-def chained(chained: Comparison) -> Comparison:
-    """The chained comparison, with the error along two layers of it."""
-    points = (
-        CurvePoint(layer=0, error=0.01, handed_on=0.0, floor=0.008, ratio=1.2),
-        CurvePoint(layer=1, error=0.5, handed_on=0.01, floor=0.009, ratio=40.0),
-    )
-    return replace(chained, curve=Curve(points=points, onset=1, command="mm2-test single-layer --layer 1"))
-
-
-@pytest.fixture
-def plan() -> Callable[..., Report]:
-    """Makes a report; what is not given is made up."""
-    return planned
-
-
-@pytest.fixture
-def makers() -> dict[str, Callable[..., Any]]:
-    """Makes evidence and a diagnosis with a text of the test's own."""
-    return {"evidence": evidence, "diagnosis": diagnosis}

@@ -16,15 +16,15 @@ def cell(drawn: HeatMap, row: int, site: str) -> Cell:
     return found
 
 
-def test_map_has_a_row_for_each_layer_and_a_column_for_each_site(passing: Comparison) -> None:
+def test_map_has_a_row_for_each_layer_and_a_column_for_each_site(
+    passing: Comparison, failing: Comparison
+) -> None:
     drawn = draw_layers(passing)
     assert [row.title for row in drawn.rows] == [str(layer) for layer in range(8)]
     assert len(drawn.sites) == 17
     assert drawn.sites[:2] == ("input_norm", "q_proj")
     assert draw_outside(passing).sites == ("embedding", "final_norm", "logits")
-
-
-def test_run_without_sites_outside_the_layers_has_no_row_for_them(failing: Comparison) -> None:
+    # A run without sites outside the layers has no row for them.
     assert draw_outside(failing).rows == ()
 
 
@@ -37,28 +37,17 @@ def test_blamed_site_is_marked_and_its_consequence_is_not(failing: Comparison) -
     assert blamed.told[0] == "ρ 14.2"
 
 
-def test_choice_of_experts_shows_its_flips(warning: Comparison) -> None:
-    found = cell(draw_layers(warning), 3, "router_experts")
-    assert found.words[0] == "2 flips"
-    assert found.told[2] == "2 flips"
-    assert found.shades[0] == 0.0
-
-
-def test_site_that_the_port_hides_has_a_mark_and_no_shade(unexposed: Comparison) -> None:
-    found = cell(draw_layers(unexposed), 3, "q_rope")
-    assert (found.mark, found.status, set(found.shades)) == ("–", "not exposed", {None})
-    assert found.told[0] == "ρ not measured"
-
-
-def test_all_figures_of_the_classic_limits_can_be_chosen() -> None:
-    classic = {figure.name for figure in FIGURES if figure.is_classic}
-    assert classic == {
-        "max_abs_diff",
-        "mean_abs_diff",
-        "close_fraction",
-        "cosine_similarity",
-        "pearson_correlation",
-    }
+def test_cells_tell_flips_what_the_port_hides_and_facts_that_the_map_does_not(
+    warning: Comparison, unexposed: Comparison, nonfinite: Comparison
+) -> None:
+    flips = cell(draw_layers(warning), 3, "router_experts")
+    assert (flips.words[0], flips.told[2], flips.shades[0]) == ("2 flips", "2 flips", 0.0)
+    hidden = cell(draw_layers(unexposed), 3, "q_rope")
+    assert (hidden.mark, hidden.status, set(hidden.shades)) == ("–", "not exposed", {None})
+    assert hidden.told[0] == "ρ not measured"
+    facts = dict(cell(draw_layers(nonfinite), 2, "attn_context").facts)
+    assert facts["ρ of the worst token"] == "nan at row 0, token 17"
+    assert facts["NaN or Inf"] == "64 of the port, 0 of the golden, of 12288 elements"
 
 
 @pytest.mark.parametrize(
@@ -85,9 +74,3 @@ def test_nan_is_the_worst_and_an_unknown_value_has_no_shade() -> None:
     assert shade(BY_NAME["rho"], math.nan) == 1.0
     assert shade(BY_NAME["cosine_similarity"], math.inf) == 1.0
     assert shade(BY_NAME["rho"], None) is None
-
-
-def test_facts_of_a_site_tell_what_the_map_does_not(nonfinite: Comparison) -> None:
-    facts = dict(cell(draw_layers(nonfinite), 2, "attn_context").facts)
-    assert facts["ρ of the worst token"] == "nan at row 0, token 17"
-    assert facts["NaN or Inf"] == "64 of the port, 0 of the golden, of 12288 elements"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteStatus
-from reports.page.evidence import Report
+from reports.page.evidence import DiagnosedRun, Evidence, Report
 from reports.page.html import SITE_MEANINGS, draw_charts
 from reports.page.origins import OriginRow
 
@@ -39,43 +39,32 @@ class TestReading:
         assert opened.page.locator(".cell").count() == failing.of
         assert opened.console == []
 
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "nonfinite",
-            *(
-                pytest.param(name, marks=pytest.mark.slow)
-                for name in ("chained", "passing", "warning", "failing")
-            ),
-        ],
-    )
-    def test_every_chart_is_drawn_and_the_console_stays_empty(
-        self, show: Show, plan: Plan, name: str, request: pytest.FixtureRequest
-    ) -> None:
-        report = plan(request.getfixturevalue(name))
-        opened = show(report)
-        assert opened.console == []
+    def test_every_chart_is_drawn(self, opened: Opened, plan: Plan, failing: Comparison) -> None:
+        report = plan(failing)
         num_charts = sum(map(len, draw_charts(report.comparison, report.evidence).values()))
         assert opened.page.locator("figure svg.marks").count() == num_charts
         assert num_charts >= 8
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["nonfinite", "chained", "passing", "warning", "unexposed"])
+    def test_no_other_comparison_writes_to_the_console(
+        self, show: Show, plan: Plan, name: str, request: pytest.FixtureRequest
+    ) -> None:
+        opened = show(plan(request.getfixturevalue(name)))
+        assert opened.console == []
+        assert opened.page.locator("figure svg.marks").count() >= 8
+        if name == "unexposed":
+            assert "Not exposed by the port: 16 sites" in opened.text("#uncompared")
+            assert opened.text("#cell-3-q_rope") == "–"
+
     def test_sections_tell_what_the_evidence_holds(self, opened: Opened) -> None:
         assert "239" in opened.text("#errors-5-moe_delta tbody")
         assert "gate_up_swapped" in opened.text("#diagnosis tr.named")
-        assert opened.text("#diagnosis tbody tr:nth-child(2)").startswith("2\tact_missing nearest\t88.0")
+        assert opened.text("#diagnosis tbody tr:nth-child(3)").startswith("3\tact_missing nearest\t88.0")
         assert opened.text("#logits .top h4") == "after row 0, token 1 KL 0.500 nats"
         assert opened.page.locator("#origins tr.differs").count() == 1
         assert opened.text("#origins tr.differs").startswith("≠\tbackend\tcuda\tneuron")
         assert opened.text("#uncompared p") == "Every site that the run declares was compared."
-
-    @pytest.mark.slow
-    def test_sites_that_were_not_compared_are_told(
-        self, show: Show, plan: Plan, unexposed: Comparison
-    ) -> None:
-        opened = show(plan(unexposed))
-        assert opened.console == []
-        assert "Not exposed by the port: 16 sites" in opened.text("#uncompared")
-        assert opened.text("#cell-3-q_rope") == "–"
 
     def test_word_is_explained_on_hover_and_on_focus(self, opened: Opened) -> None:
         term = opened.page.locator("#map .term", has_text="noise floor").first
@@ -164,43 +153,27 @@ class TestChoosing:
 class TestDiagnosis:
     @pytest.mark.slow
     def test_without_a_name_the_place_comes_before_the_hints(
-        self,
-        show: Show,
-        plan: Plan,
-        makers: Mapping[str, Any],
-        failing: Comparison,
-        failing_page: Opened,
+        self, show: Show, plan: Plan, undiagnosed: DiagnosedRun, failing: Comparison, failing_page: Opened
     ) -> None:
-        (named,) = makers["diagnosis"]().places
-        lies = (
-            "Lies between k_proj (right) and k_norm (wrong).",
-            "4 more show the same pattern: layers 2-5.",
-        )
-        place = replace(
-            named,
-            place="layers 0-1",
-            outcome="no known mistake explains them (ρ 384 … 388)",
-            lies=lies,
-            mistakes=tuple(replace(mistake, is_named=False) for mistake in named.mistakes),
-        )
-        run = replace(makers["diagnosis"](), headline="FAIL: layers 0-5, k_norm: unknown", places=(place,))
-        opened = show(plan(failing, diagnosis=run))
+        opened = show(plan(failing, diagnosis=undiagnosed))
         text = opened.text("#diagnosis")
-        assert text.split("\n\n")[:2] == ["Diagnosis", "FAIL: layers 0-5, k_norm: unknown"]
-        assert text.index(lies[0]) < text.index(lies[1]) < text.index("What came nearest: hints, no causes")
+        assert text.split("\n\n")[:2] == ["Diagnosis", undiagnosed.headline]
+        first, second = undiagnosed.places[0].lies
+        assert text.index(first) < text.index(second) < text.index("What came nearest: hints, no causes")
         assert opened.page.locator("#diagnosis tr.named").count() == 0
         assert "hints" not in failing_page.text("#diagnosis")
 
     @pytest.mark.slow
     def test_figures_do_not_overlap_on_a_phone(
-        self, show: Show, plan: Plan, makers: Mapping[str, Any], failing: Comparison
+        self, show: Show, plan: Plan, diagnose: Callable[..., DiagnosedRun], failing: Comparison
     ) -> None:
-        (place,) = makers["diagnosis"]().places
+        run = diagnose()
+        (place,) = run.places
         wide = tuple(
             replace(mistake, leaves="0.956 … 1.123", explains="99.9 … 100.0") for mistake in place.mistakes
         )
-        run = replace(makers["diagnosis"](), places=(replace(place, mistakes=wide),))
-        opened = show(plan(failing, diagnosis=run), width=360)
+        changed = replace(run, places=(replace(place, mistakes=wide),))
+        opened = show(plan(failing, diagnosis=changed), width=360)
         for cell in opened.page.locator("#diagnosis td").all():
             assert cell.evaluate("node => node.scrollWidth <= node.clientWidth")
 
@@ -245,12 +218,21 @@ class TestAppearance:
 
 
 class TestEscaping:
-    def hostile(self, plan: Plan, failing: Comparison, make: Mapping[str, Any]) -> Report:
+    def test_text_of_captures_is_text(
+        self,
+        show: Show,
+        plan: Plan,
+        failing: Comparison,
+        make_evidence: Callable[[str], Evidence],
+        diagnose: Callable[..., DiagnosedRun],
+    ) -> None:
         (blame,) = failing.blame
         sites = tuple(
             replace(site, reason=HOSTILE, where=(HOSTILE,)) if site.status is SiteStatus.FAIL else site
             for site in failing.sites
         )
+        # The name of a site too.
+        sites = tuple(replace(site, site=HOSTILE) if site.site == "attn_delta" else site for site in sites)
         comparison = replace(
             failing,
             reference=HOSTILE,
@@ -260,41 +242,20 @@ class TestEscaping:
             sites=sites,
             blame=(replace(blame, reason=HOSTILE),),
         )
-        return plan(
+        report = plan(
             comparison,
             next_commands=(HOSTILE,),
-            evidence=make["evidence"](HOSTILE),
-            diagnosis=make["diagnosis"](HOSTILE),
+            evidence=make_evidence(HOSTILE),
+            diagnosis=diagnose(HOSTILE),
             origins=(OriginRow(name=HOSTILE, golden=HOSTILE, port="b"),),
         )
-
-    @pytest.mark.slow
-    def test_text_of_captures_is_text(
-        self, show: Show, plan: Plan, failing: Comparison, makers: Mapping[str, Any]
-    ) -> None:
-        opened = show(self.hostile(plan, failing, makers))
+        opened = show(report)
         opened.page.click(BLAMED)
         for selector in (
-            "#details-reason",
-            "#verdict",
-            "#uncompared",
-            "#origins tbody",
-            "#diagnosis",
-            "#logits .top",
-            ".commands",
+            *("#details-reason", "#verdict", "#uncompared", "#origins tbody", "#diagnosis"),
+            *("#logits .top", ".commands", "#map"),
         ):
-            assert "<img src=x onerror=window.hacked=1> {{7*7}} ${7*7}" in opened.text(selector)
-        assert opened.page.evaluate("window.hacked") is None
-        assert opened.page.locator("img").count() == 0
-        assert opened.console == []
-
-    def test_site_with_a_hostile_name_is_text_everywhere(
-        self, show: Show, plan: Plan, failing: Comparison
-    ) -> None:
-        named = tuple(
-            replace(site, site=HOSTILE) if site.site == "moe_delta" else site for site in failing.sites
-        )
-        opened = show(plan(replace(failing, sites=named)))
+            assert "<img src=x onerror=window.hacked=1> {{7*7}} ${7*7}" in opened.text(selector), selector
         assert opened.page.evaluate("window.hacked") is None
         assert opened.page.locator("img").count() == 0
         assert opened.console == []
