@@ -34,19 +34,21 @@ CHOSEN = {
 }
 
 
-def write(path: Path, *records: Any) -> Path:
-    path.write_text("\n".join(json.dumps(record) for record in records) + "\n", encoding="utf-8")
-    return path
+def write(folder: Path, *records: Any) -> Path:
+    # Text of any alphabet as it is, as lm_eval writes it.
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    (folder / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder / "samples.jsonl"
 
 
 def test_generated_answer_is_read(tmp_path: Path) -> None:
-    (sample,) = read_lm_eval_samples(write(tmp_path / "samples.jsonl", GENERATED))
+    (sample,) = read_lm_eval_samples(write(tmp_path, GENERATED))
     assert (sample.name, sample.context, sample.continuation) == ("doc 3", "6 × 7 =", " 41")
     assert (sample.is_generated, sample.target, sample.is_right) == (True, "42", False)
 
 
 def test_each_choice_is_a_sample_with_its_likelihood(tmp_path: Path) -> None:
-    samples = read_lm_eval_samples(write(tmp_path / "samples.jsonl", CHOSEN))
+    samples = read_lm_eval_samples(write(tmp_path, CHOSEN))
     assert [sample.continuation for sample in samples] == [" A", " B"]
     assert [sample.log_likelihood for sample in samples] == [-2.5, -0.5]
     assert [sample.name for sample in samples] == ["doc 0, choice 0", "doc 0, choice 1"]
@@ -56,38 +58,33 @@ def test_each_choice_is_a_sample_with_its_likelihood(tmp_path: Path) -> None:
 
 def test_document_of_several_filters_counts_once_and_is_right_if_one_says_so(tmp_path: Path) -> None:
     flexible = {**GENERATED, "filter": "flexible-extract", "exact_match": 1.0}
-    (sample,) = read_lm_eval_samples(write(tmp_path / "samples.jsonl", GENERATED, flexible))
+    (sample,) = read_lm_eval_samples(write(tmp_path, GENERATED, flexible))
     assert sample.is_right is True
+    # Without metrics it is unknown.
+    record = {key: value for key, value in GENERATED.items() if key not in ("metrics", "exact_match")}
+    (unknown,) = read_lm_eval_samples(write(tmp_path, record))
+    assert unknown.is_right is None
 
 
 def test_chat_is_read_as_messages(tmp_path: Path) -> None:
     messages = json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
     record = {**GENERATED, "arguments": {"gen_args_0": {"arg_0": [messages], "arg_1": {}}}}
-    (sample,) = read_lm_eval_samples(write(tmp_path / "samples.jsonl", record))
+    (sample,) = read_lm_eval_samples(write(tmp_path, record))
     assert sample.context == (
         Message(role="system", content="Be brief."),
         Message(role="user", content="Hi"),
     )
 
 
-def test_without_metrics_rightness_is_unknown(tmp_path: Path) -> None:
-    record = {key: value for key, value in GENERATED.items() if key not in ("metrics", "exact_match")}
-    (sample,) = read_lm_eval_samples(write(tmp_path / "samples.jsonl", record))
-    assert sample.is_right is None
-
-
 def test_line_separators_within_text_end_no_line(tmp_path: Path) -> None:
     record = {**GENERATED, "resps": [["one\u2028two\x85three"]]}
-    path = tmp_path / "samples.jsonl"
-    # lm_eval writes such characters as they are.
-    path.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
-    (sample,) = read_lm_eval_samples(path)
+    (sample,) = read_lm_eval_samples(write(tmp_path, record))
     assert sample.continuation == "one\u2028two\x85three"
 
 
 def test_likelihood_may_be_a_number_or_text_in_a_pair_of_its_own(tmp_path: Path) -> None:
     record = {**CHOSEN, "resps": [[-2.5, False], [["-inf", "True"]]]}
-    samples = read_lm_eval_samples(write(tmp_path / "samples.jsonl", record))
+    samples = read_lm_eval_samples(write(tmp_path, record))
     assert [sample.log_likelihood for sample in samples] == [-2.5, float("-inf")]
 
 
@@ -110,7 +107,7 @@ def test_likelihood_may_be_a_number_or_text_in_a_pair_of_its_own(tmp_path: Path)
     ],
 )
 def test_value_of_another_kind_is_refused_by_its_document(tmp_path: Path, changed: dict[str, Any]) -> None:
-    path = write(tmp_path / "samples.jsonl", {**GENERATED, **changed})
+    path = write(tmp_path, {**GENERATED, **changed})
     with pytest.raises(
         UsageError, match=r"samples\.jsonl, (line 1|doc 3): its requests cannot be read"
     ) as caught:

@@ -76,19 +76,13 @@ def test_ids_are_read_from_json(toy: Path, tmp_path: Path, text: str, expected: 
 )
 def test_json_without_ids_is_refused(toy: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "ids.json").write_text(text)
-    with pytest.raises(
-        UsageError, match=r"--input-ids .*ids\.json' cannot be read: expected ids like 1,2,3 or a"
-    ):
+    with pytest.raises(UsageError, match=r"--input-ids .*ids\.json' cannot be read: expected ids like 1,2,3"):
         build(toy, input_ids=(str(tmp_path / "ids.json"),))
 
 
-@pytest.mark.parametrize(
-    ("token", "is_allowed"), [(-1, False), (0, True), (511, True), (512, False), (2**80, False)]
-)
-def test_ids_outside_the_vocabulary_are_refused(toy: Path, token: int, is_allowed: bool) -> None:
-    if is_allowed:
-        assert rows(build(toy, input_ids=(f"3,{token}",))) == [[3, token]]
-        return
+@pytest.mark.parametrize("token", [-1, 512, 2**80])
+def test_ids_outside_the_vocabulary_are_refused(toy: Path, token: int) -> None:
+    assert rows(build(toy, input_ids=("0,511",))) == [[0, 511]]
     with pytest.raises(UsageError, match=f"row 1 holds the id {token}: expected ids from 0 to 511"):
         build(toy, input_ids=("3", f"3,{token}"))
 
