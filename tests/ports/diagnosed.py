@@ -74,7 +74,7 @@ class LowPrecisionGate(planted.Planted):
 class RoundedGate(planted.Planted):
     """The gate's weight rounded to BF16 by the loader, and multiplied in float32."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         state["moe.router.weight"] = state["moe.router.weight"].bfloat16().float()
 
 
@@ -147,7 +147,7 @@ class SeesNext(planted.Planted):
 class UpByExpert(planted.Planted):
     """Up projections that are off by a factor for each expert."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         factors = 0.8 + 0.4 * (torch.arange(config.num_local_experts) % 5) / 4
         gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)
         state["moe.gate_up_proj"] = torch.cat(
@@ -169,7 +169,7 @@ class BlackBoxOfRandomRows(planted.BlackBox):
     """O2, which nobody can name: o_proj holds random numbers; seen from outside."""
 
     class mistake(planted.Planted):  # noqa: N801
-        def spoil(self, state, config, layer_idx):
+        def spoil(self, state, config):
             weight = state["self_attn.o_proj.weight"]
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
             state["self_attn.o_proj.weight"] = (noise * weight.float().std()).to(weight.dtype)

@@ -30,10 +30,10 @@ class Planted(port.DecoderLayer):
 
     def convert_state_dict(self, tensors, config, layer_idx):
         state = super().convert_state_dict(tensors, config, layer_idx)
-        self.spoil(state, config, layer_idx)
+        self.spoil(state, config)
         return state
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         """Change the converted weights of a layer."""
 
 
@@ -49,7 +49,7 @@ class SlicedNorm(port.Norm):
 class NormPerHeadWeights(Planted):
     """QN1: norm weights averaged over the heads."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
             heads = state[name].view(-1, config.head_dim)
             state[name] = heads.mean(0).repeat(heads.shape[0])
@@ -95,7 +95,7 @@ class NormPerRank(Planted):
 class KeyNormDivisor(Planted):
     """QN3: replicated keys counted eight times in the sum, once in the divisor."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         state["self_attn.k_norm.weight"] = state["self_attn.k_norm.weight"] * 8**-0.5
 
 
@@ -165,7 +165,7 @@ class AttentionScale(Planted):
 class SwappedKeyValue(Planted):
     """A2: the fused rows cut in the wrong order."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         sizes = (self.self_attn.query_width, self.self_attn.key_width, self.self_attn.key_width)
         q, k, v = state["self_attn.qkv_proj.weight"].split(sizes)
         state["self_attn.qkv_proj.weight"] = torch.cat((q, v, k))
@@ -174,14 +174,14 @@ class SwappedKeyValue(Planted):
 class QueryWithoutScale(Planted):
     """F1: FP8 values of q_proj used without their scale; q_norm absorbs it."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         state["self_attn.qkv_proj.weight"][: self.self_attn.query_width] *= 64.0
 
 
 class OutputProjectionNeverLoaded(Planted):
     """O1: o_proj left at zero."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         state["self_attn.o_proj.weight"] = torch.zeros_like(state["self_attn.o_proj.weight"])
 
 
@@ -213,7 +213,7 @@ class NormMiscompiled(Planted):
 class QuantisedGate(Planted):
     """RT4: the gate quantised, because a skip list spelt it otherwise."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         gate = state["moe.router.weight"]
         scale = gate.abs().amax() / 448
         state["moe.router.weight"] = (gate / scale).to(torch.float8_e4m3fn).float() * scale
@@ -222,7 +222,7 @@ class QuantisedGate(Planted):
 class RoundedRouter(Planted):
     """Gate and correction bias rounded to BF16, as in a model that was cast to BF16 whole."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         for name in ("moe.router.weight", "moe.router.correction_bias"):
             state[name] = state[name].to(torch.bfloat16).to(state[name].dtype)
 
@@ -303,7 +303,7 @@ class GeluExperts(Planted):
 class LocalExpertsOnly(Planted):
     """EP1: the experts of the other ranks add nothing."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         state["moe.down_proj"][config.num_local_experts // 4 :] = 0
 
 
@@ -424,7 +424,7 @@ class UpClampedOnBothSides(Planted):
 class ExchangedExperts(Planted):
     """Two experts under each other's number."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         for name in ("moe.gate_up_proj", "moe.down_proj"):
             state[name][[5, 6]] = state[name][[6, 5]]
 
@@ -432,7 +432,7 @@ class ExchangedExperts(Planted):
 class KeyNormOfQuery(Planted):
     """The key norm bound to the query norm's weight."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         width = state["self_attn.k_norm.weight"].numel()
         state["self_attn.k_norm.weight"] = state["self_attn.q_norm.weight"][:width].clone()
 
@@ -508,13 +508,13 @@ class _Louder(nn.Module):
 class SwappedKeyValueAndOneExpertMissing(SwappedKeyValue):
     """A2, and an expert that adds nothing."""
 
-    def spoil(self, state, config, layer_idx):
-        super().spoil(state, config, layer_idx)
+    def spoil(self, state, config):
+        super().spoil(state, config)
         state["moe.down_proj"][5] = 0
 
 
 class LoudDelta(Planted):
     """A port whose attention adds fifty times too much."""
 
-    def spoil(self, state, config, layer_idx):
+    def spoil(self, state, config):
         state["self_attn.o_proj.weight"] = state["self_attn.o_proj.weight"] * 50
