@@ -45,14 +45,10 @@ def write(project: Path, *lines: str) -> None:
     (project / "mm2.toml").write_text("\n".join(lines))
 
 
-def test_without_a_file_nothing_changes(project: Path) -> None:
-    result = run()
-    assert result.stdout == "none None builtin auto 1\n"
-    assert result.stderr == ""
-    assert "Defaults from" not in run("--help").output
-
-
 def test_file_gives_defaults_and_says_so(project: Path) -> None:
+    without = run()
+    assert (without.stdout, without.stderr) == ("none None builtin auto 1\n", "")
+    assert "Defaults from" not in run("--help").output
     write(project, 'model = "owner/name"', 'golden = "goldens/full"', "tp_degree = 4", 'dtype = "float32"')
     result = run()
     assert result.stdout == "owner/name goldens/full builtin auto 4\n"
@@ -95,17 +91,12 @@ def test_paths_of_a_file_above_count_from_its_folder(project: Path, monkeypatch:
     below = project / "a" / "b"
     below.mkdir(parents=True)
     (project / "toy").mkdir()
-    write(project, 'model = "toy"', 'golden = "full"', 'target = "ports/port.py:Layer"')
     monkeypatch.chdir(below)
+    write(project, 'model = "toy"', 'golden = "full"', 'target = "ports/port.py:Layer"')
     assert run().stdout == f"{project}/toy {project}/full {project}/ports/port.py:Layer auto 1\n"
-
-
-def test_modules_and_hub_ids_are_no_paths(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (project / "below").mkdir()
+    # Modules, hub ids and addresses are no paths.
     write(project, 'model = "owner/name"', 'target = "package.module:Layer"', 'golden = "s3://bucket/full"')
-    monkeypatch.chdir(project / "below")
-    defaults = ProjectDefaults.find(Path.cwd())
-    assert dict(defaults.values) == {
+    assert dict(ProjectDefaults.find(below).values) == {
         "model": "owner/name",
         "target": "package.module:Layer",
         "golden": "s3://bucket/full",
