@@ -145,7 +145,7 @@ def test_golden_mask_comes_from_its_metadata(metadata: dict[str, Any], tmp_path:
     mask = LegacyCapture.open(write_golden(tmp_path / "full_model", **metadata)).read_attention_mask()
     assert mask is not None
     assert mask.dtype == torch.int64
-    assert torch.equal(mask, MASK.long())
+    assert mask.tolist() == MASK.tolist()
 
 
 @pytest.mark.parametrize(
@@ -242,10 +242,3 @@ def test_damaged_file_is_named_when_it_is_read(golden: Path) -> None:
     assert torch.equal(capture.read(0, Site.OUTPUT), hidden_states(0))
     with pytest.raises(CaptureError, match=r"layer_1_output\.pt is damaged"):
         capture.read(1, Site.OUTPUT)
-
-
-def test_output_of_a_foreign_class_is_refused(tmp_path: Path) -> None:
-    record = single_layer(7, output_hidden_states=MiniMaxM2InferenceConfig())
-    capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", record))
-    with pytest.raises(CaptureError, match="holds no tensor where one is looked for"):
-        capture.read(7, Site.OUTPUT)

@@ -67,13 +67,17 @@ def test_stored_logits_are_read_as_written(goldens: list[GoldenLogits], tmp_path
         store.read(ROWS[2])
 
 
-def test_model_of_other_weights_has_no_logits_of_this_one(
+def test_model_of_other_weights_has_no_logits_of_this_one_and_a_copy_shares_them(
     goldens: list[GoldenLogits], tmp_path: Path
 ) -> None:
     """The fingerprint alone would not tell: it digests norms, router gate and bias."""
-    open_store(tmp_path / "kept").write(goldens[0])
+    store = open_store(tmp_path / "kept")
+    store.write(goldens[0])
+    record = json.loads((store.directory / MODEL_FILE).read_text(encoding="utf-8"))
+    assert record["fingerprint"]["spec_digest"] == ModelSpec.from_folder(LEARNED).digest()
     other = tmp_path / "other"
     shutil.copytree(LEARNED, other)
+    assert open_store(tmp_path / "kept", other).has(ROWS[0])
     shard = sorted(other.glob("*.safetensors"))[1]
     tensors = load_file(shard)
     name = next(name for name in sorted(tensors) if name.endswith("w2.weight"))
@@ -81,12 +85,6 @@ def test_model_of_other_weights_has_no_logits_of_this_one(
     save_file(tensors, shard, metadata={"format": "pt"})
     assert open_store(tmp_path / "kept").has(ROWS[0])
     assert not open_store(tmp_path / "kept", other).has(ROWS[0])
-
-
-def test_copy_of_a_model_shares_its_logits(goldens: list[GoldenLogits], tmp_path: Path) -> None:
-    open_store(tmp_path / "kept").write(goldens[0])
-    shutil.copytree(LEARNED, tmp_path / "copy")
-    assert open_store(tmp_path / "kept", tmp_path / "copy").has(ROWS[0])
 
 
 def test_damaged_file_counts_as_missing(
@@ -102,12 +100,6 @@ def test_damaged_file_counts_as_missing(
     assert "does not match its digest" in caplog.text
     path.write_bytes(content[:100])
     assert not store.has(ROWS[0])
-
-
-def test_folder_says_which_model_it_is_of(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    record = json.loads((store.directory / MODEL_FILE).read_text(encoding="utf-8"))
-    assert record["fingerprint"]["spec_digest"] == ModelSpec.from_folder(LEARNED).digest()
 
 
 def test_row_has_the_logits_of_its_own_tokens_alone(goldens: list[GoldenLogits]) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import torch
 from minimax_tools.capture.taps import verify_taps
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.modules import LAYER_TAPS, read_config, recording_layer, require_golden_extra
-
-REPOSITORY = Path(__file__).parents[3]
 
 WITHOUT_TRANSFORMERS = """
 import sys
@@ -53,21 +49,16 @@ def test_taps_name_submodules_that_transformers_has(layers: Any) -> None:
     assert set(Site) - set(LAYER_TAPS) == {Site.Q_ROPE, Site.K_ROPE}
 
 
-def test_recording_shows_every_site_and_changes_no_bit(layers: Any) -> None:
+def test_recording_shows_the_sites_asked_for_and_changes_no_bit(layers: Any) -> None:
     states = torch.randn(2, 5, 256)
     plain = forward(layers[0], states)
-    with recording_layer(layers[0], sites=tuple(Site), attn_implementation="sdpa") as tensors:
-        recorded = forward(layers[0], states)
-    assert torch.equal(recorded, plain)
-    assert set(tensors) == set(Site)
-    assert torch.equal(tensors[Site.INPUT], states)
-    assert torch.equal(tensors[Site.OUTPUT], plain)
-
-
-def test_only_the_sites_asked_for_are_recorded(layers: Any) -> None:
-    with recording_layer(layers[0], sites=(Site.K_ROPE, Site.OUTPUT), attn_implementation="sdpa") as tensors:
-        forward(layers[0], torch.randn(1, 3, 256))
-    assert set(tensors) == {Site.K_ROPE, Site.OUTPUT}
+    for sites in (tuple(Site), (Site.K_ROPE, Site.OUTPUT)):
+        with recording_layer(layers[0], sites=sites, attn_implementation="sdpa") as tensors:
+            recorded = forward(layers[0], states)
+        assert torch.equal(recorded, plain)
+        assert set(tensors) == set(sites)
+        assert torch.equal(tensors[Site.OUTPUT], plain)
+        assert torch.equal(tensors.get(Site.INPUT, states), states)
 
 
 def test_each_recording_sees_its_own_layer(layers: Any) -> None:
@@ -82,13 +73,12 @@ def test_each_recording_sees_its_own_layer(layers: Any) -> None:
     assert not torch.equal(first[Site.Q_ROPE], second[Site.Q_ROPE])
 
 
-def test_attention_of_another_implementation_is_not_seen(layers: Any) -> None:
+def test_attention_of_another_implementation_is_not_seen_and_a_misspelt_one_does_not_run(
+    layers: Any,
+) -> None:
     with recording_layer(layers[0], sites=(Site.Q_ROPE,), attn_implementation="eager") as tensors:
         forward(layers[0], torch.randn(1, 3, 256))
     assert tensors == {}
-
-
-def test_misspelt_attention_does_not_run_as_eager(layers: Any) -> None:
     with (
         pytest.raises(KeyError, match="sdpaa"),
         recording_layer(layers[0], sites=(Site.Q_ROPE,), attn_implementation="sdpaa"),
@@ -110,15 +100,9 @@ def test_goldens_do_not_start_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None
     assert os.environ["USE_TORCH_XLA"] == "1"
 
 
-def test_host_without_transformers_is_told_what_to_install(toy: Path) -> None:
-    arguments = ["single-layer", "--layer", "0", "--model", str(toy), "--no-save"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRANSFORMERS, *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_host_without_transformers_is_told_what_to_install(toy: Path, forked_python: Any) -> None:
+    arguments = ["single-layer", "--layer", "0", "--model", toy, "--no-save"]
+    done = forked_python(WITHOUT_TRANSFORMERS, *arguments)
     assert done.returncode == 3
     assert "a golden capture needs the package 'transformers', which is not installed here" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from minimax_tools.reference.modules import read_config, recording_layer
 from minimax_tools.reference.twin import Float32Twin
 
 LAYERS = (0, 3)
-CPU = torch.device("cpu")
 COMPUTED = tuple(site for site in Site if site is not Site.INPUT)
 
 
@@ -60,17 +60,21 @@ def run_in_float32(model: Any, layer: int, states: torch.Tensor, inputs: Inputs)
     return {site: shape_to_batch(site, tensor, inputs.batch_shape) for site, tensor in tensors.items()}
 
 
-def make_twin(config: Any, open_layer: Any, layer: int) -> Float32Twin:
-    return Float32Twin(config, open_layer(layer), layer=layer, device=CPU)
+Make = Callable[[int], Float32Twin]
+
+
+@pytest.fixture(scope="module")
+def make_twin(config: Any, open_layer: Any) -> Make:
+    return lambda layer: Float32Twin(config, open_layer(layer), layer=layer, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_twin_is_transformers_layer_in_float32(
-    config: Any, open_layer: Any, model: Any, capture: Capture, inputs: Inputs, layer: int
+    make_twin: Make, model: Any, capture: Capture, inputs: Inputs, layer: int
 ) -> None:
     states, real = capture.read(layer, Site.INPUT), inputs.attention_mask.bool()
     exact = run_in_float32(model, layer, states, inputs)
-    twin = make_twin(config, open_layer, layer).run(states, inputs, router_experts=None, sites=COMPUTED)
+    twin = make_twin(layer).run(states, inputs, router_experts=None, sites=COMPUTED)
     assert tuple(twin) == COMPUTED
     assert torch.equal(twin[Site.ROUTER_EXPERTS][real], exact[Site.ROUTER_EXPERTS][real])
     for site in COMPUTED:
@@ -79,7 +83,7 @@ def test_twin_is_transformers_layer_in_float32(
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_twin_is_the_reference_layer_in_float32(
-    config: Any, open_layer: Any, spec: ModelSpec, capture: Capture, inputs: Inputs, layer: int
+    make_twin: Make, open_layer: Any, spec: ModelSpec, capture: Capture, inputs: Inputs, layer: int
 ) -> None:
     states, real = capture.read(layer, Site.INPUT), inputs.attention_mask.bool()
     module = ReferenceLayer(spec, layer)
@@ -90,7 +94,7 @@ def test_twin_is_the_reference_layer_in_float32(
     exact = {
         site: shape_to_batch(site, tensor, inputs.batch_shape) for site, tensor in recorder.tensors.items()
     }
-    twin = make_twin(config, open_layer, layer).run(states, inputs, router_experts=None, sites=COMPUTED)
+    twin = make_twin(layer).run(states, inputs, router_experts=None, sites=COMPUTED)
     # Both choose the same set; the order of a choice is free.
     mine, order = twin.pop(Site.ROUTER_EXPERTS).sort(-1)
     theirs, their_order = exact.pop(Site.ROUTER_EXPERTS).sort(-1)
@@ -102,20 +106,23 @@ def test_twin_is_the_reference_layer_in_float32(
 
 
 def test_twin_that_chooses_as_the_reference_did_is_not_changed_by_the_replay(
-    config: Any, open_layer: Any, capture: Capture, inputs: Inputs
+    make_twin: Make, capture: Capture, inputs: Inputs
 ) -> None:
-    twin, states = make_twin(config, open_layer, 1), capture.read(1, Site.INPUT)
+    twin, states = make_twin(1), capture.read(1, Site.INPUT)
     free = twin.run(states, inputs, router_experts=None, sites=COMPUTED)
     replayed = twin.run(states, inputs, router_experts=free[Site.ROUTER_EXPERTS], sites=COMPUTED)
     for site in COMPUTED:
         torch.testing.assert_close(replayed[site], free[site], rtol=1e-6, atol=1e-7)
+    # Only the sites that are asked for come back.
+    sites = (Site.K_ROPE, Site.OUTPUT)
+    assert tuple(twin.run(states, inputs, router_experts=None, sites=sites)) == sites
 
 
 def test_replayed_experts_compute_with_the_weights_of_the_twins_own_scores(
-    config: Any, open_layer: Any, capture: Capture, inputs: Inputs, spec: ModelSpec
+    make_twin: Make, open_layer: Any, capture: Capture, inputs: Inputs, spec: ModelSpec
 ) -> None:
     layer, k = 2, spec.num_experts_per_tok
-    states, twin = capture.read(layer, Site.INPUT), make_twin(config, open_layer, layer)
+    states, twin = capture.read(layer, Site.INPUT), make_twin(layer)
     # The last of all experts instead of the chosen ones.
     shape = (inputs.batch_size, inputs.sequence_length, k)
     chosen = torch.arange(spec.num_local_experts - k, spec.num_local_experts).expand(shape)
@@ -137,28 +144,16 @@ def test_replayed_experts_compute_with_the_weights_of_the_twins_own_scores(
     assert not torch.allclose(replayed[Site.MOE_DELTA], free[Site.MOE_DELTA])
 
 
-def test_golden_twin_replays_the_goldens_own_choice(capture: Capture) -> None:
-    for layer in LAYERS:
-        logits, experts = (
-            capture.read_twin(layer, Site.ROUTER_LOGITS),
-            capture.read(layer, Site.ROUTER_EXPERTS),
-        )
-        assert logits is not None
-        scores = logits.sigmoid().gather(-1, experts)
-        weights = capture.read_twin(layer, Site.ROUTER_WEIGHTS)
-        assert weights is not None
-        torch.testing.assert_close(weights, scores / scores.sum(-1, keepdim=True), rtol=1e-6, atol=0)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_golden_twin_replays_the_goldens_own_choice(capture: Capture, layer: int) -> None:
+    logits, weights = (capture.read_twin(layer, site) for site in (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS))
+    assert logits is not None
+    assert weights is not None
+    scores = logits.sigmoid().gather(-1, capture.read(layer, Site.ROUTER_EXPERTS))
+    torch.testing.assert_close(weights, scores / scores.sum(-1, keepdim=True), rtol=1e-6, atol=0)
 
 
-def test_only_the_sites_asked_for_come_back(
-    config: Any, open_layer: Any, capture: Capture, inputs: Inputs
-) -> None:
-    twin = make_twin(config, open_layer, 0)
-    sites = (Site.K_ROPE, Site.OUTPUT)
-    assert tuple(twin.run(capture.read(0, Site.INPUT), inputs, router_experts=None, sites=sites)) == sites
-
-
-def test_config_of_the_golden_is_left_alone(config: Any, open_layer: Any) -> None:
+def test_config_of_the_golden_is_left_alone(config: Any, make_twin: Make) -> None:
     before = (config.to_dict(), config._attn_implementation, config._experts_implementation)
-    make_twin(config, open_layer, 0)
+    make_twin(0)
     assert (config.to_dict(), config._attn_implementation, config._experts_implementation) == before

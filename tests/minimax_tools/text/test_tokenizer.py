@@ -18,23 +18,13 @@ from minimax_tools.text.tokenizer import (
 TEXTS = ["The capital of France is", "def f(x):\n    return x", "Grüße, 你好 🙂", "]~b]user"]
 
 
-def test_raw_text_is_encoded_as_transformers_encodes_it(toy: Path) -> None:
+def test_texts_are_encoded_as_transformers_encodes_them_raw_or_as_a_chat(toy: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(toy)
     assert encode_texts(toy, TEXTS, chat=False) == [tokenizer(text).input_ids for text in TEXTS]
-
-
-def test_chat_is_encoded_as_transformers_encodes_it(toy: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(toy)
-    expected = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True
-        ).input_ids
-        for text in TEXTS
-    ]
+    chats = [[{"role": "user", "content": text}] for text in TEXTS]
+    expected = [tokenizer.apply_chat_template(chat, add_generation_prompt=True).input_ids for chat in chats]
     assert encode_texts(toy, TEXTS, chat=True) == expected
 
 
@@ -134,19 +124,21 @@ def test_template_of_every_feature_renders_as_transformers_renders_it(
     assert '<user>"What is 2 < 3?' in rendered
 
 
+def set_token(folder: Path, token: object) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": token}))
+
+
 def test_special_token_may_be_an_object(toy: Path, tmp_path: Path) -> None:
     folder = with_template(toy, tmp_path, "{{ bos_token }}{{ pad_token }}")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["bos_token"] = {"content": "<s>", "lstrip": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    set_token(folder, {"content": "<s>", "lstrip": False})
     assert render_chat(folder) == "<s>"
 
 
 @pytest.mark.parametrize("token", [3, True, ["<s>"], {"text": "<s>"}, {"content": 3}])
 def test_special_token_that_is_no_text_is_refused_by_name(toy: Path, tmp_path: Path, token: object) -> None:
     folder = with_template(toy, tmp_path, "{{ bos_token }}")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": token}))
+    set_token(folder, token)
     with pytest.raises(
         CheckpointError, match=r"tokenizer_config\.json: bos_token is no token: expected text, or .* found"
     ):
@@ -174,21 +166,15 @@ def test_template_that_fails_is_an_error_with_its_reason(
         render_chat(folder)
 
 
-def test_missing_and_damaged_tokenizer_config(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(toy: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no chat template"):
         render_chat(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json cannot be read"):
-        render_chat(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json holds no JSON object"):
-        render_chat(tmp_path)
-
-
-def test_template_file_that_cannot_be_read_is_named(toy: Path, tmp_path: Path) -> None:
+    for text, fault in (("{", "cannot be read"), ("[]", "holds no JSON object")):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json {fault}"):
+            render_chat(tmp_path)
     folder = with_template(toy, tmp_path, "x")
-    path = folder / "chat_template.jinja"
-    path.write_bytes(b"\xff\xfe")
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(
         CheckpointError, match=r"chat_template\.jinja cannot be read: found .*Fetch the file again"
     ):
