@@ -49,14 +49,11 @@ def test_all_that_is_wrong_with_a_node_is_said_at_once() -> None:
 
 def test_nodes_of_a_file_may_give_bytes_or_sizes(tmp_path: Path) -> None:
     path = tmp_path / "nodes.json"
-    path.write_text(
-        json.dumps(
-            [
-                {"name": "a", "memory": "40GB", "tflops": 312},
-                {"name": "b", "memory": 1000, "layers": "0:2"},
-            ]
-        )
-    )
+    listed = [
+        {"name": "a", "memory": "40GB", "tflops": 312},
+        {"name": "b", "memory": 1000, "layers": "0:2"},
+    ]
+    path.write_text(json.dumps(listed))
     assert read_nodes(path) == (
         Node(name="a", memory_bytes=40_000_000_000, tflops=312.0),
         Node(name="b", memory_bytes=1000, layers=Span(0, 2)),
