@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,67 @@ from typing import Any
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from deaths import DEATHS, Death, write_port
-
-REPOSITORY = Path(__file__).parents[3]
 # Processes import torch, on a machine that may have much else to do.
 DEADLINE_S = 300
 # A layer of the small model takes milliseconds; beside much other work, or as ranks, it takes seconds.
-LAYER_TIMEOUT_S = 15
+LAYER_TIMEOUT_S = 6
 RANK_TIMEOUT_S = 60
+
+# mm2's reference layer with one line of code at some places, in braces. Places without code get `pass`. Code in
+# `forward` runs in layer 2 alone. Code can ask `self.ranks.rank`.
+PORT = """
+import atexit, ctypes, os, re, signal, sys, threading, time
+from pathlib import Path
+import torch
+from minimax_tools.reference.layer import ReferenceLayer
+
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.layer, self.ranks = layer_idx, config.ranks
+        {built}
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        {converted}
+        return dict(tensors)
+
+    def state_dict(self, *args, **kwargs):
+        {asked}
+        return super().state_dict(*args, **kwargs)
+
+    def forward(self, *args):
+        if self.layer == 2:
+            {run}
+        return super().forward(*args)
+
+{imported}
+"""
+# Closes all files but what gloo's thread waits on: without that the thread aborts, at times before the exit.
+CLOSES_FILES = (
+    "[os.closerange(n, n + 1) for n in range(3, 99) if 'poll' not in os.path.realpath(f'/proc/self/fd/{n}')]"
+)
+# By name: the place of the code, the code, and words that mm2's error must contain, beside target and layer.
+DEATHS = {
+    "import_exit_0": ("imported", "os._exit(0)", ("exit code 0", "while importing port")),
+    "import_raises_exit": ("imported", "sys.exit(0)", ("SystemExit", "cannot be imported")),
+    "init_exit_0": ("built", "os._exit(0)", ("exit code 0", "while building")),
+    "convert_exit_0": ("converted", "os._exit(0)", ("exit code 0", "while converting the weights")),
+    "state_dict_exits": ("asked", "sys.exit(0)", ("exit",)),
+    "forward_raises_exit": ("run", "sys.exit(0)", ("SystemExit",)),
+    "forward_exit_0": ("run", "os._exit(0)", ("exit code 0", "while running")),
+    "forward_exit_1": ("run", "os._exit(1)", ("exit code 1", "while running")),
+    "exec": ("run", "os.execv('/bin/true', ['true'])", ("exit code 0", "while running")),
+    "thread": ("run", "threading.Timer(0.1, os._exit, [0]).start(); time.sleep(60)", ("exit code 0",)),
+    "files_closed": ("run", f"{CLOSES_FILES}; os._exit(0)", ("exit code 0", "while running")),
+    "abort": ("run", "os.abort()", ("SIGABRT", "while running", "in forward (")),
+    "segfault": ("run", "ctypes.string_at(0)", ("SIGSEGV", "while running", "called by forward (")),
+    "killed": ("run", "os.kill(os.getpid(), signal.SIGKILL)", ("SIGKILL", "memory ran out")),
+    "memory_error": ("run", "bytearray(1 << 62)", ("MemoryError",)),
+    "loop": ("run", "while True: pass", ("running", "took more than", "in forward (")),
+    # This match holds the interpreter's lock: no Python code beside it runs.
+    "native_loop": ("run", "re.match('(a+)+b', 'a' * 60)", ("running", "took more than")),
+}
+ENDLESS = ("loop", "native_loop")
 
 # Runs several commands, each supervised as from a shell, in a process that has torch imported.
 SUPERVISED = """
@@ -60,7 +110,11 @@ DISTURBING = (
 )
 PLACES = ("imported", "built", "converted", "run")
 Start = Callable[[str], "tuple[Any, psutil.Process]"]
-EVERY_COMMAND = ("bisect", "sweep", "component", "full", "trace", "weights")
+ENDS = ("exit code 0, without a verdict, while running ", "port.py:Port")
+EVERY_COMMAND = {
+    **dict.fromkeys(("bisect", "sweep", "component", "full", "trace", "weights"), ENDS),
+    "weights exits": ("exits.py:Port, layer 2 failed while it ran: found SystemExit: 0",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +129,13 @@ class Ended:
     def error(self) -> str:
         (line,) = (line for line in self.stderr.splitlines() if line.startswith("Error: "))
         return line.removeprefix("Error: ")
+
+
+def write_port(path: Path, code: Mapping[str, str]) -> str:
+    """Write a port with a line of code at each of some places, and return its `--target`."""
+    lines = {**dict.fromkeys(("imported", "built", "converted", "asked", "run"), "pass"), **code}
+    path.write_text(PORT.format(**lines), encoding="utf-8")
+    return f"{path}:Port"
 
 
 def layers_of(model: Path, target: str, directory: Path) -> tuple[object, ...]:
@@ -99,10 +160,10 @@ def ended(
 ) -> dict[str, Ended]:
     """The ends of all commands of this file, by name."""
     commands: dict[str, tuple[object, ...]] = {}
-    for death in DEATHS:
-        command = layers_of(small, death.write(folder), folder / death.name)
-        limit = ("--layer-timeout", LAYER_TIMEOUT_S) if death.is_endless else ()
-        commands[death.name] = (*command, "--json", *limit)
+    for name, (place, code, _) in DEATHS.items():
+        command = layers_of(small, write_port(folder / f"{name}.py", {place: code}), folder / name)
+        limit = ("--layer-timeout", LAYER_TIMEOUT_S) if name in ENDLESS else ()
+        commands[name] = (*command, "--json", *limit)
     once = layers_of(small, write_port(folder / "once.py", {"run": ONCE}), folder / "once")
     commands |= {"once": once, "once more": once}
     wrong = {"imported": LATE.format(exit_code=0), "run": "return super().forward(*args) * 1.5"}
@@ -127,22 +188,17 @@ def ended(
     exits = write_port(folder / "exits.py", {"run": "sys.exit(0)"})
     commands["weights exits"] = ("weights", "--target", exits, "--model", small, "--layer", 2)
     (folder / "elsewhere").mkdir()
-    for place in PLACES:
-        code = DISTURBING.format(folder=str(folder / "elsewhere"))
-        write_port(folder / f"disturbing_{place}.py", {place: code})
-        model, of_golden = (Path(os.path.relpath(path, folder)) for path in (small_fp8, small_golden))
-        # One report is enough, for the port that disturbs all that follows: its charts take long.
-        report = ("--report-path", "report") if place == PLACES[0] else ()
-        commands[f"disturbed {place}"] = (
-            *("sweep", "--target", f"disturbing_{place}.py:Port", "--model", model, "--golden", of_golden),
-            # The port disturbs in layer 2; layer 3 runs after it.
-            *("--layers", "2:4", "--sites", "component"),
-            *("--backend", "cpu", "--output-dir", f"run_{place}", *report, "--json"),
-        )
-    commands["disturbed trace"] = (
-        *("trace", "--target", "disturbing_imported.py:Port", "--model", model, "--layer", 1),
-        *("--output", "traced/layer.pt2", "--json"),
+    places = dict.fromkeys(PLACES, DISTURBING.format(folder=str(folder / "elsewhere")))
+    write_port(folder / "disturbing.py", places)
+    model, golden = (Path(os.path.relpath(path, folder)) for path in (small_fp8, small_golden))
+    disturbing = ("--target", "disturbing.py:Port", "--model", model)
+    commands["disturbed sweep"] = (
+        # The port disturbs in layer 2; layer 3 runs after it.
+        *("sweep", *disturbing, "--golden", golden, "--layers", "2:4", "--sites", "component"),
+        *("--backend", "cpu", "--output-dir", "run", "--report-path", "report", "--json"),
     )
+    trace = ("trace", *disturbing, "--layer", 1, "--output", "traced/layer.pt2", "--json")
+    commands["disturbed trace"] = trace
     done = forked_python(
         SUPERVISED,
         folder=folder,
@@ -152,20 +208,20 @@ def ended(
     return {name: Ended(**how) for name, how in json.loads(done.stdout).items()}
 
 
-@pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.name)
+@pytest.mark.parametrize("name", DEATHS)
 def test_no_end_of_a_port_is_a_verdict_and_each_says_where(
-    ended: dict[str, Ended], folder: Path, death: Death
+    ended: dict[str, Ended], folder: Path, name: str
 ) -> None:
-    one = ended[death.name]
+    one, (place, _, words) = ended[name], DEATHS[name]
     assert one.exit_code == 3, one
-    assert f"{death.name}.py" in one.error
-    assert [word for word in death.words if word not in one.error] == [], one.error
+    assert f"{name}.py" in one.error
+    assert [word for word in words if word not in one.error] == [], one.error
     # Whole, and the only thing there.
     record = json.loads(one.stdout)
     assert (record["verdict"], record["exit_code"], record["error"]) == ("incomparable", 3, one.error)
-    if death.is_in_forward:
+    if place == "run":
         assert "layer 2" in one.error
-        manifest = json.loads((folder / death.name / "manifest.json").read_text())
+        manifest = json.loads((folder / name / "manifest.json").read_text())
         assert manifest["complete_layers"] == [0, 1]
 
 
@@ -192,32 +248,18 @@ def test_every_command_that_runs_a_port_knows_an_end_from_a_verdict(
 ) -> None:
     one = ended[name]
     assert (one.exit_code, one.stdout) == (3, "")
-    assert "exit code 0, without a verdict, while running " in one.error
-    assert "layer 2" in one.error
-    assert "port.py:Port" in one.error
+    assert [words for words in (*EVERY_COMMAND[name], "layer 2") if words not in one.error] == [], one.error
 
 
-def test_trial_of_weights_that_a_port_exits_from_is_a_failed_run(ended: dict[str, Ended]) -> None:
-    one = ended["weights exits"]
-    assert (one.exit_code, one.stdout) == (3, "")
-    assert "exits.py:Port, layer 2 failed while it ran: found SystemExit: 0" in one.error
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_port_that_changes_its_process_disturbs_no_run(
-    ended: dict[str, Ended], folder: Path, place: str
-) -> None:
-    one = ended[f"disturbed {place}"]
-    assert (one.exit_code, json.loads(one.stdout)["verdict"]) == (0, "pass"), one
-    assert not list((folder / "elsewhere").iterdir())
-    files = [*(folder / f"run_{place}").iterdir(), *(folder / "report").iterdir()]
-    assert {"manifest.json", "layer_2.safetensors", "report.txt"} <= {path.name for path in files}
-    assert all(path.stat().st_mode & 0o444 == 0o444 for path in files)
-
-
-def test_port_that_changes_its_process_is_traced_where_the_user_said(
+def test_port_that_changes_its_process_everywhere_disturbs_no_run(
     ended: dict[str, Ended], folder: Path
 ) -> None:
+    one = ended["disturbed sweep"]
+    assert (one.exit_code, json.loads(one.stdout)["verdict"]) == (0, "pass"), one
+    assert not list((folder / "elsewhere").iterdir())
+    files = [*(folder / "run").iterdir(), *(folder / "report").iterdir()]
+    assert {"manifest.json", "layer_2.safetensors", "report.txt"} <= {path.name for path in files}
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in files)
     assert ended["disturbed trace"].exit_code == 0, ended["disturbed trace"]
     assert [path.name for path in (folder / "traced").iterdir()] == ["layer.pt2"]
 
@@ -250,33 +292,28 @@ def started(forked_start: Any, small: Path, tmp_path: Path) -> Iterator[Start]:
             child.kill()
 
 
-def test_interrupt_reaches_the_port(started: Start) -> None:
-    assert_ends_in_words(*started(HANGING), signal.SIGINT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
-def test_termination_ends_both_processes_in_the_words_of_an_interrupt(started: Start, sent: int) -> None:
-    assert_ends_in_words(*started(HANGING), sent)
-
-
-def assert_ends_in_words(supervisor: Any, child: psutil.Process, sent: int) -> None:
-    os.kill(supervisor.pid, sent)
-    done = supervisor.wait(timeout_s=DEADLINE_S)
-    assert done.returncode == 3
-    assert "Error: interrupted. What was finished is kept; go on with: mm2-test multi-layer " in done.stderr
-    assert not child.is_running()
-
-
-@pytest.mark.slow
-def test_port_that_hears_no_interrupt_is_ended_at_the_third(started: Start) -> None:
-    supervisor, child = started(DEAF)
-    for _ in range(3):
-        os.kill(supervisor.pid, signal.SIGINT)
-        time.sleep(0.5)
+@pytest.mark.parametrize(
+    ("run", "sent"),
+    [
+        (HANGING, [signal.SIGINT]),
+        pytest.param(HANGING, [signal.SIGTERM], marks=pytest.mark.slow),
+        pytest.param(HANGING, [signal.SIGHUP], marks=pytest.mark.slow),
+        # Such a port hears no interrupt, and is ended at the third.
+        pytest.param(DEAF, [signal.SIGINT] * 3, marks=pytest.mark.slow),
+    ],
+)
+def test_signal_ends_both_processes_in_the_words_of_an_interrupt(
+    started: Start, run: str, sent: list[signal.Signals]
+) -> None:
+    supervisor, child = started(run)
+    for number in sent:
+        os.kill(supervisor.pid, number)
+        time.sleep(0.5 if run == DEAF else 0)
     done = supervisor.wait(timeout_s=DEADLINE_S)
     assert done.returncode == 3
     assert "Error: interrupted" in done.stderr
+    if run == HANGING:
+        assert "What was finished is kept; go on with: mm2-test multi-layer " in done.stderr
     assert not child.is_running()
 
 
@@ -293,31 +330,19 @@ def test_port_dies_with_its_supervisor(started: Start) -> None:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (
-            "os._exit(0) if self.ranks.rank else None",
-            "exit code 0, without a verdict, while running layer 2",
-        ),
+        ("os._exit(0) if self.ranks.rank else None", "exit code 0, without a verdict, while running layer 2"),
         ("while self.ranks.rank: pass", "rank 1 failed: running layer 2"),
     ],
 )
 def test_rank_that_ends_or_hangs_fails_the_run(
-    small: Path, tmp_path: Path, launcher: str, run: str, words: str
+    process: Any, torchrun: Any, small: Path, tmp_path: Path, launcher: str, run: str, words: str
 ) -> None:
     port = write_port(tmp_path / "port.py", {"run": run})
     command = (*layers_of(small, port, tmp_path / "capture"), "--layer-timeout", RANK_TIMEOUT_S)
-    torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "neuron")
-    words_before = ("neuron", *command, "--tp-degree", 2) if launcher == "mm2" else (*torchrun, *command)
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, words_before)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == (3 if launcher == "mm2" else 1), done.stderr
+    is_mm2 = launcher == "mm2"
+    done = process(*command, "--tp-degree", 2) if is_mm2 else torchrun("-m", "neuron", *command)
+    assert done.returncode == (3 if is_mm2 else 1), done.stderr
     # Each of torchrun's ranks tells of itself.
-    assert (words if launcher == "mm2" else words.partition("failed: ")[2] or words) in done.stderr
+    assert (words if is_mm2 else words.partition("failed: ")[2] or words) in done.stderr
     manifest = json.loads((tmp_path / "capture" / "manifest.json").read_text())
     assert manifest["complete_layers"] == [0, 1]
