@@ -109,10 +109,14 @@ def test_wrong_keys_are_told_from_right_values(golden: Path, tmp_path: Path, com
     assert "norm ×1.05; its inputs are not held" in results[2, "k_rope"]["reason"]
 
 
-def test_other_number_of_prompts_is_refused(golden: Path, tmp_path: Path) -> None:
-    dump = open_source(write_caches(tmp_path, golden, prompts=(0,)))
+def test_cache_of_other_prompts_or_fewer_tokens_is_refused(golden: Path, tmp_path: Path) -> None:
+    source = Capture.open(golden)
+    one_prompt = open_source(write_caches(tmp_path / "one", golden, prompts=(0,)))
     with pytest.raises(IncomparableError, match=r"of other prompts than .* the caches of 2 prompts, found 1"):
-        dump.laid_out_as(Capture.open(golden))
+        one_prompt.laid_out_as(source)
+    short = write_caches(tmp_path / "short", golden, lambda _, pair: tuple(half[:, :, :20] for half in pair))
+    with pytest.raises(IncomparableError, match=r"holds fewer tokens than .* expected 48 or more, found 20"):
+        open_source(short).laid_out_as(source)
 
 
 @pytest.mark.parametrize(
@@ -134,31 +138,32 @@ def test_what_is_no_cache_is_refused(change: Change, message: str, golden: Path,
         open_source(tmp_path)
 
 
-def test_prompts_of_other_layers_are_refused(golden: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layers.3.self_attn": lambda _: None}, "is of other layers or heads than .* 4 layers .*, found 3"),
+        (
+            {"layers.2.self_attn": lambda pair: tuple(half[:, :1] for half in pair)},
+            r"than .*: expected 4 layers of 2 heads of \d+, found .* or 1 heads of",
+        ),
+        # Such as a draft model's beside the target's.
+        (
+            {"draft.layers.0.self_attn": lambda pair: pair},
+            r"holds two caches of layer 0: found draft\.layers",
+        ),
+    ],
+    ids=["layers", "heads", "two caches"],
+)
+def test_second_prompt_of_other_caches_is_refused(
+    changed: dict[str, Callable[[Pair], Any]], message: str, golden: Path, tmp_path: Path
+) -> None:
     write_caches(tmp_path, golden)
     path = tmp_path / "prompt_analysis/prompt_1/kv_analysis/vllm_kv.pt"
     caches = torch.load(path, weights_only=True)
-    del caches["layers.3.self_attn"]
-    torch.save(caches, path)
-    with pytest.raises(
-        CaptureError, match=r"is of other layers or heads than .*expected 4 layers .*, found 3"
-    ):
-        open_source(tmp_path)
-
-
-def change_file(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = directory / "prompt_analysis/prompt_1/kv_analysis/vllm_kv.pt"
-    caches = torch.load(path, weights_only=True)
-    change(caches)
-    torch.save(caches, path)
-
-
-def test_two_caches_of_one_layer_are_refused(golden: Path, tmp_path: Path) -> None:
-    """Such as a draft model's beside the target's."""
-    write_caches(tmp_path, golden)
-    draft = "draft.layers.0.self_attn"
-    change_file(tmp_path, lambda caches: caches.update({draft: caches["layers.0.self_attn"]}))
-    with pytest.raises(CaptureError, match=r"holds two caches of layer 0: found draft\.layers\.0\.self_attn"):
+    for name, change in changed.items():
+        caches[name] = change(caches[name.removeprefix("draft.")])
+    torch.save({name: pair for name, pair in caches.items() if pair is not None}, path)
+    with pytest.raises(CaptureError, match=message):
         open_source(tmp_path)
 
 
@@ -168,21 +173,3 @@ def test_caches_take_no_map(golden: Path, tmp_path: Path) -> None:
     reading = DumpReading(names=NameMap.read(tmp_path / "map.yaml"))
     with pytest.raises(UsageError, match="caches: it takes no format and no map"):
         open_source(tmp_path, reading)
-
-
-def test_shorter_cache_is_refused(golden: Path, tmp_path: Path) -> None:
-    dump = open_source(
-        write_caches(tmp_path, golden, lambda _, pair: tuple(half[:, :, :20] for half in pair))
-    )
-    with pytest.raises(IncomparableError, match=r"holds fewer tokens than .* expected 48 or more, found 20"):
-        dump.laid_out_as(Capture.open(golden))
-
-
-def test_prompts_of_other_heads_are_refused(golden: Path, tmp_path: Path) -> None:
-    write_caches(tmp_path, golden)
-    name = "layers.2.self_attn"
-    change_file(tmp_path, lambda caches: caches.update({name: tuple(half[:, :1] for half in caches[name])}))
-    with pytest.raises(
-        CaptureError, match=r"than .*: expected 4 layers of 2 heads of \d+, found .* or 1 heads of"
-    ):
-        open_source(tmp_path)

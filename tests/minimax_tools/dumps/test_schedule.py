@@ -73,27 +73,32 @@ def test_gaps_name_what_is_missing() -> None:
 class TestChoice:
     SCHEDULE = Schedule.of([record("0", "ab", [0, 1, 2, 0, 1])])
 
-    def test_prompts_of_different_lengths_have_the_requests_of_those_lengths(self) -> None:
-        assert self.SCHEDULE.choose((2, 3), named=(), directory=HERE) == ("b", "a")
+    @pytest.mark.parametrize(
+        ("lengths", "named", "chosen"),
+        [
+            ((2, 3), (), ("b", "a")),  # requests of these lengths
+            ((2, 2), ("b", "a"), ("b", "a")),  # the map has the last word
+            ((3,), (), ("a",)),  # the only one of this length
+        ],
+    )
+    def test_requests_of_the_prompts_are_chosen(
+        self, lengths: tuple[int, ...], named: tuple[str, ...], chosen: tuple[str, ...]
+    ) -> None:
+        assert self.SCHEDULE.choose(lengths, named=named, directory=HERE) == chosen
 
     def test_else_requests_count_in_their_natural_order(self) -> None:
         schedule = Schedule.of([PassRecord(step="0", requests=("r10", "r9"), positions=(0, 1, 0, 1))])
-        assert schedule.choose((2, 2), named=(), directory=HERE) == ("r9", "r10")
-        assert schedule.choose((2, 1), named=(), directory=HERE) == ("r9", "r10")
+        for lengths in ((2, 2), (2, 1)):
+            assert schedule.choose(lengths, named=(), directory=HERE) == ("r9", "r10")
 
-    def test_the_map_has_the_last_word(self) -> None:
-        assert self.SCHEDULE.choose((2, 2), named=("b", "a"), directory=HERE) == ("b", "a")
-
-    def test_another_number_of_requests_is_refused_with_their_names(self) -> None:
-        with pytest.raises(CaptureError, match="found a of 3, b of 2") as caught:
+    def test_requests_that_cannot_be_told_are_refused_with_their_names(self) -> None:
+        with pytest.raises(CaptureError, match="found a of 3, b of 2.* as requests in a map"):
             self.SCHEDULE.choose((4,), named=(), directory=HERE)
-        assert "as requests in a map" in str(caught.value)
-
-    def test_the_only_request_of_a_prompts_length_is_chosen_among_others(self) -> None:
-        assert self.SCHEDULE.choose((3,), named=(), directory=HERE) == ("a",)
         three = Schedule.of([record("0", "abc", [0, 1, 2, 0, 1, 0, 1, 2])])
         with pytest.raises(CaptureError, match="which requests are the prompts cannot be told"):
             three.choose((3,), named=(), directory=HERE)
+        with pytest.raises(IncomparableError, match="fewer tokens of request b than its prompt has"):
+            self.SCHEDULE.choose((3, 3), named=(), directory=HERE)
 
     def test_request_with_a_gap_is_an_error_only_if_it_is_meant(self) -> None:
         schedule = Schedule.of([record("0", "a", [0, 1, 2, 0]), record("1", "b", [4, 5])])
@@ -101,7 +106,3 @@ class TestChoice:
         for lengths, named in (((6,), ("b",)), ((3, 6), ())):
             with pytest.raises(CaptureError, match="tokens 0 to 3 of request b were computed in no pass"):
                 schedule.choose(lengths, named=named, directory=HERE)
-
-    def test_request_that_is_too_short_is_refused(self) -> None:
-        with pytest.raises(IncomparableError, match="fewer tokens of request b than its prompt has"):
-            self.SCHEDULE.choose((3, 3), named=(), directory=HERE)

@@ -31,11 +31,8 @@ def test_one_rope_is_read_under_all_its_names(config: dict[str, Any]) -> None:
     assert (read_rotary_dim(config, head_dim=HEAD_DIM), read_rope_theta(config)) == (64, 5e6)
 
 
-def test_without_a_width_all_dims_are_rotated() -> None:
+def test_without_a_width_all_dims_are_rotated_and_without_a_theta_its_name_is_told() -> None:
     assert read_rotary_dim({"rope_theta": 1e4}, head_dim=HEAD_DIM) == HEAD_DIM
-
-
-def test_without_a_theta_its_name_is_told() -> None:
     with pytest.raises(KeyError, match="rope_theta"):
         read_rope_theta({"rotary_dim": 64})
 
@@ -46,13 +43,13 @@ def test_widths_that_differ_by_rounding_do_not_contradict_each_other() -> None:
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "llama3", "longrope"])
-@pytest.mark.parametrize(("parent", "name"), [("rope_scaling", "type"), ("rope_parameters", "rope_type")])
-def test_scaled_rope_is_named_and_no_other_transformers_advised(kind: str, parent: str, name: str) -> None:
-    scaled = {name: kind, "factor": 4.0, "original_max_position_embeddings": 196608}
-    (fault,) = find_rope_faults({**HALF, parent: scaled}, head_dim=HEAD_DIM)
-    assert (fault.key, fault.expected, fault.found) == (f"{parent}.{name}", "'default'", repr(kind))
-    assert fault.next_step.startswith("mm2 computes plain RoPE only.")
-    assert "nstall" not in fault.next_step
+def test_scaled_rope_is_named_and_no_other_transformers_advised(kind: str) -> None:
+    for parent, name in (("rope_scaling", "type"), ("rope_parameters", "rope_type")):
+        scaled = {name: kind, "factor": 4.0, "original_max_position_embeddings": 196608}
+        (fault,) = find_rope_faults({**HALF, parent: scaled}, head_dim=HEAD_DIM)
+        assert (fault.key, fault.expected, fault.found) == (f"{parent}.{name}", "'default'", repr(kind))
+        assert fault.next_step.startswith("mm2 computes plain RoPE only.")
+        assert "nstall" not in fault.next_step
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -83,30 +83,21 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
         assert all(torch.equal(one, sums[0]) for one in sums)
 
 
-def test_experts_nobody_chose_are_not_asked_for() -> None:
+def test_experts_nobody_chose_are_not_asked_for_and_an_error_in_reading_comes_out() -> None:
     class Asked(dict[str, torch.Tensor]):
         def __getitem__(self, name: str) -> torch.Tensor:
             assert ".experts.4." not in name
             return super().__getitem__(name)
 
-    arguments = routing(40)
-    assert 4 not in arguments[1]
-    upcast_experts(Asked(weights_of(torch.bfloat16)), *arguments)
-
-
-def test_error_in_reading_a_weight_comes_out() -> None:
-    class Unreadable(Mapping[str, torch.Tensor]):
+    class Unreadable(dict[str, torch.Tensor]):
         def __getitem__(self, name: str) -> torch.Tensor:
             raise OSError(f"{name} is gone")
 
-        def __iter__(self) -> Iterator[str]:
-            return iter(())
-
-        def __len__(self) -> int:
-            return 0
-
+    weights, arguments = weights_of(torch.bfloat16), routing(40)
+    assert 4 not in arguments[1]
+    upcast_experts(Asked(weights), *arguments)
     with pytest.raises(OSError, match=r"w1.weight is gone"):
-        upcast_experts(Unreadable(), *routing(3))
+        upcast_experts(Unreadable(weights), *arguments)
 
 
 def test_weights_that_want_gradients_are_only_read() -> None:
