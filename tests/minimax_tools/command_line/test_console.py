@@ -67,17 +67,16 @@ def run(*arguments: str) -> click.testing.Result:
     return click.testing.CliRunner().invoke(main, list(arguments))
 
 
+CRASHED = "Error: unexpected ZeroDivisionError: by zero. Run again with --debug for the traceback.\n"
+
+
 @pytest.mark.parametrize(
     ("name", "exit_code", "message"),
     [
         ("well", 0, ""),
         ("usage", 2, "Error: you erred. Do better.\n"),
         ("capture", 3, "Error: no capture\n"),
-        (
-            "crash",
-            3,
-            "Error: unexpected ZeroDivisionError: by zero. Run again with --debug for the traceback.\n",
-        ),
+        ("crash", 3, CRASHED),
         ("stop", 3, "Error: interrupted. Run it again with: main stop --quiet\n"),
         ("differs", 1, ""),
         ("exits", 3, "Error: code that this command ran exited: found exit code 0\n"),
@@ -100,17 +99,15 @@ def test_no_error_of_an_option_exits_with_1() -> None:
     option = click.Option(["--size"], callback=crash, default="1")
     result = click.testing.CliRunner().invoke(Mm2Command("sized", params=[option]), [])
     assert result.exit_code == 3
-    assert "Error: unexpected ZeroDivisionError: by zero. Run again with --debug" in result.stderr
+    assert CRASHED in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "raised"), [("crash", "ZeroDivisionError: by zero"), ("capture", "no capture")]
-)
-def test_debug_shows_the_traceback_and_keeps_the_exit_code(name: str, raised: str) -> None:
-    result = run(name, "--debug")
-    assert "Traceback (most recent call last)" in result.stderr
-    assert raised in result.stderr
-    assert result.exit_code == 3
+def test_debug_shows_the_traceback_and_keeps_the_exit_code() -> None:
+    for name, raised in (("crash", "ZeroDivisionError: by zero"), ("capture", "no capture")):
+        result = run(name, "--debug")
+        assert "Traceback (most recent call last)" in result.stderr
+        assert raised in result.stderr
+        assert result.exit_code == 3
 
 
 def test_error_is_one_json_object_where_json_was_asked_for() -> None:
@@ -161,17 +158,12 @@ def test_results_go_to_stdout_and_progress_to_stderr() -> None:
     assert result.stderr == "progress\na warning\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "lines"),
-    [
-        ((), ["progress", "a warning"]),
-        (("--quiet",), ["a warning"]),
-        (("--debug",), ["a detail", "progress", "a warning"]),
-        (("--debug", "--quiet"), ["a detail", "progress", "a warning"]),
-    ],
-)
-def test_how_much_is_said(options: tuple[str, ...], lines: list[str]) -> None:
-    assert run("well", *options).stderr.splitlines() == lines
+def test_how_much_is_said() -> None:
+    everything = ["a detail", "progress", "a warning"]
+    assert run("well").stderr.splitlines() == everything[1:]
+    assert run("well", "--quiet").stderr.splitlines() == everything[2:]
+    assert run("well", "--debug").stderr.splitlines() == everything
+    assert run("well", "--debug", "--quiet").stderr.splitlines() == everything
 
 
 def test_root_logger_does_not_print_a_second_time(capfd: Any) -> None:
@@ -204,13 +196,8 @@ main()
 
 def test_reader_that_stops_reading_is_no_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    with subprocess.Popen(
-        [sys.executable, "-c", PRINTS_MUCH],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        text=True,
-    ) as process:
+    program, pipe = [sys.executable, "-c", PRINTS_MUCH], subprocess.PIPE
+    with subprocess.Popen(program, stdout=pipe, stderr=pipe, env=environment, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == "line 0\n"
@@ -231,19 +218,15 @@ def test_one_of_several_says_who_it_is_and_prints_no_json(command: Any) -> None:
     assert result.exit_code == 2
 
 
-def _format_warning() -> str:
-    return warnings.formatwarning("a \x1b[31mport", UserWarning, "port.py", 1, "line")
-
-
-def test_warning_is_printed_with_escapes() -> None:
-    with printable_messages():
-        assert "a \\x1b[31mport" in _format_warning()
-    assert "\x1b" in _format_warning()
-
-
-def test_message_of_a_logger_without_handlers_is_printed_with_escapes() -> None:
+def test_messages_of_foreign_code_are_printed_with_escapes() -> None:
     assert logging.lastResort is not None
     record = logging.LogRecord("library", logging.WARNING, __file__, 1, "a %s", ("\x07bell",), None)
+
+    def format_warning() -> str:
+        return warnings.formatwarning("a \x1b[31mport", UserWarning, "port.py", 1, "line")
+
     with printable_messages():
+        assert "a \\x1b[31mport" in format_warning()
         assert logging.lastResort.format(record) == "a \\x07bell"
+    assert "\x1b" in format_warning()
     assert logging.lastResort.format(record) == "a \x07bell"

@@ -1,7 +1,9 @@
-"""Files of commands import little: what a command works with is loaded when it runs."""
+"""Files of commands import little: what a command works with is loaded when it runs, without collections of garbage."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import click.testing
 import pytest
 
 from minimax_tools.command_line.console import Mm2Command, loading
+from minimax_tools.machine.importing import importing
 
 REPOSITORY = Path(__file__).parents[3]
 # The module and the command of each program.
@@ -40,7 +43,11 @@ def look(*words):
         assert "No such option" in error.format_message()
     loaded = sorted(set(heavy.split(",")) & set(sys.modules))
     assert not loaded, f"{words} loads {', '.join(loaded)}"
-commands = [[name] for name in main.list_commands(click.Context(main))] if isinstance(main, click.Group) else [[]]
+commands = [[]]
+if isinstance(main, click.Group):
+    look("--help")
+    assert not [name for name in sys.modules if ".commands." in name], "the help of a group loads a command"
+    commands = [[name] for name in main.list_commands(click.Context(main))]
 for words in commands:
     look(*words, "--help")
     look(*words, "--no-such-option")
@@ -52,13 +59,8 @@ look("--help")
 
 
 def look(program: str, *, heavy: tuple[str, ...] = HEAVY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", LOOK, *PROGRAMS[program], ",".join(heavy)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [sys.executable, "-c", LOOK, *PROGRAMS[program], ",".join(heavy)]
+    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -79,12 +81,16 @@ def test_list_of_known_mistakes_loads_no_torch(options: tuple[str, ...]) -> None
 
 def test_library_that_help_loads_is_named() -> None:
     found = look("mm2-split", heavy=("click",)).stderr
-    assert "AssertionError: ('synthesize', '--help') loads click" in found
+    assert "AssertionError: ('--help',) loads click" in found
 
 
-def declare(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> click.Command:
-    (folder / "some_work.py").write_text(text)
-    monkeypatch.syspath_prepend(str(folder))
+def test_the_process_is_told_when_a_command_has_loaded_what_it_works_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_work.py").write_text(
+        "import click\ndef measure(size):\n    click.echo(f'size {size}')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "some_work", raising=False)
 
     @click.command(cls=Mm2Command)
@@ -96,19 +102,57 @@ def declare(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> click.C
 
         measure(size)
 
-    return command
+    loaded: list[str] = []
 
+    def run(*words: str) -> str:
+        return click.testing.CliRunner().invoke(command, words, obj=lambda: loaded.append("some_work")).output
 
-def test_the_process_is_told_when_a_command_has_loaded_what_it_works_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = declare(
-        tmp_path, monkeypatch, "import click\ndef measure(size):\n    click.echo(f'size {size}')\n"
-    )
-    loaded = []
-    run = click.testing.CliRunner().invoke
-    assert "Measure something." in run(command, ["--help"], obj=lambda: loaded.append("some_work")).output
+    assert "Measure something." in run("--help")
     assert "some_work" not in sys.modules
     assert not loaded
-    assert run(command, ["--size", "3"], obj=lambda: loaded.append("some_work")).output == "size 3\n"
+    assert run("--size", "3") == "size 3\n"
     assert loaded == ["some_work"]
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A library that is imported anew, and says whether garbage was collected meanwhile."""
+    (tmp_path / "mm2_new_library.py").write_text("import gc\nis_collecting = gc.isenabled()\nvalues = [[]]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mm2_new_library", raising=False)
+    return "mm2_new_library"
+
+
+def test_nothing_is_collected_while_a_library_is_imported_nor_is_the_library_looked_at_later(
+    library: str,
+) -> None:
+    num_frozen = gc.get_freeze_count()
+    with importing():
+        module = importlib.import_module(library)
+    assert not module.is_collecting
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > num_frozen
+    assert not any(found is module.values for found in gc.get_objects())
+
+
+def test_a_block_that_imports_nothing_freezes_nothing() -> None:
+    num_frozen = gc.get_freeze_count()
+    made: list[object] = [[]]
+    with importing():
+        pass
+    # What was frozen before may be gone meanwhile.
+    assert gc.get_freeze_count() <= num_frozen
+    assert any(found is made for found in gc.get_objects())
+
+
+def test_collections_that_were_off_stay_off_and_an_error_puts_them_on_again() -> None:
+    with pytest.raises(ImportError), importing():
+        importlib.import_module("mm2_no_such_library")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
