@@ -100,27 +100,30 @@ def begin(folder: Path, *, slow: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("slow", ["command", "work"])
-@pytest.mark.parametrize("sent", STOPS)
-def test_a_stop_while_libraries_are_loaded_is_told_in_words(tmp_path: Path, sent: int, slow: str) -> None:
+AGAIN = "Run it again with"
+ON = "What was finished is kept; go on with"
+
+
+@pytest.mark.parametrize(
+    ("slow", "sent", "next_step"),
+    [
+        *(("command", sent, AGAIN) for sent in STOPS),
+        ("work", signal.SIGTERM, AGAIN),
+        *(("run", sent, ON) for sent in STOPS),
+    ],
+)
+def test_a_stop_is_told_in_words_that_name_the_command_to_go_on_with(
+    tmp_path: Path, slow: str, sent: int, next_step: str
+) -> None:
     process = begin(tmp_path, slow=slow)
     process.send_signal(sent)
     stdout, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 3
-    assert stderr == "Error: interrupted. Run it again with: mm2-compare --json\n"
-    assert json.loads(stdout)["next"] == ["mm2-compare --json"]
-
-
-@pytest.mark.parametrize("sent", STOPS)
-def test_a_stop_of_a_running_command_cleans_up_and_names_the_command_that_goes_on(
-    tmp_path: Path, sent: int
-) -> None:
-    process = begin(tmp_path, slow="run")
-    process.send_signal(sent)
-    _, stderr = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 3
-    assert stderr == "Error: interrupted. What was finished is kept; go on with: mm2-compare --json\n"
-    assert (tmp_path / "cleaned").exists()
+    assert stderr == f"Error: interrupted. {next_step}: mm2-compare --json\n"
+    if slow == "run":
+        assert (tmp_path / "cleaned").exists()
+    else:
+        assert json.loads(stdout)["next"] == ["mm2-compare --json"]
 
 
 @pytest.mark.parametrize("sent", STOPS)
@@ -164,18 +167,17 @@ def test_a_stop_at_the_very_end_does_not_replace_the_exit_code(tmp_path: Path, s
     assert done.returncode == 1, done.stderr
 
 
-def shell(folder: Path, words: Sequence[str], redirection: str) -> subprocess.CompletedProcess[str]:
-    line = f"{sys.executable} -m {' '.join(words)} {redirection}"
-    return run(folder, ["sh", "-c", line])
+def shell(folder: Path, words: str, redirection: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, ["sh", "-c", f"{sys.executable} -m {words} {redirection}"])
 
 
-@pytest.mark.parametrize("words", [("compare", "--criteria-template"), ("neuron", "--help")])
+@pytest.mark.parametrize("words", ["compare --criteria-template", "neuron --help"])
 @pytest.mark.parametrize(
     ("redirection", "found"),
     [(">&-", "standard output is closed"), (">/dev/full", "found No space left on device")],
 )
 def test_output_that_cannot_be_written_is_an_error_and_no_traceback(
-    tmp_path: Path, words: tuple[str, ...], redirection: str, found: str
+    tmp_path: Path, words: str, redirection: str, found: str
 ) -> None:
     done = shell(tmp_path, words, redirection)
     assert done.returncode == 3
@@ -195,6 +197,6 @@ def test_an_error_is_told_although_its_json_cannot_be_written(forked_python: Any
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "<&-"])
 def test_other_streams_may_be_closed_or_full(tmp_path: Path, redirection: str) -> None:
-    done = shell(tmp_path, ("compare", "--criteria-template"), redirection)
+    done = shell(tmp_path, "compare --criteria-template", redirection)
     assert done.returncode == 0
     assert done.stdout.startswith("# mm2's limits")
