@@ -11,9 +11,11 @@ from typing import Any
 
 import click.testing
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.text.tokenizer import encode_texts
 from neuron.cli import main as mm2_test
 
@@ -27,6 +29,9 @@ OTHER_EXPERT = "model.layers.3.block_sparse_moe.experts.5.w2.weight"
 PROMPTS = ("It was the best of times, it was the", "Call me", "The old man said that he")
 ANSWERS = (" worst of times, it was the age", " Ishmael. Some", " would not go to sea again")
 
+ALONE = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+ANSWERED = [*ALONE, *(word for answer in ANSWERS for word in ("--continuation", answer))]
+
 
 @pytest.fixture(scope="module")
 def golden_logits(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,37 +40,43 @@ def golden_logits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prompts(command: Command, golden_logits: Path, tmp_path: Path) -> Callable[..., click.testing.Result]:
-    """Run the command on the learned model, golden logits shared by all tests of this file."""
+    """Runs a port on the learned model: one of the ports, or the right one; all tests share golden logits."""
 
-    def run(target: str, *options: object, follows: bool = False) -> click.testing.Result:
-        arguments: list[object] = ["--model", LEARNED, "--target", target, "--backend", "cpu"]
-        arguments += ["--golden-logits", golden_logits, "--captures", tmp_path / "captures", "--quiet"]
-        return command(mm2_test, "prompts", *arguments, *options, *([] if follows else ["--no-follow"]))
+    def run(port: str, *options: object, follows: bool = False) -> click.testing.Result:
+        target = f"{PORTS}:{port}" if port else f"{RIGHT}:Model"
+        arguments = ("--model", LEARNED, "--target", target, "--backend", "cpu", "--quiet", *options)
+        places = ("--golden-logits", golden_logits, "--captures", tmp_path / "captures")
+        return command(mm2_test, "prompts", *arguments, *places, *(() if follows else ("--no-follow",)))
 
     return run
 
 
-def texts(*, with_answers: bool = True) -> list[str]:
-    options: list[str] = []
-    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
-        options += ["--prompt", prompt, *(["--continuation", answer] if with_answers else [])]
-    return options
+@pytest.fixture
+def changed(tmp_path: Path) -> Callable[[str, Callable[[torch.Tensor], torch.Tensor]], Path]:
+    """Copies the learned model with one of its tensors changed."""
+
+    def copy(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+        folder = shutil.copytree(LEARNED, tmp_path / "model")
+        shard = TensorIndex.from_folder(folder)[name].file
+        tensors = load_file(shard)
+        save_file({**tensors, name: change(tensors[name])}, shard, metadata={"format": "pt"})
+        return folder
+
+    return copy
 
 
-def write_samples(path: Path) -> Path:
-    lines = []
-    for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
-        record = {
-            "doc_id": number,
-            "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": {"until": []}}},
-            "resps": [[answer]],
-            "target": "whale",
-            "metrics": ["exact_match"],
-            "exact_match": 1.0 if number == 1 else 0.0,
-        }
-        lines.append(json.dumps(record))
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return path
+@pytest.fixture
+def make(command: Command, tmp_path: Path) -> Callable[..., Path]:
+    """Makes a golden of a model's rows, and gives its folder."""
+
+    def golden(model: Path, rows: list[list[int]]) -> Path:
+        (tmp_path / "rows.json").write_text(json.dumps(rows))
+        given = ("--input-ids", tmp_path / "rows.json", "--max-new-tokens", 1)
+        place = ("--output-dir", tmp_path / "golden", "--quiet")
+        assert command(mm2_gpu, "full", "--model", model, *given, *place).exit_code == 0
+        return tmp_path / "golden"
+
+    return golden
 
 
 def loads(result: click.testing.Result) -> dict[str, Any]:
@@ -73,12 +84,19 @@ def loads(result: click.testing.Result) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("target", [f"{RIGHT}:Model", f"{PORTS}:LastToken", f"{PORTS}:Reordered"])
 @pytest.mark.parametrize(
-    "options", [("--prompts-at-once", 1), ("--padding-side", "left", "--pad-to", "64"), ()]
+    ("port", "options"),
+    [
+        ("", ()),
+        ("", ("--prompts-at-once", 1)),
+        ("", ("--padding-side", "left", "--pad-to", "64")),
+        ("LastToken", ()),
+        ("LastToken", ("--padding-side", "left", "--pad-to", "64")),
+        ("Reordered", ()),
+    ],
 )
-def test_right_port_passes(target: str, options: tuple[object, ...], prompts: Command) -> None:
-    result = prompts(target, *texts(), *options, "--json")
+def test_right_port_passes(port: str, options: tuple[object, ...], prompts: Command) -> None:
+    result = prompts(port, *ANSWERED, *options, "--json")
     record = loads(result)
     assert (result.exit_code, record["verdict"], record["num_differing"]) == (0, "pass", 0)
     assert record["num_prompts"] == 3
@@ -86,15 +104,13 @@ def test_right_port_passes(target: str, options: tuple[object, ...], prompts: Co
 
 
 def test_prompt_without_answer_decodes_its_own_end(prompts: Command) -> None:
-    record = loads(prompts(f"{RIGHT}:Model", *texts(with_answers=False), "--json"))
+    record = loads(prompts("", *ALONE, "--json"))
     assert {one["num_decoded"] for one in record["prompts"]} == {4}
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [("RestartedPositions", 1), ("WrongAfterStep", 3), ("LostValues", 4)]
-)
+@pytest.mark.parametrize(("name", "step"), [("RestartedPositions", 1), ("LostValues", 4)])
 def test_mistake_in_decoding_begins_at_its_step(name: str, step: int, prompts: Command) -> None:
-    result = prompts(f"{PORTS}:{name}", *texts(), "--json")
+    result = prompts(name, *ANSWERED, "--json")
     record = loads(result)
     assert (result.exit_code, record["verdict"]) == (1, "fail")
     assert step == min(one["first_step"] for one in record["prompts"] if one["first_step"] is not None)
@@ -104,23 +120,17 @@ def test_mistake_in_decoding_begins_at_its_step(name: str, step: int, prompts: C
 
 
 def test_wrong_layer_differs_in_the_prefill_of_all(prompts: Command) -> None:
-    record = loads(prompts(f"{PORTS}:SwappedGateUp", *texts(), "--json"))
+    record = loads(prompts("SwappedGateUp", *ANSWERED, "--json"))
     assert record["num_differing"] == 3
     assert all(one["begins"].startswith("prefill") for one in record["prompts"])
 
 
 def test_prompt_with_the_wrong_word_is_ranked_first_and_alone_differs(
-    prompts: Command, tmp_path: Path
+    prompts: Command, make: Callable[..., Path]
 ) -> None:
     rows = [[5, 9, 40, 41, 7, 60], [12, 13, 200, 41, 44, 60], [61, 62, 63, 64, 65, 66]]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    golden = tmp_path / "golden"
-    arguments = ["full", "--model", LEARNED, "--input-ids", tmp_path / "rows.json", "--max-new-tokens", "1"]
-    made = click.testing.CliRunner().invoke(
-        mm2_gpu, [str(argument) for argument in (*arguments, "--output-dir", golden, "--quiet")]
-    )
-    assert made.exit_code == 0, made.output
-    record = loads(prompts(f"{PORTS}:WrongWord", "--golden", golden, "--decode", 2, "--json"))
+    golden = make(LEARNED, rows)
+    record = loads(prompts("WrongWord", "--golden", golden, "--decode", 2, "--json"))
     assert record["num_differing"] == 1
     assert record["prompts"][0]["name"] == "row 1"
     assert record["prompts"][0]["first_token"] == 2
@@ -130,41 +140,47 @@ def test_prompt_with_the_wrong_word_is_ranked_first_and_alone_differs(
 @pytest.mark.parametrize("name", ["SeesPadding", "LastColumn"])
 def test_mistake_of_the_batch_is_told_from_one_of_the_prompt(name: str, prompts: Command) -> None:
     side = "left" if name == "SeesPadding" else "right"
-    options = (*texts(), "--padding-side", side)
-    record = loads(prompts(f"{PORTS}:{name}", *options, "--json"))
-    assert record["verdict"] == "fail"
-    assert record["worst_is_right_alone"]
-    assert "Alone in its batch it is right" in prompts(f"{PORTS}:{name}", *options).stdout
-    alone = loads(prompts(f"{PORTS}:{name}", *options, "--prompts-at-once", 1, "--json"))
+    options = (*ANSWERED, "--padding-side", side)
+    record = loads(prompts(name, *options, "--json"))
+    assert (record["verdict"], record["worst_is_right_alone"]) == ("fail", True)
+    assert "Alone in its batch it is right" in prompts(name, *options).stdout
+    alone = loads(prompts(name, *options, "--prompts-at-once", 1, "--json"))
     assert alone["verdict"] == "pass"
 
 
 def test_report_shows_samples_with_their_record(prompts: Command, tmp_path: Path) -> None:
-    samples = write_samples(tmp_path / "samples_whale.jsonl")
-    result = prompts(f"{PORTS}:WrongAfterStep", "--samples", samples)
+    samples = tmp_path / "samples_whale.jsonl"
+    records = [
+        {
+            "doc_id": number,
+            "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": {"until": []}}},
+            "resps": [[answer]],
+            "target": "whale",
+            "metrics": ["exact_match"],
+            "exact_match": 1.0 if number == 1 else 0.0,
+        }
+        for number, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True))
+    ]
+    samples.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    result = prompts("WrongAfterStep", "--samples", samples)
     assert result.exit_code == 1
     assert result.stdout.startswith("FAIL: 3 of 3 prompts differ beyond noise")
     assert "the prefill is right, it differs from decode step 3 on" in result.stdout
     assert "worst of times, it was the age (wrong)" in result.stdout
     assert "First differing choice, decode step 3" in result.stdout
-    wrong = loads(prompts(f"{RIGHT}:Model", "--samples", samples, "--wrong", "--json"))
+    wrong = loads(prompts("", "--samples", samples, "--wrong", "--json"))
     assert [one["is_right"] for one in wrong["prompts"]] == [False, False]
 
 
-def test_golden_logits_are_computed_once(command: Command, tmp_path: Path) -> None:
-    arguments = ["prompts", "--model", LEARNED, "--captures", tmp_path, "--quiet", "--json", *texts()]
-    assert loads(command(mm2_test, *arguments))["num_known"] == 0
-    judged = command(mm2_test, *arguments, "--target", f"{RIGHT}:Model", "--backend", "cpu")
-    assert loads(judged)["num_known"] == 3
-    model = tmp_path / "model"
-    shutil.copytree(LEARNED, model)
-    shard = sorted(model.glob("*.safetensors"))[-1]
-    tensors = load_file(shard)
-    name = next(name for name in sorted(tensors) if tensors[name].ndim == 2)
-    tensors[name] *= 1.5
-    save_file(tensors, shard, metadata={"format": "pt"})
-    arguments[2] = model
-    assert loads(command(mm2_test, *arguments))["num_known"] == 0
+def test_golden_logits_are_computed_once(
+    command: Command, changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = ("--captures", tmp_path, "--quiet", "--json", *ANSWERED)
+    assert loads(command(mm2_test, "prompts", "--model", LEARNED, *options))["num_known"] == 0
+    target = ("--target", f"{RIGHT}:Model", "--backend", "cpu")
+    assert loads(command(mm2_test, "prompts", "--model", LEARNED, *options, *target))["num_known"] == 3
+    model = changed("model.layers.3.self_attn.q_proj.weight", lambda tensor: tensor * 1.5)
+    assert loads(command(mm2_test, "prompts", "--model", model, *options))["num_known"] == 0
 
 
 def test_killed_run_continues_behind_its_last_batch(
@@ -172,62 +188,49 @@ def test_killed_run_continues_behind_its_last_batch(
 ) -> None:
     counted = tmp_path / "passes.txt"
     monkeypatch.setenv("COUNTED_PASSES", str(counted))
-    options = (*texts(with_answers=False), "--prompts-at-once", 1, "--json")
+    options = (*ALONE, "--prompts-at-once", 1, "--json")
     monkeypatch.setenv("MOST_PASSES", "7")  # five passes a batch: the second one dies
-    assert prompts(f"{PORTS}:Counting", *options).exit_code == 3
+    assert prompts("Counting", *options).exit_code == 3
     counted.unlink()
     monkeypatch.delenv("MOST_PASSES")
-    assert prompts(f"{PORTS}:Counting", *options).exit_code == 0
+    assert prompts("Counting", *options).exit_code == 0
     assert len(counted.read_text().splitlines()) == 10
     # What is on record is only judged again.
-    assert prompts(f"{PORTS}:Counting", *options).exit_code == 0
+    assert prompts("Counting", *options).exit_code == 0
     assert len(counted.read_text().splitlines()) == 10
 
 
-def test_golden_of_other_weights_is_refused(prompts: Command, command: Command, tmp_path: Path) -> None:
+def test_golden_of_other_weights_is_refused(
+    prompts: Command, make: Callable[..., Path], changed: Callable[..., Path]
+) -> None:
     """The fingerprint agrees: lm_head is not part of it. The logits tell."""
-    model = tmp_path / "model"
-    shutil.copytree(LEARNED, model)
-    for shard in sorted(model.glob("*.safetensors")):
-        tensors = load_file(shard)
-        if "lm_head.weight" in tensors:
-            tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0)
-            save_file(tensors, shard, metadata={"format": "pt"})
-    arguments = ["full", "--model", model, "--input-ids", "5,9,40,41,7,60", "--max-new-tokens", "1"]
-    assert command(mm2_gpu, *arguments, "--output-dir", tmp_path / "golden", "--quiet").exit_code == 0
-    result = prompts(f"{RIGHT}:Model", "--golden", tmp_path / "golden", "--decode", 2)
+    golden = make(changed("lm_head.weight", lambda tensor: tensor.roll(1, 0)), [[5, 9, 40, 41, 7, 60]])
+    result = prompts("", "--golden", golden, "--decode", 2)
     assert result.exit_code == 3
     assert "are not those of mm2's reference" in result.stderr
     assert f"mm2-gpu extract-all --model {LEARNED}" in result.stderr
 
 
+@pytest.mark.slow
 def test_golden_of_which_few_tokens_differ_is_taken_once_it_is_certified(
-    prompts: Command, command: Command, tmp_path: Path
+    prompts: Command, command: Command, make: Callable[..., Path], changed: Callable[..., Path]
 ) -> None:
     """The golden is of a model with one other expert, which no fingerprint covers."""
-    model, golden = tmp_path / "model", tmp_path / "golden"
-    shutil.copytree(LEARNED, model)
-    for shard in sorted(model.glob("*.safetensors")):
-        tensors = load_file(shard)
-        if OTHER_EXPERT in tensors:
-            tensors[OTHER_EXPERT] *= 2
-            save_file(tensors, shard, metadata={"format": "pt"})
+    model = changed(OTHER_EXPERT, lambda tensor: tensor * 2)
     text = (LEARNED / "held_out.txt").read_text(encoding="utf-8")
     (tokens,) = encode_texts(LEARNED, [text], chat=False)
-    (tmp_path / "rows.json").write_text(json.dumps([tokens[5000:5060], tokens[9000:9050]]))
-    arguments = ["full", "--model", model, "--input-ids", tmp_path / "rows.json", "--max-new-tokens", "1"]
-    assert command(mm2_gpu, *arguments, "--output-dir", golden, "--quiet").exit_code == 0
-    refused = prompts(f"{RIGHT}:Model", "--golden", golden)
+    golden = make(model, [tokens[5000:5060], tokens[9000:9050]])
+    refused = prompts("", "--golden", golden)
     certify = ["certify", "--model", str(LEARNED), "--golden", str(golden)]
     assert refused.exit_code == 3
     assert shlex.join(["mm2-gpu", *certify]) in refused.stderr
     # Followed, the command tells that the golden is of other weights.
     assert command(mm2_gpu, *certify, "--quiet").exit_code == 1
-    assert prompts(f"{RIGHT}:Model", "--golden", golden).exit_code == 3
+    assert prompts("", "--golden", golden).exit_code == 3
     # With its own model it is certified. Still its wrong tokens excuse no port.
     assert command(mm2_gpu, "certify", "--model", model, "--golden", golden, "--quiet").exit_code == 0
-    assert prompts(f"{RIGHT}:Model", "--golden", golden).exit_code == 0
-    wrong = prompts(f"{PORTS}:OtherExpert", "--golden", golden, "--json")
+    assert prompts("", "--golden", golden).exit_code == 0
+    wrong = prompts("OtherExpert", "--golden", golden, "--json")
     assert (wrong.exit_code, loads(wrong)["num_differing"]) == (1, 1)
 
 
@@ -240,27 +243,24 @@ def test_golden_of_which_few_tokens_differ_is_taken_once_it_is_certified(
     ],
 )
 def test_wrong_usage_is_refused(options: tuple[str, ...], message: str, prompts: Command) -> None:
-    result = prompts(f"{RIGHT}:Model", *options)
+    result = prompts("", *options)
     assert result.exit_code == 2
     assert message in result.stderr
 
 
 def test_logits_of_one_shard_are_refused(prompts: Command) -> None:
-    result = prompts(f"{PORTS}:Short", *texts())
-    assert result.exit_code == 3
-    assert "do not cover the vocabulary" in result.stderr
+    result = prompts("Short", *ANSWERED)
+    assert (result.exit_code, "do not cover the vocabulary" in result.stderr) == (3, True)
 
 
 @pytest.mark.slow
 def test_worst_prompt_is_followed_to_its_layer(prompts: Command) -> None:
-    result = prompts(f"{PORTS}:SwappedGateUp", *texts(), "--json", follows=True)
+    result = prompts("SwappedGateUp", *ANSWERED, "--json", follows=True)
     record = loads(result)
     assert result.exit_code == 1
     followed = record["followed"]
     assert followed["exit_code"] == 1
-    assert [command.split()[0:2] for command in followed["commands"]] == [
-        ["mm2-gpu", "full"],
-        ["mm2-test", "model"],
-    ]
-    assert followed["report"]["blame"][0]["layer"] == 2
-    assert followed["report"]["blame"][0]["sites"] == ["moe_delta"]
+    programs = [command.split()[:2] for command in followed["commands"]]
+    assert programs == [["mm2-gpu", "full"], ["mm2-test", "model"]]
+    blame = followed["report"]["blame"][0]
+    assert (blame["layer"], blame["sites"]) == (2, ["moe_delta"])
