@@ -40,32 +40,32 @@ class ReadsUnused(DeviceLayer):
     def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
         return super().forward(hidden_states, torch.ones_like(attention_mask), position_ids, past_key_value)
 
-class NewRowsAlone(DeviceLayer):
+class Recorded(DeviceLayer):
+    "Computes what it should, and returns its cache as `cached` says."
+    def forward(self, *args, **kwargs):
+        output, (keys, values) = super().forward(*args, **kwargs)
+        return output, self.cached(keys, values, output.shape[1])
+
+class NewRowsAlone(Recorded):
     "Returns the rows it was fed, not those before them: allowed."
-    def forward(self, hidden_states, *args, **kwargs):
-        output, (keys, values) = super().forward(hidden_states, *args, **kwargs)
-        rows = hidden_states.shape[1]
-        return output, (keys[:, :, -rows:], values[:, :, -rows:])
+    def cached(self, keys, values, rows):
+        return keys[:, :, -rows:], values[:, :, -rows:]
+
+class FlatKeys(Recorded):
+    def cached(self, keys, values, rows):
+        return keys.flatten(2), values.flatten(2)
+
+class OtherCache(Recorded):
+    def cached(self, keys, values, rows):
+        return keys, torch.zeros_like(values)
+
+class FewerHeads(Recorded):
+    def cached(self, keys, values, rows):
+        return keys[:, :1], values[:, :1]
 
 class KeepsNothing(DeviceLayer):
-    def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
-        return super().forward(hidden_states, attention_mask, position_ids, past_key_value)[0]
-
-class FlatKeys(DeviceLayer):
-    def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
-        output, (keys, values) = super().forward(hidden_states, attention_mask, position_ids, past_key_value)
-        return output, (keys.flatten(2), values.flatten(2))
-
-class OtherCache(DeviceLayer):
-    "Computes what it should and returns something else to be cached."
     def forward(self, *args, **kwargs):
-        output, (keys, values) = super().forward(*args, **kwargs)
-        return output, (keys, torch.zeros_like(values))
-
-class FewerHeads(DeviceLayer):
-    def forward(self, *args, **kwargs):
-        output, (keys, values) = super().forward(*args, **kwargs)
-        return output, (keys[:, :1], values[:, :1])
+        return super().forward(*args, **kwargs)[0]
 
 class MakesNan(DeviceLayer):
     def forward(self, *args, **kwargs):
@@ -87,16 +87,20 @@ def ports(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def decode(run: Any, small_fp8: Path, small_golden: Path, ports: Path) -> Any:
-    """Sweeps two layers of the small model, some rows of them decoded, through one of the ports above or mm2's own."""
+def decode(run: Any, on_small: tuple[object, ...], ports: Path) -> Any:
+    """Runs layer 1 of the small model, some rows decoded, through one of the ports above or mm2's own."""
 
-    def sweep(name: str | None = None, *, rows: int = 4, options: tuple[object, ...] = ()) -> Any:
+    def sweep(name: str | None = None, *, rows: int = 4) -> Any:
         target = () if name is None else ("--target", f"{ports}:{name}")
-        common: tuple[object, ...] = ("sweep", "--layers", "1:3", "--model", small_fp8)
-        common += ("--golden", small_golden, "--decode", rows, "--json")
-        return run(*common, *target, *options)
+        return run("sweep", "--layers", "1:2", *on_small, "--decode", rows, "--json", *target)
 
     return sweep
+
+
+def sites_blamed(result: Any) -> set[str]:
+    record = json.loads(result.stdout)
+    assert record["verdict"] == "fail"
+    return {site for blame in record["blame"] for site in blame["sites"]}
 
 
 @pytest.mark.parametrize(
@@ -118,21 +122,23 @@ def test_decoded_rows_pass(decode: Any, name: str | None, rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["Forgets", "CountsAnew"])
 def test_mistake_of_a_decode_step_alone_fails_in_attention(decode: Any, name: str) -> None:
-    record = json.loads(decode(name).stdout)
-    assert record["verdict"] == "fail"
-    assert {blame["layer"] for blame in record["blame"]} == {1, 2}
-    assert {site for blame in record["blame"] for site in blame["sites"]} <= {
-        "attn_context",
-        "q_rope",
-        "k_rope",
-    }
+    assert sites_blamed(decode(name)) <= {"attn_context", "q_rope", "k_rope"}
+    # Without decoding it is not seen.
+    assert json.loads(decode(name, rows=0).stdout)["verdict"] == "pass"
 
 
-@pytest.mark.parametrize(("name", "site"), [("OtherCache", "v_proj"), ("FewerHeads", "k_rope")])
-def test_what_is_returned_to_be_cached_is_judged(decode: Any, name: str, site: str) -> None:
-    record = json.loads(decode(name).stdout)
-    assert record["verdict"] == "fail"
-    assert site in {site for blame in record["blame"] for site in blame["sites"]}
+@pytest.mark.parametrize(
+    ("name", "rows", "site"),
+    [
+        # What is returned to be cached is judged.
+        ("OtherCache", 4, "v_proj"),
+        ("FewerHeads", 4, "k_rope"),
+        # The past is longer than what is in it, so that it has one length for all steps.
+        ("ReadsUnused", 10, "attn_context"),
+    ],
+)
+def test_what_is_cached_and_read_is_judged(decode: Any, name: str, rows: int, site: str) -> None:
+    assert site in sites_blamed(decode(name, rows=rows))
 
 
 def test_rows_that_are_decoded_are_each_prompts_own(
@@ -150,37 +156,6 @@ def test_rows_that_are_decoded_are_each_prompts_own(
         assert (side, wrong["verdict"]) == (side, "fail")
 
 
-def test_saved_run_that_decoded_nothing_is_not_shown_as_one_that_did(
-    run: Any, small_fp8: Path, tmp_path: Path
-) -> None:
-    common = (
-        "single-layer",
-        "--layer",
-        0,
-        "--model",
-        small_fp8,
-        "--seq-len",
-        9,
-        "--output-dir",
-        tmp_path / "saved",
-    )
-    assert run(*common).exit_code == 0
-    result = run(*common, "--decode", 2, "--skip-compile")
-    assert result.exit_code == 3
-    assert "last 2 tokens of each prompt decoded" in result.stderr
-
-
-def test_mistake_of_a_decode_step_is_not_seen_without_decoding(decode: Any) -> None:
-    assert json.loads(decode("Forgets", rows=0).stdout)["verdict"] == "pass"
-
-
-def test_port_that_reads_beyond_what_the_mask_allows_fails(decode: Any) -> None:
-    """The past is longer than what is in it, so that it has one length for all steps."""
-    record = json.loads(decode("ReadsUnused", rows=10).stdout)
-    assert record["verdict"] == "fail"
-    assert "attn_context" in {site for blame in record["blame"] for site in blame["sites"]}
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -196,22 +171,29 @@ def test_port_that_takes_no_part_is_told_how(decode: Any, name: str, message: st
     assert "accept past_key_value and return (output, (keys, values))" in result.stderr
 
 
-def test_more_rows_than_there_are_cannot_be_decoded(decode: Any) -> None:
-    result = decode(rows=24)
-    assert result.exit_code == 2
-    assert "of 24 tokens 24 cannot be decoded" in result.stderr
+def test_rows_that_cannot_be_decoded(run: Any, on_small: tuple[object, ...]) -> None:
+    for words, message in (
+        (("sweep", "--decode", 24), "of 24 tokens 24 cannot be decoded"),
+        (("component", "--layer", 1, "--component", "moe", "--decode", 2), "a component does not decode"),
+    ):
+        result = run(*words, *on_small)
+        assert (result.exit_code, message in result.stderr) == (2, True)
 
 
-def test_component_does_not_decode(run: Any, small_fp8: Path, small_golden: Path) -> None:
-    common = ("component", "--layer", 1, "--component", "moe", "--model", small_fp8, "--golden", small_golden)
-    result = run(*common, "--decode", 2)
-    assert result.exit_code == 2
-    assert "a component does not decode" in result.stderr
+def test_saved_run_that_decoded_nothing_is_not_shown_as_one_that_did(
+    run: Any, small: Path, tmp_path: Path
+) -> None:
+    place = ("--output-dir", tmp_path / "saved")
+    common = ("single-layer", "--layer", 0, "--model", small, "--seq-len", 9, *place)
+    assert run(*common).exit_code == 0
+    result = run(*common, "--decode", 2, "--skip-compile")
+    assert result.exit_code == 3
+    assert "last 2 tokens of each prompt decoded" in result.stderr
 
 
-def test_golden_without_keys_cannot_feed_a_decode_step(run: Any, make_golden: Any, small_fp8: Path) -> None:
-    golden = make_golden(small_fp8, "--seq-len", 8, "--sites", "layer", "--noise-floor", "off")
-    result = run("sweep", "--model", small_fp8, "--golden", golden, "--sites", "layer", "--decode", 2)
+def test_golden_without_keys_cannot_feed_a_decode_step(run: Any, make_golden: Any, small: Path) -> None:
+    golden = make_golden(small, "--seq-len", 8, "--sites", "layer", "--noise-floor", "off")
+    result = run("sweep", "--model", small, "--golden", golden, "--sites", "layer", "--decode", 2)
     assert result.exit_code == 3
     assert "lacks v_proj of layer 0, k_rope of layer 0" in result.stderr
 
@@ -227,18 +209,12 @@ def test_chained_steps_go_on_from_the_ports_own_rows(run: Any, float32_golden: P
     assert float(error) < 1e-5
 
 
+PROMPTS = ("--prompt", "The capital", "--prompt", "Hi")
+
+
 @pytest.fixture(scope="module")
-def model(copies: Any) -> tuple[object, ...]:
-    return (
-        "--model",
-        copies[torch.float32],
-        "--dtype",
-        "float32",
-        "--prompt",
-        "The capital",
-        "--prompt",
-        "Hi",
-    )
+def model(copies: dict[torch.dtype, Path]) -> tuple[object, ...]:
+    return ("--model", copies[torch.float32], "--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +222,9 @@ def generated(model: tuple[object, ...], tmp_path_factory: pytest.TempPathFactor
     """The golden that generates five tokens for each prompt, and what its command printed."""
     directory = tmp_path_factory.mktemp("generated") / "golden"
     options = ("--max-new-tokens", 5, "--noise-floor", "off", "--quiet", "--json", "--output-dir", directory)
-    result = click.testing.CliRunner().invoke(mm2_gpu, [str(word) for word in ("full", *model, *options)])
+    result = click.testing.CliRunner().invoke(
+        mm2_gpu, [str(word) for word in ("full", *model, *PROMPTS, *options)]
+    )
     assert result.exit_code == 0, result.output
     return directory, json.loads(result.stdout)
 
@@ -264,7 +242,7 @@ class TestGeneration:
     def test_tokens_are_the_goldens(
         self, run: Any, model: tuple[object, ...], expected: list[list[int]], side: str
     ) -> None:
-        result = run("full", *model, "--padding-side", side, "--max-new-tokens", 5, "--json")
+        result = run("full", *model, *PROMPTS, "--padding-side", side, "--max-new-tokens", 5, "--json")
         rows = json.loads(result.stdout)["generation"]["rows"]
         assert [row["generated_ids"] for row in rows] == expected
         assert all(row["text"] for row in rows)
@@ -273,7 +251,7 @@ class TestGeneration:
         self, run: Any, model: tuple[object, ...], command: Any, tmp_path: Path
     ) -> None:
         rows = ("--seq-len", "6,4", "--start-positions", "4090,196602", "--max-new-tokens", 5)
-        options = (*model[:4], *rows, "--json")
+        options = (*model, *rows, "--json")
         golden = command(
             mm2_gpu, "full", *options, "--noise-floor", "off", "--quiet", "--captures", tmp_path / "golden"
         )
@@ -285,7 +263,7 @@ class TestGeneration:
     def test_one_token_is_told_without_being_asked_for_and_needs_no_past(
         self, run: Any, model: tuple[object, ...], expected: list[list[int]], ports: Path
     ) -> None:
-        result = run("full", *model, "--target", f"{ports}:TakesNone")
+        result = run("full", *model, *PROMPTS, "--target", f"{ports}:TakesNone")
         assert result.exit_code == 0
         assert all(
             f"Row {index} continues with 1 token\n  ids   {row[0]}\n" in result.stdout
@@ -295,24 +273,25 @@ class TestGeneration:
     def test_a_saved_run_says_what_it_generated(
         self, run: Any, model: tuple[object, ...], expected: list[list[int]]
     ) -> None:
-        first = json.loads(run("full", *model, "--max-new-tokens", 3, "--json").stdout)
-        shown = json.loads(run("full", *model, "--skip-compile", "--json").stdout)
+        first = json.loads(run("full", *model, *PROMPTS, "--max-new-tokens", 3, "--json").stdout)
+        shown = json.loads(run("full", *model, *PROMPTS, "--skip-compile", "--json").stdout)
         assert shown["generation"] == first["generation"]
         assert [row["generated_ids"] for row in shown["generation"]["rows"]] == [row[:3] for row in expected]
 
-    def test_a_port_that_keeps_no_past_generates_no_second_token(
-        self, run: Any, model: tuple[object, ...], ports: Path
+    @pytest.mark.parametrize(
+        ("port", "num_tokens", "message"),
+        [
+            ("KeepsNothing", 2, "layer 0 returned no keys and values"),
+            ("MakesNan", 1, "warning: no token was generated: no token can be chosen: logits are NaN"),
+        ],
+    )
+    def test_a_port_without_a_past_or_logits_chooses_no_token(
+        self, run: Any, model: tuple[object, ...], ports: Path, port: str, num_tokens: int, message: str
     ) -> None:
-        result = run("full", *model, "--target", f"{ports}:KeepsNothing", "--max-new-tokens", 2)
+        options = ("--target", f"{ports}:{port}", "--max-new-tokens", num_tokens)
+        result = run("full", *model, *PROMPTS, *options)
         assert result.exit_code == 3
-        assert "layer 0 returned no keys and values" in result.stderr
-
-    def test_logits_that_are_nan_choose_no_token(
-        self, run: Any, model: tuple[object, ...], ports: Path
-    ) -> None:
-        result = run("full", *model, "--target", f"{ports}:MakesNan")
-        assert result.exit_code == 3
-        assert "warning: no token was generated: no token can be chosen: logits are NaN" in result.stderr
+        assert message in result.stderr
         assert "continues with" not in result.stdout
 
     def test_tokens_are_held_against_the_goldens(
@@ -323,7 +302,7 @@ class TestGeneration:
         expected: list[list[int]],
         ports: Path,
     ) -> None:
-        common = ("full", *model[:4], "--golden", generated[0], "--max-new-tokens", 5)
+        common = ("full", *model, "--golden", generated[0], "--max-new-tokens", 5)
         assert re.search(r"prompts?: all \d+ generated tokens are the golden's", run(*common).stdout)
         wrong = run(*common, "--target", f"{ports}:Forgets", "--json")
         assert wrong.exit_code == 1
@@ -339,8 +318,8 @@ class TestGeneration:
         folder = shutil.copytree(copies[torch.float32], tmp_path / "model")
         ends = {"eos_token_id": [expected[0][1], expected[1][1]]}
         (folder / "generation_config.json").write_text(json.dumps(ends))
-        model = ("--model", folder, "--dtype", "float32", "--prompt", "The capital", "--prompt", "Hi")
-        rows = json.loads(run("full", *model, "--max-new-tokens", 5, "--json").stdout)["generation"]["rows"]
+        given = ("--model", folder, "--dtype", "float32", *PROMPTS, "--max-new-tokens", 5, "--json")
+        rows = json.loads(run("full", *given).stdout)["generation"]["rows"]
         ended = [row["generated_ids"] for row in rows]
         for index, row in enumerate(ended):
             assert row == expected[index][: len(row)]
