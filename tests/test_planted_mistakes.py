@@ -15,13 +15,14 @@ import click.testing
 import pytest
 import torch
 
-from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from faults.model_judging import ModelCase, ModelGround, judge_model_port
+from bench_logits import Ground
+from bench_model_ports import ModelCase
+from bench_model_ports import judge as judge_whole
 from faults.model_ports import MODEL_MISTAKES, RIGHT_MODELS, ModelPlant
 
 Command = Callable[..., click.testing.Result]
@@ -89,26 +90,17 @@ def cases(table: dict[str, Any]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> ModelGround:
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     """A model smaller than the toy, and its golden."""
     folder = tmp_path_factory.mktemp("ground")
     synthesize(folder / "model", model=MODEL, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
-    words = (
-        "extract-all",
-        "--model",
-        folder / "model",
-        "--seq-len",
-        "48,33",
-        "--output-dir",
-        folder / "golden",
+    return Ground.make(
+        folder / "model", folder, "extract-all", "--seq-len", "48,33", "--certify", name="small"
     )
-    result = click.testing.CliRunner().invoke(mm2_gpu, [*map(str, words), "--certify", "--quiet"])
-    assert result.exit_code == 0, result.output
-    return ModelGround(name="small", model=folder / "model", golden=folder / "golden")
 
 
 @pytest.fixture
-def judge(ground: ModelGround, command: Command, tmp_path: Path) -> Any:
+def judge(ground: Ground, command: Command, tmp_path: Path) -> Any:
     """Judges a layer of a port: exit code and JSON."""
 
     def run(name: str) -> tuple[int, dict[str, Any]]:
@@ -170,11 +162,11 @@ class TestWholePorts:
     WARNED = ("cache_fp8_with_scales",)
 
     @pytest.fixture
-    def judge(self, ground: ModelGround, tmp_path: Path) -> Any:
+    def judge(self, ground: Ground) -> Any:
         """Judges a whole port."""
 
         def run(plant: ModelPlant) -> ModelCase:
-            return judge_model_port(plant, ground, backend="cpu", directory=tmp_path / "run")
+            return judge_whole(plant, ground, backend="cpu", where="small")
 
         return run
 
