@@ -189,6 +189,12 @@ def copyist(golden: Path, tmp_path: Path) -> Copyist:
     return Copyist(source=Capture.open(golden), folder=tmp_path)
 
 
+@pytest.fixture(scope="module")
+def shared_copyist(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Copyist:
+    """A copyist whose captures serve all tests of a file."""
+    return Copyist(source=Capture.open(golden), folder=tmp_path_factory.mktemp("captures"))
+
+
 @pytest.fixture
 def judge(golden: Path) -> Judge:
     """Judges a device run against the golden, or another one."""

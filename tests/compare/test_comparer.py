@@ -242,9 +242,7 @@ class TestLayers:
     @pytest.mark.parametrize(
         ("pattern", "layers"), [("layer_*", (0, 1, 2, 3)), ("layer_2", (2,)), ("*_[13]", (1, 3))]
     )
-    def test_pattern_chooses_layers(
-        self, pattern: str, layers: tuple[int, ...], copyist: Any, judge: Judge
-    ) -> None:
+    def test_pattern_chooses_layers(self, pattern: str, layers: Any, copyist: Any, judge: Judge) -> None:
         assert judge(copyist.device_run(), pattern=pattern).layers == layers
 
     def test_pattern_that_matches_nothing_is_wrong_usage(self, copyist: Any, judge: Judge) -> None:

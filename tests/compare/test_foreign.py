@@ -34,10 +34,6 @@ BLAMED = {
 }
 
 
-def nxdi_file(directory: Path, module: str, point: str = "output") -> Path:
-    return directory / f"captured_tensors_cte_step_1_module_{module}_{point}.pt"
-
-
 class TestWholeDump:
     @pytest.mark.parametrize("name", FORMATS)
     def test_right_port_on_two_ranks_passes(self, write: Any, name: str, compare: Any) -> None:
@@ -48,19 +44,13 @@ class TestWholeDump:
         assert {site["status"] for site in record["sites"]} <= {"pass", "not exposed", "not judged"}
 
     @pytest.mark.parametrize("name", FORMATS)
-    def test_swapped_gate_and_up_are_blamed_on_their_layer(self, write: Any, name: str, compare: Any) -> None:
-        exit_code, record = compare(write(name, "swapped"))
+    def test_swapped_gate_and_up_are_blamed_on_their_layer(
+        self, write: Any, name: str, compare: Any, tmp_path: Path
+    ) -> None:
+        options = ("--report-path", tmp_path / "report")
+        exit_code, record = compare(write(name, "swapped"), None, *options)
         assert (exit_code, record["verdict"]) == (1, "fail")
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
-
-    @pytest.mark.parametrize(
-        "name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:])]
-    )
-    def test_report_of_a_dump_has_all_files(
-        self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        dumps.WRITERS[name](tmp_path / "dump", runs["swapped"])
-        compare(tmp_path / "dump", None, "--report-path", tmp_path / "report")
         markdown = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         assert "layer 1, " in markdown
         assert "Not exposed by the port" in markdown
@@ -81,7 +71,7 @@ class TestWholeDump:
         write("vllm-neuron")
         for norm in (tmp_path / "dump").rglob("*.input_layernorm"):
             norm.rename(norm.with_name(norm.name.replace("input_layernorm", "first_norm")))
-        _, record = compare(tmp_path / "dump")
+        _, record = compare(tmp_path / "dump", None, "--layer", "layer_0")
         assert "run: 4 modules map to no site: model.layers.{layer}.first_norm" in record["notes"]
 
 
@@ -95,27 +85,27 @@ class TestWrongMap:
 
     def test_wrong_place_fails_where_it_points(self, write: Any, compare: Any) -> None:
         text = 'sites: {moe_delta: "layers.{layer}.self_attn.o_proj"}'
-        exit_code, record = compare(write("nxdi"), text)
+        exit_code, record = compare(write("nxdi"), text, "--layer", "layer_0")
         assert exit_code == 1
         assert "moe_delta" in record["blame"][0]["sites"]
 
-    def test_other_prompts_are_incomparable(self, write: Any, compare: Any) -> None:
-        exit_code, record = compare(write("nxdi"), "lengths: [48, 32]")
+    def test_other_prompts_and_other_tokens_are_incomparable(
+        self, write: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        exit_code, record = compare(write("nxdi", name="other"), "lengths: [48, 32]")
         assert exit_code == 3
         assert "expected prompts of 48, 33 tokens, found 48, 32" in record["error"]
-
-    def test_other_tokens_are_incomparable(self, write: Any, compare: Any, tmp_path: Path) -> None:
-        write("sglang")
-        (path,) = (tmp_path / "dump").glob("*name=input_ids*")
+        folder = write("sglang")
+        (path,) = folder.glob("*name=input_ids*")
         held = torch.load(path, weights_only=False)
         held["value"][50] += 1
         torch.save(held, path)
-        exit_code, record = compare(tmp_path / "dump")
+        exit_code, record = compare(folder)
         assert exit_code == 3
         assert "input_ids differ, first at row 1, token 2" in record["error"]
         held["value"][50] -= 1
         torch.save(held, path)
-        exit_code, record = compare(tmp_path / "dump")
+        exit_code, record = compare(folder, None, "--layer", "layer_0")
         assert exit_code == 0
         assert "one side does not record its model: that they agree was not checked" in record["notes"]
 
@@ -135,16 +125,14 @@ class TestUnknownNames:
                 dumps.save_nxdi(tmp_path / "dump", f"decoder.blocks.{layer}{module}", point, values)
         return tmp_path / "dump"
 
-    def test_what_was_found_is_named_and_how_to_go_on(self, strange: Path, compare: Any) -> None:
+    def test_what_was_found_is_named_and_the_template_is_a_map_with_a_line_for_every_site(
+        self, strange: Path, compare: Any, command: Command
+    ) -> None:
         exit_code, record = compare(strange)
         assert exit_code == 3
         assert "no site of a layer was found" in record["error"]
         assert "found decoder.blocks.{layer}, decoder.blocks.{layer}.attn.wq" in record["error"]
         assert "--map-template > map.yaml" in record["error"]
-
-    def test_template_is_a_map_with_a_line_for_every_site(
-        self, strange: Path, compare: Any, command: Command
-    ) -> None:
         template = command(mm2_test, "show", strange, "--map-template").stdout
         assert all(f"  # {site}: " in template for site in (*Site, *ModelSite))
         assert '#   "decoder.blocks.{layer}.attn.wq:output"  2x64x512 bfloat16' in template
@@ -191,28 +179,25 @@ class TestPieces:
         text = 'sites: {output: "layers.{layer}", moe_delta: "layers.{layer}.block_sparse_moe@partial"}'
         assert reads_as(tmp_path / "dump", text=text).num_sites == COMPARED["vllm-neuron"]
 
-    def test_rank_0_alone_shows_what_all_ranks_have(self, write: Any, reads_as: Any, tmp_path: Path) -> None:
-        write("nxdi", "right", "both", num_ranks=2)
-        reading = reads_as(tmp_path / "both" / "rank0", text="ranks: 2")
-        assert reading.num_sites == COMPARED["nxdi"] - 4 * 6
-        assert reading.told("of 2 ranks only 1 are held: q_proj, k_proj")
-
-    def test_rank_0_alone_without_a_map_asks_for_ranks(
+    def test_rank_0_alone_shows_what_all_ranks_have_once_it_is_told_how_many_there_are(
         self, write: Any, reads_as: Any, compare: Any, tmp_path: Path
     ) -> None:
-        write("nxdi", "right", "both", num_ranks=2)
+        rank0 = write("nxdi", "right", "both", num_ranks=2) / "rank0"
         with pytest.raises(CaptureError, match="expected a map that says of how many ranks: ranks: 2"):
-            reads_as(tmp_path / "both" / "rank0")
+            reads_as(rank0)
+        reading = reads_as(rank0, text="ranks: 2")
+        assert reading.num_sites == COMPARED["nxdi"] - 4 * 6
+        assert reading.told("of 2 ranks only 1 are held: q_proj, k_proj")
         # A user who says that there is one rank has the shape judged.
-        exit_code, _ = compare(tmp_path / "both" / "rank0", "ranks: 1")
-        assert exit_code == 1
+        assert compare(rank0, "ranks: 1", "--layer", "layer_0")[0] == 1
         assert reads_as(write("nxdi", "right", "one")).told("this tool keeps rank 0's tensors alone")
 
     def test_weights_of_the_chosen_experts_are_computed_from_affinities(
         self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
     ) -> None:
+        source, mask = runs["right"], runs["right"].read_attention_mask()
+
         def write(name: str, *, power: float) -> Path:
-            source, mask = runs["right"], runs["right"].read_attention_mask()
             dumps.write_nxdi(tmp_path / name, source, has_metadata=False)
             for layer in source.layers:
                 chosen = source.read(layer, Site.ROUTER_EXPERTS)
@@ -225,12 +210,11 @@ class TestPieces:
                     )
             return tmp_path / name
 
-        exit_code, record = compare(write("right", power=1.0))
+        exit_code, record = compare(write("right", power=1.0), None, "--layer", "layer_1")
         assert exit_code == 0
-        weights = [site for site in record["sites"] if site["site"] == "router_weights"]
-        assert [site["status"] for site in weights] == ["pass"] * 4
+        assert [one["status"] for one in record["sites"] if one["site"] == "router_weights"] == ["pass"]
         assert any("computed from the affinities" in note for note in record["notes"])
-        exit_code, record = compare(write("wrong", power=2.0))
+        exit_code, record = compare(write("wrong", power=2.0), None, "--layer", "layer_1")
         assert exit_code == 1
         assert {site for blame in record["blame"] for site in blame["sites"]} >= {"router_weights"}
 
@@ -277,50 +261,47 @@ class TestPieces:
 
 
 class TestDiagnosis:
+    @pytest.fixture
+    def diagnose(
+        self, toy: Path, golden: Path, command: Command, tmp_path: Path
+    ) -> Callable[..., tuple[int, dict[str, Any]]]:
+        def run(*options: str) -> tuple[int, dict[str, Any]]:
+            paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump")
+            result = command(mm2_diagnose, *paths, "--json", "--quiet", *options)
+            return result.exit_code, json.loads(result.stdout)
+
+        return run
+
     def test_layer_that_others_fed_is_diagnosed_on_the_ports_own_input(
-        self, write: Any, toy: Path, golden: Path, command: Command, tmp_path: Path
+        self, write: Any, diagnose: Any
     ) -> None:
         write("msprobe", "swapped")
-        paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump", "--json")
         some = ("--mistake", "gate_up_swapped", "--mistake", "router_bias_missing")
-        result = command(mm2_diagnose, *paths, *some, "--quiet")
-        record = json.loads(result.stdout)
-        assert result.exit_code == 1
+        exit_code, record = diagnose(*some)
+        assert exit_code == 1
         assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [(1, "gate_up_swapped")]
         assert record["diagnosis"][0]["leaves"] < 1.3
         assert any("on the port's own input" in note for note in record["layers"][0]["notes"])
         assert "layers 1-3 ran on each other's outputs" in record["notes"][0]
+        # The right layer behind it is not blamed.
+        exit_code, record = diagnose(*some[:2], "--layer", "layer_2")
+        assert (exit_code, record["diagnosis"]) == (0, [])
+        assert record["layers"][0]["unexplained"] < 1.5
 
     def test_wrong_head_is_named_from_last_tokens_alone(
-        self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
+        self, toy: Path, write: Any, runs: Any, diagnose: Any
     ) -> None:
-        source = runs["right"]
-        dumps.write_nxdi(tmp_path / "dump", source)
+        folder, source = write("nxdi"), runs["right"]
         with CheckpointReader(toy) as reader:
             embedding = reader.read_weight("model.embed_tokens.weight", torch.bfloat16).float()
         mask = source.read_attention_mask()
         normed = source.read(None, ModelSite.FINAL_NORM)[torch.arange(2), mask.sum(dim=1) - 1].float()
-        path = nxdi_file(tmp_path / "dump", "lm_head")
+        path = folder / "captured_tensors_cte_step_1_module_lm_head_output.pt"
         torch.save((normed @ embedding.T)[:, None].to(torch.load(path).dtype), path)
-        paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump", "--json")
-        result = command(mm2_diagnose, *paths, "--quiet")
-        record = json.loads(result.stdout)
-        assert result.exit_code == 1
-        assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [
-            (None, "head_is_embedding")
-        ]
+        exit_code, record = diagnose()
+        found = [(one["layer"], one["mistake"]) for one in record["diagnosis"]]
+        assert (exit_code, found) == (1, [(None, "head_is_embedding")])
         assert record["unexplained_blame"] == []
-
-    def test_right_layer_behind_a_wrong_one_is_not_blamed(
-        self, write: Any, toy: Path, golden: Path, command: Command, tmp_path: Path
-    ) -> None:
-        write("msprobe", "swapped")
-        paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump", "--json")
-        some = ("--mistake", "gate_up_swapped", "--mistake", "router_bias_missing")
-        result = command(mm2_diagnose, *paths, *some, "--layer", "layer_2", "--quiet")
-        record = json.loads(result.stdout)
-        assert (result.exit_code, record["diagnosis"]) == (0, [])
-        assert record["layers"][0]["unexplained"] < 1.5
 
 
 class TestPartOfAModel:

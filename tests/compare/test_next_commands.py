@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,9 +52,7 @@ def test_failure_traces_the_weights_of_the_blamed_layer_before_it_asks_for_a_nam
     ("sites", "has_trace"),
     [(("q_rope",), False), (("attn_context",), False), (("q_norm", "q_rope"), True), (("moe_delta",), True)],
 )
-def test_weights_are_traced_where_one_may_be_wrong(
-    sweep: RunCommands, sites: tuple[str, ...], has_trace: bool
-) -> None:
+def test_weights_are_traced_where_one_may_be_wrong(sweep: RunCommands, sites: Any, has_trace: bool) -> None:
     failed = compared(Verdict.FAIL)
     blame = (Blame(layer=2, sites=sites, reason="rho 9"),)
     commands = starts(after_comparison(replace(failed, blame=blame), sweep))

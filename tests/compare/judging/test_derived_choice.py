@@ -14,13 +14,21 @@ from compare.judging.port_choice import DerivedChoice, derive_choice, find_contr
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE
 
-NO_BIAS = [0.0, 0.0, 0.0, 0.0]
+NO_BIAS = torch.zeros(4)
 
 
 class Port:
     """The two sides of a layer of which the port shows some rows: four experts, two of them for each token."""
 
-    def __init__(self, *, is_classic: bool = False, has_weights: bool = True, **shown: torch.Tensor) -> None:
+    def __init__(
+        self,
+        *,
+        is_classic: bool = False,
+        has_weights: bool = True,
+        bias: torch.Tensor = NO_BIAS,
+        **shown: torch.Tensor,
+    ) -> None:
+        self._bias = bias
         self._shown = {Site(name): rows for name, rows in shown.items()}
         self.weights, self.reference, self.is_classic = (self if has_weights else None), None, is_classic
         self.num_opened = 0
@@ -32,7 +40,7 @@ class Port:
     @contextmanager
     def open_layer(self, layer: int, reference: object) -> Iterator[Any]:
         self.num_opened += 1
-        tensors = {CORRECTION_BIAS: torch.tensor(NO_BIAS), GATE: GATE_ROWS.bfloat16()}
+        tensors = {CORRECTION_BIAS: self._bias, GATE: GATE_ROWS.bfloat16()}
         yield SimpleNamespace(tensors=tensors, spec=SimpleNamespace(num_experts_per_tok=2))
 
 
@@ -53,23 +61,19 @@ def test_choice_follows_from_logits_or_else_from_the_routers_input() -> None:
     assert derive(router_logits=LOGITS, post_norm=STATES) == [[0, 1], [1, 2]]
 
 
-def test_what_is_no_number_is_left_out() -> None:
+def test_what_is_no_number_or_not_known_gives_no_choice() -> None:
     broken = LOGITS.clone()
     broken[1, 1] = float("nan")
+    assert derive() is None
     assert derive(router_logits=broken) is None
     assert derive(router_logits=broken, post_norm=STATES) == [[0, 1], [2, 3]]
-    sides: Any = Port(router_logits=broken)
-    assert find_contradictions(sides, 0, torch.zeros(2, 2, dtype=torch.int64)) is None
-
-
-def test_nothing_shown_or_known_gives_no_choice() -> None:
-    assert derive() is None
     assert derive(router_logits=LOGITS, has_weights=False) is None
     assert derive(router_logits=LOGITS, is_classic=True) is None
-    sides: Any = Port(router_logits=LOGITS, has_weights=False)
-    assert find_contradictions(sides, 0, torch.zeros(2, 2, dtype=torch.int64)) is None
-    sides = Port(post_norm=STATES)
-    assert find_contradictions(sides, 0, torch.zeros(2, 2, dtype=torch.int64)) is None
+    experts = torch.zeros(2, 2, dtype=torch.int64)
+    for options in ({"router_logits": broken}, {"router_logits": LOGITS, "has_weights": False}):
+        assert find_contradictions(Port(**options), 0, experts) is None  # type: ignore[arg-type]
+    sides: Any = Port(post_norm=STATES)
+    assert find_contradictions(sides, 0, experts) is None
     assert sides.num_opened == 0
 
 
@@ -95,17 +99,13 @@ def test_a_choice_is_sure_beyond_twice_the_error_of_the_scores(
     reach = float((scores * (1.0 - scores) * errors).max())
     bias = torch.zeros(4)
     bias[2] = float(scores[1] - scores[2]) - 2.0 * times * reach
-    sides: Any = Port(router_logits=logits)
-
-    @contextmanager
-    def open_layer(layer: int, reference: object) -> Iterator[Any]:
-        spec = SimpleNamespace(num_experts_per_tok=2)
-        yield SimpleNamespace(tensors={CORRECTION_BIAS: bias}, spec=spec)
-
-    sides.weights = SimpleNamespace(open_layer=open_layer)
+    sides: Any = Port(router_logits=logits, bias=bias)
     found = derive_choice(sides, 0)
     assert found is not None
     assert found.is_sure.tolist() == [is_sure, True]
+    contradictions = find_contradictions(sides, 0, torch.tensor([[0, 2], [0, 1]]))
+    assert contradictions is not None
+    assert contradictions.tolist() == [is_sure, False]
 
 
 def test_another_choice_completes_the_tokens_that_are_not_sure() -> None:

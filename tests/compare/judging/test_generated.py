@@ -20,21 +20,34 @@ GOLDEN = Generation(
 )
 
 
+BARE = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=()),))
+
+
 def port(*tokens: int) -> Generation:
     row = Continuation(prompt_ids=(1, 2), generated_ids=tokens, text=None)
     return Generation(rows=(row,), sampling={"do_sample": False})
 
 
-def compare(target: Generation, *, golden: Generation = GOLDEN, noise: float | None = SIGMA) -> GeneratedRow:
+def compare(
+    target: Generation,
+    *,
+    golden: Generation = GOLDEN,
+    noise: float | None = SIGMA,
+    first: FirstLogits | None = None,
+) -> GeneratedRow:
     places = torch.tensor([[0, 0], [0, 1]])
     size = None if noise is None else torch.full((2,), noise)
-    [row] = compare_generated(golden, target, noise=size, places=None if noise is None else places)
+    [row] = compare_generated(golden, target, noise=size, places=places, first=first)
     return row
 
 
-def test_same_tokens_pass() -> None:
+def test_same_tokens_pass_as_far_as_the_shorter_text_goes() -> None:
     row = compare(port(7, 8))
     assert (row.status, row.num_alike, row.num_compared, row.reference) == (SiteStatus.PASS, 2, 2, None)
+    row = compare(port(7))
+    assert (row.status, row.num_alike, row.num_compared) == (SiteStatus.PASS, 1, 1)
+    row = compare(port())
+    assert (row.status, row.reason, row.num_compared) == (SiteStatus.NOT_JUDGED, "no token was compared", 0)
 
 
 @pytest.mark.parametrize(
@@ -63,108 +76,73 @@ def test_token_that_was_not_kept_is_not_judged_where_noise_reaches_beyond_all_th
 
 
 def test_what_the_golden_does_not_tell_is_not_judged() -> None:
-    bare = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=()),))
-    for row in (compare(port(7, 5), golden=bare), compare(port(7, 5), noise=None)):
+    for row in (compare(port(7, 5), golden=BARE), compare(port(7, 5), noise=None)):
         assert row.status is SiteStatus.NOT_JUDGED
         assert row.reason == "the golden does not tell how close the choice was"
+    for likeliest in (LIKELIEST[:1], (LIKELIEST[0], ())):
+        golden = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=likeliest),))
+        row = compare(port(7, 4), golden=golden)
+        assert (row.status, row.num_alike, row.margin) == (SiteStatus.NOT_JUDGED, 1, None)
     drawn = replace(GOLDEN, sampling={"do_sample": True})
     assert compare(port(7, 5), golden=drawn).reason == "the golden drew its tokens"
     assert compare(port(7, 8), golden=drawn).status is SiteStatus.NOT_JUDGED
 
 
-def test_shorter_text_is_compared_as_far_as_it_goes() -> None:
-    row = compare(port(7))
-    assert (row.status, row.num_alike, row.num_compared) == (SiteStatus.PASS, 1, 1)
+def test_a_margin_that_noise_just_reaches_is_explained() -> None:
+    likeliest = (LIKELIEST[0], (Likely(token=8, behind=0.0), Likely(token=4, behind=REACH * 0.125)))
+    golden = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=likeliest),))
+    assert compare(port(7, 4), golden=golden, noise=0.125).status is SiteStatus.PASS
+
+
+def first_logits(golden: int, own: int) -> FirstLogits:
+    """The logits behind the prompt, with these likeliest tokens."""
+    reference, target = torch.zeros(1, 10), torch.zeros(1, 10)
+    reference[0, golden] = target[0, own] = 5.0
+    return FirstLogits(reference=reference, target=target)
 
 
 class TestOwnLogits:
     """A token must be what the port's own logits choose."""
 
-    @staticmethod
-    def logits(best: int) -> torch.Tensor:
-        logits = torch.linspace(0.0, 1.0, 10)
-        logits[best] = 5.0
-        return logits[None]
-
-    def compare(
-        self, *tokens: int, best: int, golden: Generation = GOLDEN, do_sample: bool = False
-    ) -> GeneratedRow:
-        noise, places = torch.full((2,), SIGMA), torch.tensor([[0, 0], [0, 1]])
-        first = FirstLogits(reference=self.logits(7), target=self.logits(best))
-        target = replace(port(*tokens), sampling={"do_sample": do_sample})
-        [row] = compare_generated(golden, target, noise=noise, places=places, first=first)
-        return row
-
-    def test_the_likeliest_passes(self) -> None:
-        assert self.compare(7, 8, best=7).status is SiteStatus.PASS
-
-    def test_another_fails_though_it_is_the_goldens(self) -> None:
-        row = self.compare(7, 8, best=2)
+    def test_the_likeliest_passes_and_another_fails_though_it_is_the_goldens(self) -> None:
+        assert compare(port(7, 8), first=first_logits(7, 7)).status is SiteStatus.PASS
+        row = compare(port(7, 8), first=first_logits(7, 2))
         assert (row.status, row.num_alike, row.target) == (SiteStatus.FAIL, 0, 7)
-        assert row.reason == "4.22 below token 2 by the port's own logits, noise reaches 0.8"
+        assert row.reason == "5 below token 2 by the port's own logits, noise reaches 0.8"
 
-    def test_what_was_drawn_is_not_held_against_them(self) -> None:
-        assert self.compare(7, 8, best=2, do_sample=True).status is SiteStatus.PASS
-
-    def test_golden_without_alternatives_is_judged_at_the_first_token(self) -> None:
-        bare = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=()),))
-        row = self.compare(3, 8, best=3, golden=bare)
-        assert (row.status, row.margin) == (SiteStatus.FAIL, pytest.approx(5.0 - 3.0 / 9.0))
-
-
-class TestFirst:
-    """Candidates of the first token, from the logits behind the prompt, where a row kept none."""
-
-    @staticmethod
-    def first(golden: int, port: int) -> FirstLogits:
-        sides = []
-        for best in (golden, port):
-            logits = torch.zeros(1, 10)
-            logits[0, best] = 5.0
-            sides.append(logits)
-        return FirstLogits(reference=sides[0], target=sides[1])
-
-    def compare(
-        self,
-        target: Generation,
-        *,
-        golden: Generation = GOLDEN,
-        first: FirstLogits,
-        noise: float | None = SIGMA,
-    ) -> GeneratedRow:
-        places = torch.tensor([[0, 0], [0, 1]])
-        size = None if noise is None else torch.full((2,), noise)
-        [row] = compare_generated(golden, target, noise=size, places=places, first=first)
-        return row
-
-    def test_kept_candidates_stay(self) -> None:
-        assert self.compare(port(3, 8), first=self.first(7, 3)).margin == 2.0
-
-    def test_those_of_later_tokens_stay(self) -> None:
-        bare = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=((), LIKELIEST[1])),))
-        first = self.first(7, 7)
-        assert self.compare(port(7, 4), golden=bare, first=first).margin == 0.5
-        assert self.compare(port(3, 8), golden=bare, first=self.first(7, 3)).margin == 5.0
-
-    def test_the_port_s_own_choice_is_not_judged_without_noise(self) -> None:
-        row = self.compare(port(7, 8), first=self.first(7, 2), noise=None)
+    def test_what_was_drawn_or_has_no_noise_is_not_held_against_them(self) -> None:
+        drawn = replace(port(7, 8), sampling={"do_sample": True})
+        assert compare(drawn, first=first_logits(7, 2)).status is SiteStatus.PASS
+        row = compare(port(7, 8), first=first_logits(7, 2), noise=None)
         assert (row.status, row.num_alike) == (SiteStatus.PASS, 2)
 
+    def test_golden_without_alternatives_is_judged_at_the_first_token(self) -> None:
+        first = first_logits(7, 3)
+        first.reference[0, 3] = 0.5
+        row = compare(port(3, 8), golden=BARE, first=first)
+        assert (row.status, row.margin) == (SiteStatus.FAIL, 4.5)
+
+    def test_kept_candidates_stay(self) -> None:
+        assert compare(port(3, 8), first=first_logits(7, 3)).margin == 2.0
+        later = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=((), LIKELIEST[1])),))
+        assert compare(port(7, 4), golden=later, first=first_logits(7, 7)).margin == 0.5
+        assert compare(port(3, 8), golden=later, first=first_logits(7, 3)).margin == 5.0
+
     def test_a_margin_that_noise_just_reaches_is_the_port_s_choice(self) -> None:
-        first = self.first(7, 2)
+        first = first_logits(7, 2)
         first.target[0, 7] = 4.0
-        assert self.compare(port(7, 8), first=first, noise=1.0 / REACH).status is SiteStatus.PASS
-        assert self.compare(port(7, 8), first=first, noise=0.99 / REACH).status is SiteStatus.FAIL
+        assert compare(port(7, 8), first=first, noise=1.0 / REACH).status is SiteStatus.PASS
+        assert compare(port(7, 8), first=first, noise=0.99 / REACH).status is SiteStatus.FAIL
 
     def test_a_row_that_failed_keeps_its_reason(self) -> None:
-        row = self.compare(port(3, 8), first=self.first(7, 2))
+        row = compare(port(3, 8), first=first_logits(7, 2))
         assert (row.status, row.reason) == (SiteStatus.FAIL, "2 below the golden's token, noise reaches 0.8")
 
     def test_a_later_token_is_held_against_the_port_s_own_candidates(self) -> None:
         target = port(7, 8, 9)
         kept = (*LIKELIEST[:1], (Likely(token=4, behind=0.0), Likely(token=8, behind=1.5)), LIKELIEST[0])
         target = replace(target, rows=(replace(target.rows[0], likeliest=kept),))
-        row = self.compare(target, first=self.first(7, 7))
+        row = compare(target, first=first_logits(7, 7))
         assert (row.status, row.num_alike, row.num_compared) == (SiteStatus.FAIL, 1, 2)
         assert (row.reference, row.target, row.margin) == (8, 8, 1.5)
         assert row.reach == pytest.approx(REACH * SIGMA)
@@ -186,37 +164,13 @@ class TestRows:
         assert (first.row, first.status, first.reach) == (0, SiteStatus.PASS, REACH * 3.0)
         assert (second.row, second.status, second.reach) == (1, SiteStatus.FAIL, 0.0)
 
-    @pytest.mark.parametrize("is_known", [(True, False), (False, True)])
-    def test_noise_without_places_and_the_reverse_tell_nothing(self, is_known: tuple[bool, bool]) -> None:
-        target = port(7, 5)
-        noise, places = (
-            value if known else None for value, known in zip((self.NOISE, self.PLACES), is_known, strict=True)
-        )
-        [row] = compare_generated(GOLDEN, target, noise=noise, places=places)
-        assert (row.status, row.reach) == (SiteStatus.NOT_JUDGED, None)
+    def test_noise_without_places_and_the_reverse_tell_nothing(self) -> None:
+        for noise, places in ((self.NOISE, None), (None, self.PLACES)):
+            [row] = compare_generated(GOLDEN, port(7, 5), noise=noise, places=places)
+            assert (row.status, row.reach) == (SiteStatus.NOT_JUDGED, None)
 
     def test_noise_is_that_of_nearly_all_tokens_of_the_prompt(self) -> None:
         noise = torch.arange(101.0)
         places = torch.stack((torch.zeros(101), torch.arange(101)), dim=1).long()
         [row] = compare_generated(GOLDEN, port(7, 5), noise=noise, places=places)
         assert row.reach == REACH * 95.0
-
-
-def test_a_margin_that_noise_just_reaches_is_explained() -> None:
-    likeliest = (LIKELIEST[0], (Likely(token=8, behind=0.0), Likely(token=4, behind=REACH * 0.125)))
-    golden = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=likeliest),))
-    assert compare(port(7, 4), golden=golden, noise=0.125).status is SiteStatus.PASS
-
-
-@pytest.mark.parametrize("likeliest", [LIKELIEST[:1], (LIKELIEST[0], ())])
-def test_a_golden_that_kept_no_candidates_at_the_place_tells_nothing(
-    likeliest: tuple[tuple[Likely, ...], ...],
-) -> None:
-    golden = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=likeliest),))
-    row = compare(port(7, 4), golden=golden)
-    assert (row.status, row.num_alike, row.margin) == (SiteStatus.NOT_JUDGED, 1, None)
-
-
-def test_no_token_is_no_comparison() -> None:
-    row = compare(port())
-    assert (row.status, row.reason, row.num_compared) == (SiteStatus.NOT_JUDGED, "no token was compared", 0)

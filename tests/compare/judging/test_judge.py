@@ -143,9 +143,7 @@ class TestDtype:
     @pytest.mark.parametrize(
         ("golden", "port"), [(torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)]
     )
-    def test_one_that_cannot_hold_the_goldens_values_warns(
-        self, golden: torch.dtype, port: torch.dtype
-    ) -> None:
+    def test_one_that_cannot_hold_the_goldens_values_warns(self, golden: Any, port: torch.dtype) -> None:
         found = judge(rows(GOLDEN.to(port), stored_dtype=golden))
         assert (found.status, found.reason) == (SiteStatus.WARN, f"dtype: expected {golden}, found {port}")
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -122,10 +123,8 @@ class TestNoise:
         assert judge(replace(chained, whole=1.01 * isolated), metrics)[0] is SiteStatus.PASS
         assert judge(replace(chained, whole=10 * isolated), metrics)[0] is SiteStatus.FAIL
 
-
-class TestOtherBackends:
     @pytest.mark.parametrize("figure", STRUCTURE_FIGURES)
-    def test_averages_only_warn(self, figure: str, metrics: PairMetrics) -> None:
+    def test_averages_only_warn_elsewhere(self, figure: str, metrics: PairMetrics) -> None:
         assert judge(replace(CLEAN, **{figure: 50.0}), metrics, context=ELSEWHERE)[0] is SiteStatus.WARN
         assert judge(replace(CLEAN, **{figure: 50.0}), metrics)[0] is SiteStatus.FAIL
 
@@ -153,10 +152,8 @@ class TestWithoutFloor:
 
     def test_what_was_handed_on_to_few_tokens_excuses_no_fault(self) -> None:
         # Gate and up exchanged change moe_delta by more than half, another activation by a tenth.
-        limits = [self.limit("moe_delta", input_error=4e-3, num_tokens=number) for number in (1, 4, 16)]
-        assert limits[0] < 0.5
-        assert limits[1] < 0.1
-        assert limits[2] < 0.06
+        for num_tokens, most in ((1, 0.5), (4, 0.1), (16, 0.06)):
+            assert self.limit("moe_delta", input_error=4e-3, num_tokens=num_tokens) < most
 
     def test_more_flip_among_fewer_tokens_and_behind_an_error(self) -> None:
         def share(num_tokens: int, input_error: float = 0.0) -> float:
@@ -170,44 +167,36 @@ class TestWithoutFloor:
 
 class TestRouting:
     @staticmethod
-    def routing(flipped: int, *, explained: int = 0, tokens: int = 1000) -> RoutingResult:
-        return RoutingResult(
+    def judge(
+        flipped: int, *, explained: int = 0, tokens: int = 1000, has_floor: bool = False, error: float = 0.0
+    ) -> tuple[SiteStatus, str]:
+        routing = RoutingResult(
             num_tokens=tokens,
             num_flipped=flipped,
             num_explained=explained,
             widest_unexplained_margin=0.031 if flipped > explained else None,
         )
+        return judge_routing(routing, LIMITS, has_floor=has_floor, input_error=error, context=TERMS)
 
-    def judge(
-        self, routing: RoutingResult, *, has_floor: bool, input_error: float = 0.0
-    ) -> tuple[SiteStatus, str]:
-        return judge_routing(routing, LIMITS, has_floor=has_floor, input_error=input_error, context=TERMS)
-
-    def test_explained_flips_pass_and_are_told(self) -> None:
-        judgement = self.judge(self.routing(900, explained=900), has_floor=True)
-        assert judgement == (SiteStatus.PASS, "900 flips within noise")
-
-    def test_one_unexplained_flip_fails_and_its_margin_is_told(self) -> None:
-        status, reason = self.judge(self.routing(9, explained=8), has_floor=True)
-        assert status is SiteStatus.FAIL
-        assert reason == "1 of 1000 tokens chose other experts beyond noise (widest margin 0.031)"
+    def test_explained_flips_pass_and_an_unexplained_one_fails_with_its_margin(self) -> None:
+        explained = self.judge(900, explained=900, has_floor=True)
+        assert explained == (SiteStatus.PASS, "900 flips within noise")
+        reason = "1 of 1000 tokens chose other experts beyond noise (widest margin 0.031)"
+        assert self.judge(9, explained=8, has_floor=True) == (SiteStatus.FAIL, reason)
 
     def test_as_many_flips_as_chance_explains_pass_and_one_more_fails(self) -> None:
-        reason = self.judge(self.routing(500), has_floor=False)[1]
-        most = int(reason.rpartition("limit ")[2])
-        status, told = self.judge(self.routing(most), has_floor=False)
+        most = int(self.judge(500)[1].rpartition("limit ")[2])
+        status, told = self.judge(most)
         assert status is SiteStatus.PASS
         assert told.endswith("tokens chose other experts (no noise floor)")
-        assert self.judge(self.routing(most + 1), has_floor=False)[0] is SiteStatus.FAIL
-
-    def test_one_flip_of_a_few_tokens_is_nobodys_fault(self) -> None:
-        assert self.judge(self.routing(1, tokens=7), has_floor=False)[0] is SiteStatus.PASS
-        assert self.judge(self.routing(7, tokens=7), has_floor=False)[0] is SiteStatus.FAIL
+        assert self.judge(most + 1)[0] is SiteStatus.FAIL
+        # One of a few tokens is nobody's fault.
+        assert self.judge(1, tokens=7)[0] is SiteStatus.PASS
+        assert self.judge(7, tokens=7)[0] is SiteStatus.FAIL
 
     def test_layer_that_was_handed_an_error_may_flip_more(self) -> None:
-        many = self.routing(300)
-        assert self.judge(many, has_floor=False)[0] is SiteStatus.FAIL
-        assert self.judge(many, has_floor=False, input_error=0.1)[0] is SiteStatus.PASS
+        assert self.judge(300)[0] is SiteStatus.FAIL
+        assert self.judge(300, error=0.1)[0] is SiteStatus.PASS
 
 
 class TestOwnLimits:
@@ -231,27 +220,21 @@ class TestOwnLimits:
             noise, metrics, limits, site="output", num_tokens=num_tokens, num_channels=256, context=context
         )
 
-    def test_without_a_limited_figure_nothing_fails(self, metrics: PairMetrics) -> None:
+    def test_figure_at_its_limit_passes_and_none_without_a_limit_fails(self, metrics: PairMetrics) -> None:
+        assert self.judge(CLEAN, metrics, "whole")[0] == (SiteStatus.PASS, "")
         assert self.judge(replace(CLEAN, whole=99.0), metrics, "massive")[1] is not None
         assert self.judge(replace(CLEAN, whole=99.0), metrics) == ((SiteStatus.PASS, ""), None)
 
-    def test_figure_at_its_limit_passes(self, metrics: PairMetrics) -> None:
-        assert self.judge(CLEAN, metrics, "whole")[0] == (SiteStatus.PASS, "")
-
-    def test_the_whole_error_is_named_before_a_part_further_off(self, metrics: PairMetrics) -> None:
-        noise = replace(CLEAN, whole=1.1, ordinary=9.0)
-        (_, reason), nearest = self.judge(noise, metrics, "whole", "ordinary", "token_median")
+    def test_the_whole_error_is_named_before_the_part_furthest_off(self, metrics: PairMetrics) -> None:
+        figures = ("whole", "ordinary", "token_median")
+        (_, reason), nearest = self.judge(replace(CLEAN, whole=1.1, ordinary=9.0), metrics, *figures)
         assert reason == "error 1.1× the noise floor, limit 1"
         assert nearest is not None
         assert (nearest.figure, nearest.value) == ("ordinary", 9.0)
-
-    @pytest.mark.parametrize("figures", [("whole", "ordinary", "token_median"), ("ordinary", "token_median")])
-    def test_the_part_furthest_off_is_named_where_the_whole_is_within(
-        self, figures: tuple[str, ...], metrics: PairMetrics
-    ) -> None:
-        noise = replace(CLEAN, whole=0.9, ordinary=1.1, token_median=9.0)
-        reason = self.judge(noise, metrics, *figures)[0][1]
-        assert reason == "error 9× the noise floor at the median token, limit 1"
+        within = replace(CLEAN, whole=0.9, ordinary=1.1, token_median=9.0)
+        for names in (figures, figures[1:]):
+            reason = self.judge(within, metrics, *names)[0][1]
+            assert reason == "error 9× the noise floor at the median token, limit 1"
 
     def test_norm_is_told_beyond_two_in_a_hundred(self, reference: torch.Tensor) -> None:
         for factor, is_told in ((1.019, False), (1.021, True), (0.981, False), (0.979, True), (0.5, True)):
@@ -273,27 +256,22 @@ class TestOwnLimits:
         noise = replace(CLEAN, **{figure: value})
         assert self.judge(noise, metrics, figure, context=ELSEWHERE)[0][0] is status
 
-    @pytest.mark.parametrize(
-        ("value", "status"),
-        [
+    def test_error_without_a_floor_is_held_to_limit_and_slack(self) -> None:
+        context = replace(ELSEWHERE, is_float32=True)
+        for value, status in (
             (0.5, SiteStatus.PASS),
             (0.51, SiteStatus.WARN),
             (1.0, SiteStatus.WARN),
             (1.01, SiteStatus.FAIL),
             (math.nan, SiteStatus.FAIL),
-        ],
-    )
-    def test_error_without_a_floor_is_held_to_limit_and_slack(self, value: float, status: SiteStatus) -> None:
-        judgement, nearest = judge_without_floor(
-            RelativeError(value=value, incoming=0.0),
-            self.limits(),
-            site="output",
-            num_tokens=9,
-            context=replace(ELSEWHERE, is_float32=True),
-        )
-        assert judgement[0] is status
-        assert (nearest.figure, nearest.limit) == ("relative_l2", 0.5)
-        assert nearest.value == pytest.approx(value, nan_ok=True)
+        ):
+            error = RelativeError(value=value, incoming=0.0)
+            judgement, nearest = judge_without_floor(
+                error, self.limits(), site="output", num_tokens=9, context=context
+            )
+            assert judgement[0] is status, value
+            assert (nearest.figure, nearest.limit) == ("relative_l2", 0.5)
+            assert nearest.value == pytest.approx(value, nan_ok=True)
 
     def test_inherited_and_own_error_add_as_squares(self) -> None:
         table = {"all": {"relative_l2": Limit(usual=0.3), "amplification": Limit(usual=2.0)}}
@@ -314,8 +292,6 @@ class TestOwnLimits:
         (None, True, (SiteStatus.FAIL, "broken")),
     ],
 )
-def test_broken_limit_warns_where_it_was_not_measured(
-    backend: str | None, is_anywhere: bool, expected: tuple[SiteStatus, str]
-) -> None:
+def test_broken_limit_warns_where_it_was_not_measured(backend: Any, is_anywhere: bool, expected: Any) -> None:
     context = replace(TERMS, backend=backend)
     assert judge_broken("broken", LIMITS, context=context, is_anywhere=is_anywhere) == expected

@@ -44,34 +44,22 @@ def with_expert(token: int, place: int, expert: int) -> torch.Tensor:
     return changed
 
 
-class TestFlips:
-    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    def test_order_is_free(self, dtype: torch.dtype) -> None:
-        assert not flipped_tokens(EXPERTS, EXPERTS[:, [2, 0, 1]].to(dtype)).any()
-
-    def test_other_expert_flips_its_token_alone(self) -> None:
-        assert flipped_tokens(EXPERTS, with_expert(2, 0, 9)).tolist() == [False, False, True, False]
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_other_expert_flips_its_token_alone_and_the_order_is_free(dtype: torch.dtype) -> None:
+    assert not flipped_tokens(EXPERTS, EXPERTS[:, [2, 0, 1]].to(dtype)).any()
+    assert flipped_tokens(EXPERTS, with_expert(2, 0, 9)).tolist() == [False, False, True, False]
 
 
 class TestExplanation:
     def test_flip_within_the_noise_is_explained(self) -> None:
         routing = compare(EXPERTS, with_expert(2, 0, 9), router_noise(0.5, 0.5, 1e-3, 0.5))
         assert (routing.num_tokens, routing.num_flipped, routing.num_explained) == (4, 1, 1)
-        assert routing.num_unexplained == 0
-        assert routing.widest_unexplained_margin is None
-
-    def test_flip_beyond_the_noise_is_not(self) -> None:
-        target = with_expert(2, 0, 9)
-        target[3, 1] = 8
-        routing = compare(EXPERTS, target, router_noise(0.5, 0.5, 1e-3, 0.25))
-        assert (routing.num_flipped, routing.num_unexplained) == (2, 1)
-        assert routing.widest_unexplained_margin == 0.25
-
-    def test_fragile_token_that_does_not_flip_counts_for_nothing(self) -> None:
+        assert (routing.num_unexplained, routing.widest_unexplained_margin) == (0, None)
+        # A fragile token that does not flip counts for nothing.
         routing = compare(EXPERTS, EXPERTS, router_noise(0.0, 0.0, 0.0, 0.0))
         assert (routing.num_flipped, routing.num_explained) == (0, 0)
 
-    def test_unexplained_flips_are_named_the_widest_first(self) -> None:
+    def test_flips_beyond_the_noise_are_named_the_widest_first(self) -> None:
         target = with_expert(2, 0, 9)
         target[3, 1] = 8
         routing = compare(EXPERTS, target, router_noise(0.5, 0.5, 0.125, 0.25))
@@ -79,6 +67,8 @@ class TestExplanation:
             Flip(row=1, position=1, dropped=(2,), chosen=(8,), margin=0.25),
             Flip(row=1, position=0, dropped=(5,), chosen=(9,), margin=0.125),
         )
+        assert (routing.num_flipped, routing.num_unexplained) == (2, 2)
+        assert routing.widest_unexplained_margin == 0.25
 
     def test_expert_from_far_behind_is_not_explained_by_a_near_tie(self) -> None:
         scores = torch.linspace(1.0, 0.1, 10).expand(4, 10)
@@ -99,35 +89,30 @@ class TestExplanation:
         assert (routing.num_flipped, routing.num_explained) == (1, 0)
         assert routing.widest_unexplained_margin is None
 
-    def test_margin_that_cannot_flip_is_never_fragile(self) -> None:
-        noise = router_noise(math.inf, math.inf, noise=0.0)
-        assert not noise.is_fragile().any()
-
     def test_error_handed_on_widens_the_noise_token_by_token(self) -> None:
         margins = (0.02, 0.02)
         assert router_noise(*margins).is_fragile().tolist() == [False, False]
         assert router_noise(*margins, widening=(1.0, 100.0)).is_fragile().tolist() == [False, True]
+        # A margin that cannot flip is never fragile.
+        assert not router_noise(math.inf, math.inf, noise=0.0).is_fragile().any()
 
 
 class TestWeights:
-    def test_weights_follow_their_experts(self) -> None:
+    def test_weights_follow_their_experts_and_those_of_unnamed_ones_are_in_any_order(self) -> None:
         weights = torch.rand(4, 3)
         order = torch.tensor([2, 0, 1])
         aligned = align_by_expert(weights, EXPERTS)
         assert torch.equal(aligned, align_by_expert(weights[:, order], EXPERTS[:, order]))
         assert torch.equal(aligned[0], weights[0, [1, 0, 2]])
 
-    def test_weights_of_unnamed_experts_are_compared_in_any_order(self) -> None:
-        weights = torch.rand(4, 3)
-        assert torch.equal(align_by_size(weights), align_by_size(weights[:, [2, 0, 1]]))
+        assert torch.equal(align_by_size(weights), align_by_size(weights[:, order]))
         assert not torch.equal(align_by_size(weights), align_by_size(2 * weights))
 
 
-class TestReach:
-    def test_it_is_four_times_the_noise_of_nearly_all_tokens(self) -> None:
-        noise = RouterNoise(margin=torch.tensor([396.0, 396.5]).repeat(51)[:101], noise=torch.arange(101.0))
-        assert noise.reach.tolist() == [4.0 * 99.0] * 101
-        assert noise.is_fragile().tolist() == ([True, False] * 51)[:101]
+def test_reach_is_four_times_the_noise_of_nearly_all_tokens() -> None:
+    noise = RouterNoise(margin=torch.tensor([396.0, 396.5]).repeat(51)[:101], noise=torch.arange(101.0))
+    assert noise.reach.tolist() == [4.0 * 99.0] * 101
+    assert noise.is_fragile().tolist() == ([True, False] * 51)[:101]
 
 
 class TestFlipMargin:
@@ -163,10 +148,8 @@ class TestImpossible:
 
     @pytest.mark.parametrize("expert", [-1, 10])
     def test_the_last_expert_is_one_and_the_next_number_is_none(self, expert: int) -> None:
-        golden, port = (
-            torch.tensor([[1, 2, 3]] * 4),
-            torch.tensor([[1, 2, 9], [1, 2, 0], [1, 2, 7], [1, 2, 8]]),
-        )
+        golden = torch.tensor([[1, 2, 3]] * 4)
+        port = torch.tensor([[1, 2, 9], [1, 2, 0], [1, 2, 7], [1, 2, 8]])
         noise = replace(router_noise(0.0, 0.0, 0.0, 0.0), scores=torch.zeros(4, 10))
         assert compare(golden, port, noise).num_explained == 4
         port[3, 0] = expert
@@ -192,18 +175,14 @@ class TestChance:
     def usual(self, site: Site, figure: str) -> float:
         return self.LIMITS.floorless(site, figure).usual
 
-    @pytest.mark.parametrize(("num_tokens", "fewest"), [(15, 0), (16, 4), (17, 4), (100, 25)])
-    def test_a_quarter_of_many_tokens_counts_though_all_may_have_flipped(
-        self, num_tokens: int, fewest: int
-    ) -> None:
-        found = count_unflipped(num_tokens, self.LIMITS, input_error=100.0, context=self.CONTEXT)
-        assert found == fewest
+    def test_a_quarter_of_many_tokens_counts_though_all_may_have_flipped(self) -> None:
+        for num_tokens, fewest in ((15, 0), (16, 4), (17, 4), (100, 25)):
+            found = count_unflipped(num_tokens, self.LIMITS, input_error=100.0, context=self.CONTEXT)
+            assert found == fewest
 
     def test_it_grows_with_the_error_of_the_routers_logits(self) -> None:
-        share, error = (
-            self.usual(Site.ROUTER_EXPERTS, "flipped_share"),
-            self.usual(Site.ROUTER_LOGITS, "relative_l2"),
-        )
+        share = self.usual(Site.ROUTER_EXPERTS, "flipped_share")
+        error = self.usual(Site.ROUTER_LOGITS, "relative_l2")
 
         def chance(
             input_error: float, *, limits: NoiseLimits = self.LIMITS, is_float32: bool = False

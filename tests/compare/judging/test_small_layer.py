@@ -18,7 +18,7 @@ from compare.judging.port_choice import Replay
 from compare.judging.routing import align_by_expert, align_by_size
 from compare.limits.criteria import OUTPUTS_ALONE, Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.noise.rows import InputError, square_difference
+from compare.noise.rows import InputError, Rows, square_difference
 from compare.sides.captured_input import CapturedInput
 from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.source import CaptureSource
@@ -200,6 +200,25 @@ def status_of(judge: LayerJudge, site: Site) -> SiteStatus:
     return judge.judge(site).status
 
 
+def counts(judge: LayerJudge, site: Site) -> tuple[SiteStatus, int, int]:
+    """Status of a site, and how many of its tokens were set aside and replayed."""
+    result = judge.judge(site)
+    return result.status, result.num_set_aside, result.num_replayed
+
+
+def rows_of(judge: LayerJudge, site: Site) -> Rows:
+    rows = judge.judged_rows(site)
+    assert rows is not None
+    return rows
+
+
+def assert_same(rows: Rows, *tensors: torch.Tensor) -> None:
+    """Assert the rows of golden, port and twin."""
+    for found, expected in zip((rows.reference, rows.target, rows.twin), tensors, strict=False):
+        assert found is not None
+        assert torch.equal(found, expected)
+
+
 class TestStatuses:
     @pytest.mark.parametrize("floor", ["full", "stats", "off"])
     def test_a_right_port_passes_everywhere(self, floor: str) -> None:
@@ -221,71 +240,49 @@ class TestStatuses:
         assert (experts.status, experts.reason) == (SiteStatus.NOT_JUDGED, OUTPUTS_ALONE)
         assert experts.routing is not None
         flip = judge_of(flipped(0), criteria="classic", has_weights=True)
-        assert flip.judge(Site.OUTPUT).num_set_aside == 0
-        assert flip.judge(Site.OUTPUT).num_replayed == 0
+        assert counts(flip, Site.OUTPUT)[1:] == (0, 0)
         # Experts that the port's own logits do not give are no output either.
         assert flip.has_contradictions
         assert status_of(flip, Site.ROUTER_EXPERTS) is SiteStatus.NOT_JUDGED
 
 
 class TestRows:
+    REAL = MASK.bool()
+
     def test_are_the_real_tokens_of_both_sides(self) -> None:
         rows = judge_of().stored_rows(Site.MOE_DELTA)
-        real = MASK.bool()
-        assert torch.equal(rows.reference, GOLDEN[Site.MOE_DELTA][real])
-        assert torch.equal(rows.target, PORT[Site.MOE_DELTA][real])
+        assert_same(rows, *(side[Site.MOE_DELTA][self.REAL] for side in (GOLDEN, PORT, TWIN)))
+        assert torch.equal(rows.places, self.REAL.nonzero())
         assert rows.twin is not None
-        assert torch.equal(rows.twin, TWIN[Site.MOE_DELTA][real])
-        assert torch.equal(rows.places, real.nonzero())
-        expected = square_difference(rows.twin, rows.reference, massive=rows.massive)
         assert rows.floor is not None
+        expected = square_difference(rows.twin, rows.reference, massive=rows.massive)
         assert torch.equal(rows.floor.whole, expected.whole)
         assert (rows.widened_floor, rows.variant_averages, rows.input_error) == (None, None, None)
         assert rows.num_roundings == 1
 
-    def test_weights_are_in_the_order_of_their_experts(self) -> None:
-        order = [1, 0]
-        port = {
-            **PORT,
-            Site.ROUTER_EXPERTS: PORT[Site.ROUTER_EXPERTS][..., order],
-            Site.ROUTER_WEIGHTS: PORT[Site.ROUTER_WEIGHTS][..., order],
-        }
-        rows = judge_of(port).stored_rows(Site.ROUTER_WEIGHTS)
-        experts = TWIN[Site.ROUTER_EXPERTS][MASK.bool()]
-        for found, tensors in ((rows.reference, GOLDEN), (rows.target, PORT), (rows.twin, TWIN)):
-            weights = tensors[Site.ROUTER_WEIGHTS][MASK.bool()]
-            assert found is not None
-            assert torch.equal(found, align_by_expert(weights, experts))
+    def test_weights_are_in_the_order_of_their_experts_or_else_of_their_size(self) -> None:
+        experts = TWIN[Site.ROUTER_EXPERTS][self.REAL]
+        weights = [side[Site.ROUTER_WEIGHTS][self.REAL] for side in (GOLDEN, PORT, TWIN)]
+        turned = {site: PORT[site][..., [1, 0]] for site in (Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)}
+        rows = judge_of({**PORT, **turned}).stored_rows(Site.ROUTER_WEIGHTS)
+        assert_same(rows, *(align_by_expert(side, experts) for side in weights))
         assert (rows.num_roundings, rows.floor) == (2, None)
-        stats = judge_of(port, floor="stats").stored_rows(Site.ROUTER_WEIGHTS)
-        assert stats.floor is not None
-        assert stats.twin is None
+        hidden = without(PORT, Site.ROUTER_EXPERTS)
+        assert_same(judge_of(hidden).stored_rows(Site.ROUTER_WEIGHTS), *map(align_by_size, weights))
+        for port, has_floor in (({**PORT, **turned}, True), (hidden, False)):
+            stats = judge_of(port, floor="stats").stored_rows(Site.ROUTER_WEIGHTS)
+            assert stats.twin is None
+            assert stats.floor is not None or not has_floor
 
-    def test_weights_without_experts_are_in_the_order_of_their_size(self) -> None:
-        rows = judge_of(without(PORT, Site.ROUTER_EXPERTS)).stored_rows(Site.ROUTER_WEIGHTS)
-        for found, tensors in ((rows.reference, GOLDEN), (rows.target, PORT), (rows.twin, TWIN)):
-            assert found is not None
-            assert torch.equal(found, align_by_size(tensors[Site.ROUTER_WEIGHTS][MASK.bool()]))
-        stats = judge_of(without(PORT, Site.ROUTER_EXPERTS), floor="stats").stored_rows(Site.ROUTER_WEIGHTS)
-        assert stats.twin is None
-
-    def test_judged_ones_leave_out_what_is_set_aside(self) -> None:
+    def test_judged_ones_leave_out_what_is_set_aside_unless_it_can_be_replayed(self) -> None:
         judge = judge_of(flipped(0))
         assert judge.judged_rows(Site.ROUTER_EXPERTS) is None
         for site, number in ((Site.POST_NORM, 21), (Site.MOE_DELTA, 20), (Site.OUTPUT, 20)):
-            rows = judge.judged_rows(site)
-            assert rows is not None
-            assert rows.num_tokens == number
-        missing = margins()[0]
-        rows = judge.judged_rows(Site.MOE_DELTA)
-        assert rows is not None
-        assert list(missing) not in rows.places.tolist()
+            assert rows_of(judge, site).num_tokens == number
+        assert list(margins()[0]) not in rows_of(judge, Site.MOE_DELTA).places.tolist()
         assert judge_of(without(PORT, Site.OUTPUT)).judged_rows(Site.OUTPUT) is None
-
-    def test_judged_ones_are_replayed_with_the_weights(self) -> None:
-        judge = judge_of(flipped(0), has_weights=True)
-        rows, stored = judge.judged_rows(Site.MOE_DELTA), judge.stored_rows(Site.MOE_DELTA)
-        assert rows is not None
+        replayed = judge_of(flipped(0), has_weights=True)
+        rows, stored = rows_of(replayed, Site.MOE_DELTA), replayed.stored_rows(Site.MOE_DELTA)
         assert rows.num_tokens == 21
         changed = (rows.reference != stored.reference).any(dim=1)
         assert stored.places[changed].tolist() == [[*margins()[0]]]
@@ -295,25 +292,20 @@ class TestRows:
 class TestFlips:
     def test_within_noise_are_explained_and_set_aside_without_weights(self) -> None:
         judge = judge_of(flipped(0, is_exact=False))
-        experts = judge.judge(Site.ROUTER_EXPERTS)
-        assert experts.routing is not None
-        assert (experts.routing.num_tokens, experts.routing.num_flipped) == (21, 1)
+        routing = judge.judge(Site.ROUTER_EXPERTS).routing
+        assert routing is not None
+        assert (routing.num_tokens, routing.num_flipped) == (21, 1)
         for site in (Site.MOE_DELTA, Site.OUTPUT):
-            result = judge.judge(site)
-            assert (result.status, result.num_set_aside, result.num_replayed) == (SiteStatus.PASS, 1, 0)
+            assert counts(judge, site) == (SiteStatus.PASS, 1, 0)
         # The golden's logits give the weights of any choice.
-        weights = judge.judge(Site.ROUTER_WEIGHTS)
-        assert (weights.status, weights.num_set_aside, weights.num_replayed) == (SiteStatus.PASS, 0, 1)
+        assert counts(judge, Site.ROUTER_WEIGHTS) == (SiteStatus.PASS, 0, 1)
 
     @pytest.mark.parametrize("floor", ["full", "stats", "off"])
     def test_are_judged_by_the_goldens_values_with_the_ports_experts(self, floor: str) -> None:
         judge = judge_of(flipped(0), floor=floor, has_weights=True)
-        for site in PAST_A_FLIP:
-            result = judge.judge(site)
-            assert (result.status, result.num_set_aside, result.num_replayed) == (SiteStatus.PASS, 0, 1), site
         wrong = judge_of(flipped(0, is_exact=False), floor=floor, has_weights=True)
-        assert status_of(wrong, Site.MOE_DELTA) is SiteStatus.FAIL
-        assert status_of(wrong, Site.OUTPUT) is SiteStatus.FAIL
+        assert {counts(judge, site) for site in PAST_A_FLIP} == {(SiteStatus.PASS, 0, 1)}
+        assert status_of(wrong, Site.MOE_DELTA) is status_of(wrong, Site.OUTPUT) is SiteStatus.FAIL
 
     def test_beyond_noise_fail(self) -> None:
         result = judge_of(flipped(-1)).judge(Site.ROUTER_EXPERTS)
@@ -321,27 +313,31 @@ class TestFlips:
         assert result.routing is not None
         assert (result.routing.num_explained, result.routing.worst_flips[0].row) == (0, margins()[-1][0])
 
-    def test_that_the_ports_own_logits_do_not_give_fail_with_their_place(self) -> None:
+    def test_that_the_ports_own_logits_do_not_give_contradict_them(self) -> None:
         judge = judge_of(flipped(0), has_weights=True)
         assert judge.has_contradictions
-        noise = judge.choice_noise
-        assert noise is not None
-        assert noise.scores is not None
         expected = TWIN[Site.ROUTER_LOGITS][MASK.bool()].sigmoid() + WEIGHTS[CORRECTION_BIAS]
-        assert torch.allclose(noise.scores, expected)
+        scores = self.scores(judge)
+        assert scores is not None
+        assert torch.allclose(scores, expected)
+        experts, (row, token) = judge.judge(Site.ROUTER_EXPERTS), margins()[0]
+        assert experts.status is SiteStatus.FAIL
+        told = "than the port's own logits and the checkpoint's correction bias give"
+        assert told in experts.reason
+        assert f"row {row}, token {token}" in experts.reason
         assert judge_of(flipped(0)).has_contradictions is False
         assert judge_of(without(PORT, Site.ROUTER_EXPERTS), has_weights=True).has_contradictions is False
-
-    def test_scores_are_none_without_flips_or_weights(self) -> None:
-        for judge in (
-            judge_of(has_weights=True),
-            judge_of(flipped(0)),
-            judge_of(flipped(0), criteria="classic"),
-        ):
-            noise = judge.choice_noise
-            assert noise is not None
-            assert noise.scores is None
+        # Without flips or weights, scores are not needed.
+        assert self.scores(judge_of(has_weights=True)) is None
+        assert self.scores(judge_of(flipped(0))) is None
+        assert self.scores(judge_of(flipped(0), criteria="classic")) is None
         assert judge_of(flipped(0), floor="off", has_weights=True).choice_noise is None
+
+    @staticmethod
+    def scores(judge: LayerJudge) -> torch.Tensor | None:
+        noise = judge.choice_noise
+        assert noise is not None
+        return noise.scores
 
 
 class TestHiddenChoice:
@@ -359,14 +355,21 @@ class TestHiddenChoice:
         assert judge.judge(Site.POST_NORM).num_set_aside == 0
         assert judge.experts is None
 
+    def test_with_weights_the_nearest_choice_is_judged(self) -> None:
+        """A port whose token chose the next expert, within noise: it is judged with that choice."""
+        more = (Site.ROUTER_LOGITS, Site.POST_NORM)
+        right = judge_of(self.port(*more), hidden=(*self.HIDDEN, *more), has_weights=True)
+        assert counts(right, Site.OUTPUT) == (SiteStatus.PASS, 0, 1)
+        port = without(flipped(0, is_exact=False), Site.ROUTER_EXPERTS, *more)
+        wrong = judge_of(port, hidden=(*self.HIDDEN, *more), has_weights=True).judge(Site.OUTPUT)
+        assert (wrong.status, wrong.num_set_aside) == (SiteStatus.FAIL, 0)
+        assert wrong.noise is not None
+        assert wrong.noise.worst_token == margins()[0]
+
     def test_without_a_floor_and_weights_limits_know_that_flips_are_hidden(self) -> None:
         judge = judge_of(self.port(), hidden=self.HIDDEN, floor="off")
-        assert [judge.limit_context(site).hides_flips for site in (Site.POST_NORM, *PAST_A_FLIP)] == [
-            False,
-            True,
-            True,
-            True,
-        ]
+        hides = [judge.limit_context(site).hides_flips for site in (Site.POST_NORM, *PAST_A_FLIP)]
+        assert hides == [False, True, True, True]
         shown = judge_of(floor="off")
         assert not shown.limit_context(Site.OUTPUT).hides_flips
         derived = judge_of(self.port(), hidden=self.HIDDEN, floor="off", has_weights=True)
@@ -377,21 +380,19 @@ class TestInheritedError:
     ERROR = InputError(overall=0.01, tokens=torch.linspace(0.005, 0.05, 21).double())
 
     def test_it_widens_the_routers_noise_in_proportion_to_the_logits(self) -> None:
-        judge = judge_of(error=self.ERROR)
-        assert judge.router_noise is not None
+        def widening(**options: Any) -> torch.Tensor | None:
+            noise = judge_of(**options).router_noise
+            assert noise is not None
+            return noise.widening
+
         logits = GOLDEN[Site.ROUTER_LOGITS][MASK.bool()].double()
         usual = FLOOR["router_logits.error"][MASK.bool()].double().square().mean()
         added = (self.ERROR.inherited * logits.norm(dim=-1)).square()
-        assert judge.router_noise.widening is not None
-        assert torch.allclose(judge.router_noise.widening, ((usual + added) / usual).sqrt())
-        alone = judge_of().router_noise
-        assert alone is not None
-        assert alone.widening is None
-
-    def test_without_logits_it_widens_nothing(self) -> None:
-        noise = judge_of(golden=without(GOLDEN, Site.ROUTER_LOGITS), error=self.ERROR).router_noise
-        assert noise is not None
-        assert noise.widening is None
+        found = widening(error=self.ERROR)
+        assert found is not None
+        assert torch.allclose(found, ((usual + added) / usual).sqrt())
+        assert widening() is None
+        assert widening(golden=without(GOLDEN, Site.ROUTER_LOGITS), error=self.ERROR) is None
 
     def test_it_is_told_with_the_site(self) -> None:
         result = judge_of(error=self.ERROR).judge(Site.MOE_DELTA)
@@ -405,11 +406,11 @@ class TestInheritedError:
 class TestReplay:
     def replay(self, port: Mapping[Site, torch.Tensor], **options: Any) -> Replay:
         sides = sides_of(port, has_weights=options.pop("has_weights", True), **options)
-        experts = tuple(
+        golden, own = (
             capture.read(LAYER, Site.ROUTER_EXPERTS)[MASK.bool()]
             for capture in (sides.reference, sides.target)
         )
-        return Replay(sides, layer=LAYER, experts=(experts[0], experts[1]))
+        return Replay(sides, layer=LAYER, experts=(golden, own))
 
     def test_values_are_the_exact_ones_of_the_ports_experts(self) -> None:
         port = flipped(0)
@@ -417,24 +418,20 @@ class TestReplay:
         replay = self.replay(port)
         for site in (Site.MOE_DELTA, Site.OUTPUT):
             rows = judge_of(port).stored_rows(site)
-            found = replay.rows(site, rows)
+            found, tokens = replay.rows(site, rows), replay.tokens(site)
             assert found.twin is not None
             assert torch.allclose(found.twin, exact[site][MASK.bool()], atol=1e-5)
-            tokens = replay.tokens(site)
             assert tokens.sum() == 1
-            golden = found.reference[tokens].float()
-            assert 1e-5 < float((golden - found.twin[tokens]).norm() / found.twin[tokens].norm()) < 1e-2
+            golden, twin = found.reference[tokens].float(), found.twin[tokens]
+            assert 1e-5 < float((golden - twin).norm() / twin.norm()) < 1e-2
             assert torch.equal(found.reference[~tokens], rows.reference[~tokens])
-            floor = square_difference(found.twin[tokens], golden, massive=rows.massive)
+            floor = square_difference(twin, golden, massive=rows.massive)
             assert found.floor is not None
             assert torch.allclose(found.floor.whole[tokens], floor.whole, rtol=0.2)
-
-    def test_weights_follow_from_the_logits_alone(self) -> None:
-        port = flipped(0)
-        replay = self.replay(port, has_weights=False)
-        found = replay.rows(Site.ROUTER_WEIGHTS, judge_of(port).stored_rows(Site.ROUTER_WEIGHTS))
-        exact = compute(STATES, STREAM, port[Site.ROUTER_EXPERTS])
-        tokens = replay.tokens(Site.ROUTER_WEIGHTS)
+        # Weights follow from the logits alone.
+        alone = self.replay(port, has_weights=False)
+        found = alone.rows(Site.ROUTER_WEIGHTS, judge_of(port).stored_rows(Site.ROUTER_WEIGHTS))
+        tokens = alone.tokens(Site.ROUTER_WEIGHTS)
         expected = align_by_expert(exact[Site.ROUTER_WEIGHTS], exact[Site.ROUTER_EXPERTS])[MASK.bool()]
         assert found.twin is not None
         assert torch.allclose(found.twin[tokens], expected[tokens], atol=1e-6)

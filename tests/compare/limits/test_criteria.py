@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +57,7 @@ class TestClassic:
         assert judge_classic(result) == (SiteStatus.FAIL, "; ".join(result.classic_failures))
 
     @pytest.mark.parametrize(("layer", "site"), [(3, "moe_delta"), (None, "logits")])
-    def test_only_outputs_of_layers_are_judged(
-        self, layer: int | None, site: str, reference: torch.Tensor
-    ) -> None:
+    def test_only_outputs_of_layers_are_judged(self, layer: int | None, site: str, reference: Any) -> None:
         result = judged(metrics_of(reference.flip(0), reference), layer=layer, site=site)
         assert judge_classic(result) == (
             SiteStatus.NOT_JUDGED,

@@ -93,21 +93,13 @@ def noisy(share: float) -> Edit:
 HIDDEN_PORT = (Site.K_NORM,)
 
 
-def test_right_cache_is_no_finding(judge_port: JudgeCache) -> None:
-    assert judge_port(is_decoding_wrong=True) == CacheJudgement()
-
-
-def test_wider_dtype_and_hidden_sites_are_right_too(judge_port: JudgeCache) -> None:
-    assert judge_port(torch.Tensor.float, shown=HIDDEN_PORT) == CacheJudgement()
-
-
-def test_padding_of_a_right_cache_may_hold_anything(judge_port: JudgeCache) -> None:
+def test_right_cache_is_no_finding_whatever_its_dtype_and_padding(judge_port: JudgeCache) -> None:
     padding = ALL.clone()
     padding[0], padding[1, :33] = False, False
+    assert judge_port(is_decoding_wrong=True) == CacheJudgement()
+    assert judge_port(torch.Tensor.float, shown=HIDDEN_PORT) == CacheJudgement()
     assert judge_port(at(padding, lambda part: part + 9), is_decoding_wrong=True) == CacheJudgement()
-
-
-def test_cache_that_was_not_read_is_not_judged(judge_port: JudgeCache) -> None:
+    # What was not read is not judged.
     assert judge_port(is_decoding_wrong=True, is_cached=False) == CacheJudgement()
 
 
@@ -170,48 +162,40 @@ def test_content_is_named_by_the_ports_own_keys_and_values(judge_port: JudgeCach
     assert (finding.mistake, dict(finding.parameters)) == ("cache_heads_exchanged", {"order": "1, 0"})
 
 
-def test_keys_of_one_head_are_named_alone(judge_port: JudgeCache) -> None:
-    def second_head(keys: torch.Tensor) -> torch.Tensor:
-        wrong = keys.clone()
-        wrong[:, 1] = noisy(0.5)(keys)[:, 1]
-        return wrong
+@pytest.mark.parametrize(("shares", "heads"), [((0.0, 0.5), "1"), ((0.4, 0.8), "0, 1")])
+def test_heads_with_a_third_of_the_worst_error_are_named(
+    judge_port: JudgeCache, shares: tuple[float, float], heads: str
+) -> None:
+    def wrong(keys: torch.Tensor) -> torch.Tensor:
+        return torch.stack([noisy(share)(keys)[:, head] for head, share in enumerate(shares)], dim=1)
 
-    finding = only(judge_port(keys=at(DECODED, second_head)))
+    finding = only(judge_port(keys=at(DECODED, wrong)))
     assert (finding.mistake, finding.look_at) == (None, "how the cache is written and read")
-    assert "on the cached keys of kv heads 1 are off" in finding.reason
-
-
-def test_heads_with_a_third_of_the_worst_error_are_named_too(judge_port: JudgeCache) -> None:
-    def both_heads(keys: torch.Tensor) -> torch.Tensor:
-        wrong = noisy(0.8)(keys)
-        wrong[:, 0] = noisy(0.4)(keys)[:, 0]
-        return wrong
-
-    assert "of kv heads 0, 1 are off" in only(judge_port(keys=at(DECODED, both_heads))).reason
+    assert f"on the cached keys of kv heads {heads} are off" in finding.reason
 
 
 class TestAllPassesAlike:
-    def test_form_that_decodes_rightly_is_noted(self, judge_port: JudgeCache) -> None:
+    def test_unknown_form_is_noted_where_decoding_is_right_and_else_a_finding_of_the_prefill(
+        self, judge_port: JudgeCache
+    ) -> None:
         judgement = judge_port(noisy(0.5))
         assert judgement.findings == ()
         assert judgement.note == "it is kept in a form that mm2 does not know; decoding from it is right"
-
-    def test_is_a_finding_of_the_prefill_where_decoding_is_wrong(self, judge_port: JudgeCache) -> None:
         finding = only(judge_port(noisy(0.5), is_decoding_wrong=True))
         assert (finding.number, finding.mistake) == (0, None)
         assert finding.reason.startswith("from the prefill on the cached keys and values")
         assert "at 81 tokens (row 0, tokens 0-47; row 1, tokens 0-32)" in finding.reason
 
-    def test_content_of_another_layer_is_named(self, judge_port: JudgeCache, golden: Path) -> None:
-        for shown in (HIDDEN_PORT, (Site.K_NORM, Site.K_ROPE, Site.V_PROJ)):
-            finding = only(judge_port(pair_of(Capture.open(golden), 2), is_decoding_wrong=True, shown=shown))
-            assert (finding.mistake, dict(finding.parameters)) == ("cache_of_another_layer", {"layer": 2})
-
-    def test_keys_before_rotary_embedding_are_a_form(self, judge_port: JudgeCache, golden: Path) -> None:
-        unrotated = split_heads(Capture.open(golden).read(LAYER, Site.K_NORM), HEAD_DIM)
-        for shown in (HIDDEN_PORT, (Site.K_NORM, Site.K_ROPE, Site.V_PROJ)):
-            judgement = judge_port(keys=lambda _: unrotated, is_decoding_wrong=True, shown=shown)
-            assert judgement == CacheJudgement(note="it holds keys before rotary embedding")
+    @pytest.mark.parametrize("shown", [HIDDEN_PORT, (Site.K_NORM, Site.K_ROPE, Site.V_PROJ)])
+    def test_content_of_another_layer_is_named_and_keys_before_rotary_embedding_are_a_form(
+        self, judge_port: JudgeCache, golden: Path, shown: tuple[Site, ...]
+    ) -> None:
+        source = Capture.open(golden)
+        finding = only(judge_port(pair_of(source, 2), is_decoding_wrong=True, shown=shown))
+        assert (finding.mistake, dict(finding.parameters)) == ("cache_of_another_layer", {"layer": 2})
+        unrotated = split_heads(source.read(LAYER, Site.K_NORM), HEAD_DIM)
+        judgement = judge_port(keys=lambda _: unrotated, is_decoding_wrong=True, shown=shown)
+        assert judgement == CacheJudgement(note="it holds keys before rotary embedding")
 
     def test_fewer_bits_with_scales_are_a_form(self, judge_port: JudgeCache) -> None:
         def scaled(part: torch.Tensor) -> torch.Tensor:
@@ -240,11 +224,8 @@ class TestSteps:
         assert judge_port(cache_changes=(change(2, layer=0),)) == CacheJudgement()
 
     def test_changes_are_told_beside_wrong_content(self, judge_port: JudgeCache) -> None:
-        judgement = judge_port(at(LAST, torch.zeros_like), cache_changes=(change(1),))
-        assert [finding.mistake for finding in judgement.findings] == [
-            "cache_not_written",
-            "cache_overwritten",
-        ]
+        found = judge_port(at(LAST, torch.zeros_like), cache_changes=(change(1),)).findings
+        assert [finding.mistake for finding in found] == ["cache_not_written", "cache_overwritten"]
 
     @pytest.mark.parametrize(("shift", "side"), [(1, "behind"), (-1, "before")])
     def test_writing_one_entry_off_is_told_where_decoding_is_wrong(
@@ -258,6 +239,6 @@ class TestSteps:
         assert f"1 entry {side} their token's own (by position), and what they read" in finding.reason
         assert judge_port(**told) == CacheJudgement()
 
-    @pytest.mark.parametrize("shift", [0, 2, -2])
-    def test_padding_of_a_bucket_is_no_shift(self, judge_port: JudgeCache, shift: int) -> None:
-        assert judge_port(is_decoding_wrong=True, cache_shift=shift) == CacheJudgement()
+    def test_padding_of_a_bucket_is_no_shift(self, judge_port: JudgeCache) -> None:
+        for shift in (0, 2, -2):
+            assert judge_port(is_decoding_wrong=True, cache_shift=shift) == CacheJudgement()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -329,17 +330,13 @@ class TestForeseen:
             (0.5, 0.0, [0.25, 1.0, 25.0 / 36.0]),
         ],
     )
-    def test_at_other_values_it_is_scaled(
-        self, factor: float, rounding: float, expected: list[float]
-    ) -> None:
+    def test_at_other_values_it_is_scaled(self, factor: float, rounding: float, expected: Any) -> None:
         found = foreseen_error_at(self.rows(), factor * self.REFERENCE)
         assert found.ordinary.tolist() == pytest.approx(expected)
         assert found.massive.tolist() == pytest.approx([9.0 * max(factor, min(factor, 1.0)) ** 2] * 3)
 
     @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-9), (torch.bfloat16, 1.7e-3**2)])
-    def test_at_other_values_it_is_at_least_one_rounding_to_bfloat16(
-        self, dtype: torch.dtype, share: float
-    ) -> None:
+    def test_at_other_values_it_is_at_least_one_rounding_to_bfloat16(self, dtype: Any, share: float) -> None:
         squares = square_rows(self.REFERENCE, massive=torch.tensor([False, True]))
         rows = self.rows(floor=squares.times(1e-9), stored_dtype=dtype)
         found = foreseen_error_at(rows, 2.0 * self.REFERENCE)

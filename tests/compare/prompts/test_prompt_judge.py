@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -110,9 +111,7 @@ def test_nan_is_beyond_every_limit(judge: Callable[..., PromptResult]) -> None:
     assert result.port_log_likelihood is None
 
 
-def test_small_error_of_every_token_is_beyond_noise_in_their_number(
-    judge: Callable[..., PromptResult],
-) -> None:
+def test_small_error_of_every_token_is_beyond_noise_in_their_number(judge: Any) -> None:
     """A single such token would pass."""
     result = judge(EXACT + draw(11, 2.2 * SIGMA))
     assert not result.prefill.beyond
@@ -195,9 +194,7 @@ def test_limits_on_shares_allow_four_deviations() -> None:
     assert limits.limit_together(32, num_prompts=32) == pytest.approx(2 / 3)
 
 
-def test_small_error_of_few_tokens_shows_in_many_prompts(
-    golden: GoldenLogits, judge: Callable[..., PromptResult]
-) -> None:
+def test_small_error_of_few_tokens_shows_in_many_prompts(golden: GoldenLogits, judge: Any) -> None:
     """A decode phase of six tokens proves nothing alone."""
     together = PromptJudge(level=NoiseLevel.of([golden])).judge_together
     right = [judge(EXACT + draw(seed, SIGMA)) for seed in range(10, 22)]
@@ -227,9 +224,7 @@ def test_worst_prompt_is_ranked_first(judge: Callable[..., PromptResult]) -> Non
     assert ranking.verdict is Verdict.FAIL
 
 
-def test_margin_of_another_choice_is_told_for_every_token_of_the_vocabulary(
-    judge: Callable[..., PromptResult],
-) -> None:
+def test_margin_of_another_choice_is_told_for_every_token_of_the_vocabulary(judge: Any) -> None:
     for chosen in (0, 1, VOCABULARY - 1):
         logits = EXACT.clone()
         logits[5] = logits[5].roll(chosen - int(logits[5].argmax()))

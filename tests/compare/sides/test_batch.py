@@ -25,21 +25,19 @@ class TestRows:
     VALUES = torch.arange(12.0).reshape(2, 3, 2)
     ROWS = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]])
 
-    @pytest.mark.parametrize("values", [VALUES, VALUES.flatten(0, 1)])
-    def test_real_tokens_of_either_layout(self, values: torch.Tensor) -> None:
+    def test_real_tokens_of_either_layout_and_of_all_sites(self) -> None:
         batch = Batch(MASK)
-        assert torch.equal(batch.rows(values, Site.OUTPUT), self.ROWS)
-        assert batch.places(values, Site.OUTPUT).tolist() == PLACES
+        for values in (self.VALUES, self.VALUES.flatten(0, 1)):
+            assert torch.equal(batch.rows(values, Site.OUTPUT), self.ROWS)
+            assert batch.places(values, Site.OUTPUT).tolist() == PLACES
+        assert torch.equal(batch.rows(self.VALUES, ModelSite.LOGITS), self.ROWS)
 
     def test_all_tokens_are_real_without_a_mask(self) -> None:
-        batch = Batch(None)
-        assert torch.equal(batch.rows(self.VALUES, Site.OUTPUT), self.VALUES.flatten(0, 1))
-        assert batch.places(self.VALUES, Site.OUTPUT).tolist() == [
-            [row, token] for row in range(2) for token in range(3)
-        ]
-        flat = self.VALUES.flatten(0, 1)
-        assert torch.equal(batch.rows(flat, Site.OUTPUT), flat)
-        assert batch.places(flat, Site.OUTPUT).tolist() == [[0, token] for token in range(6)]
+        batch, flat = Batch(None), self.VALUES.flatten(0, 1)
+        places = [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+        for values, expected in ((self.VALUES, places), (flat, [[0, token] for token in range(6)])):
+            assert torch.equal(batch.rows(values, Site.OUTPUT), flat)
+            assert batch.places(values, Site.OUTPUT).tolist() == expected
 
     def test_nothing_is_copied_if_all_tokens_are_real(self) -> None:
         rows = Batch(torch.ones(2, 3)).rows(self.VALUES, Site.OUTPUT)
@@ -51,9 +49,6 @@ class TestRows:
         rows = Batch(MASK).rows(heads, Site.Q_ROPE)
         assert rows.shape == (4, 4)
         assert rows[3].tolist() == [*heads[1, 0, 0].tolist(), *heads[1, 1, 0].tolist()]
-
-    def test_site_outside_the_layers(self) -> None:
-        assert torch.equal(Batch(MASK).rows(self.VALUES, ModelSite.LOGITS), self.ROWS)
 
     @pytest.mark.parametrize("shape", [(2, 4, 2), (5, 2), (3, 2, 2)])
     def test_tensor_of_another_batch_is_refused(self, shape: tuple[int, ...]) -> None:
@@ -67,12 +62,10 @@ class TestMask:
             assert Batch.of(capture(golden), capture(port)).tokens(torch.zeros(2, 3)).shape == (4,)
         assert Batch.of(capture(None), capture(None)).tokens(torch.zeros(2, 3)).shape == (6,)
 
-    def test_other_mask_is_refused_with_the_lengths_of_both(self) -> None:
+    def test_other_mask_and_one_of_padding_alone_are_refused(self) -> None:
         sentence = r"attention_mask differs: expected rows of 3, 1 tokens \(golden\), found 3, 3"
         with pytest.raises(IncomparableError, match=sentence):
             Batch.of(capture(MASK), capture(torch.ones_like(MASK)))
-
-    def test_mask_of_padding_alone_is_refused(self) -> None:
         with pytest.raises(IncomparableError, match="no token is real"):
             Batch(torch.zeros_like(MASK))
 

@@ -77,54 +77,46 @@ class TestFinding:
     def test_first_layer_of_the_run_tells_the_checkpoint(self, toy: Path) -> None:
         # The golden knows the values of the layers 0 and 3.
         golden = capture(toy)
-        golden.known_description.provenance.model = replace(
-            golden.known_description.provenance.model,
-            layers={**golden.known_description.provenance.model.layers, 3: "0" * 64},
-        )
+        model = golden.known_description.provenance.model
+        golden.known_description.provenance.model = replace(model, layers={**model.layers, 3: "0" * 64})
         assert find_weights(None, golden, capture(toy, layers=(3,))) is None
         assert find_weights(None, golden, capture(toy, layers=(0, 3))) is not None
         assert find_weights(None, golden, capture(toy, layers=())) is not None
 
-    def test_named_folder_must_hold_a_model(self, toy: Path, tmp_path: Path) -> None:
-        assert find_weights(str(toy), dump(), dump()) == CheckpointWeights(model=str(toy))
+    def test_named_folder_must_hold_a_model_and_a_hub_is_not_asked_yet(
+        self, toy: Path, tmp_path: Path
+    ) -> None:
+        for model in (str(toy), "nobody/no-such-model"):
+            assert find_weights(model, dump(), dump()) == CheckpointWeights(model=model)
         with pytest.raises(CheckpointError):
             find_weights(str(tmp_path), capture(toy), dump())
 
-    def test_hub_is_not_asked_before_weights_are(self) -> None:
-        weights = find_weights("nobody/no-such-model", dump(), dump())
-        assert weights == CheckpointWeights(model="nobody/no-such-model")
-
 
 class TestRefusal:
-    def test_other_model_is_named(self, toy: Path) -> None:
+    def test_other_model_is_named_and_its_layers_and_head_are_refused(self, toy: Path) -> None:
         golden = capture(toy, spec_digest="0" * 64)
         sentence = rf"the golden golden is not of the checkpoint here: found config\.json differs .*{toy}"
         with pytest.raises(IncomparableError, match=sentence):
             refuse_other_model(golden, fingerprint(toy, 0), "here")
-
-    def test_same_model_and_unknown_ones_pass(self, toy: Path) -> None:
-        refuse_other_model(capture(toy), fingerprint(toy, 0), "here")
-        refuse_other_model(dump(), fingerprint(toy, 0, spec_digest="0" * 64), "here")
-
-    def test_layer_and_head_of_another_model_are_refused(self, toy: Path) -> None:
-        weights, golden = CheckpointWeights(model=str(toy)), capture(toy, spec_digest="0" * 64)
+        weights = CheckpointWeights(model=str(toy))
         with pytest.raises(IncomparableError), weights.open_layer(0, golden):
             pass
         with pytest.raises(IncomparableError), weights.open_head(golden):
             pass
+        # The same model and unknown ones pass.
+        refuse_other_model(capture(toy), fingerprint(toy, 0), "here")
+        refuse_other_model(dump(), fingerprint(toy, 0, spec_digest="0" * 64), "here")
 
     def test_head_is_told_by_the_last_layer(self, toy: Path) -> None:
         weights, golden = CheckpointWeights(model=str(toy)), capture(toy)
         model = golden.known_description.provenance.model
-        for layer, is_refused in ((0, False), (3, True)):
-            layers = {**model.layers, layer: "0" * 64}
-            golden.known_description.provenance.model = replace(model, layers=layers)
-            if is_refused:
-                with pytest.raises(IncomparableError, match="layer 3"), weights.open_head(golden):
-                    pass
-            else:
-                with weights.open_head(golden):
-                    pass
+        # The golden knows the values of the layers 0 and 3.
+        golden.known_description.provenance.model = replace(model, layers={**model.layers, 0: "0" * 64})
+        with weights.open_head(golden):
+            pass
+        golden.known_description.provenance.model = replace(model, layers={**model.layers, 3: "0" * 64})
+        with pytest.raises(IncomparableError, match="layer 3"), weights.open_head(golden):
+            pass
 
 
 class TestReading:
@@ -195,13 +187,8 @@ class TestKeepingOpen:
             for layer, reference in ((2, one), (2, one), (3, one), (3, other)):
                 with kept.open_layer(layer, reference) as weights:
                     assert weights == f"{layer} of {reference.directory}"  # type: ignore[comparison-overlap]
-            assert source.notes == [
-                "open 2 of dump",
-                "close 2 of dump",
-                "open 3 of dump",
-                "close 3 of dump",
-                "open 3 of other",
-            ]
+            closed = ["open 2 of dump", "close 2 of dump", "open 3 of dump", "close 3 of dump"]
+            assert source.notes == [*closed, "open 3 of other"]
             with kept.open_head(one) as head:
                 assert head == "head of dump"  # type: ignore[comparison-overlap]
         assert source.notes[-1] == "close 3 of other"

@@ -70,42 +70,45 @@ def of_variant(name: str, factor: float) -> dict[str, torch.Tensor]:
     return {f"{name}/{key}": factor * values for key, values in PARTS.items()}
 
 
+def squares_of(golden: Golden) -> list[list[float]] | None:
+    squares = floor_of(golden).squares(SITE)
+    return None if squares is None else [squares.ordinary.tolist(), squares.massive.tolist()]
+
+
+def without(name: str) -> Golden:
+    return Golden({key: values for key, values in PARTS.items() if key != name})
+
+
 class TestSquares:
     def test_real_tokens_alone_are_squared(self) -> None:
-        squares = floor_of(Golden(PARTS)).squares(SITE)
-        assert squares is not None
-        assert (squares.ordinary.tolist(), squares.massive.tolist()) == ([9.0, 36.0], [16.0, 64.0])
+        assert squares_of(Golden(PARTS)) == [[9.0, 36.0], [16.0, 64.0]]
 
-    @pytest.mark.parametrize("lacking", ["q_proj.error_ordinary", "q_proj.error_massive"])
-    def test_part_that_is_missing_is_none(self, lacking: str) -> None:
-        golden = Golden({name: values for name, values in PARTS.items() if name != lacking})
-        assert floor_of(golden).squares(SITE) is None
+    def test_part_that_is_missing_is_none(self) -> None:
+        assert squares_of(without("q_proj.error_ordinary")) is None
+        assert squares_of(without("q_proj.error_massive")) is None
+        assert squares_of(without("q_proj.error")) is not None
         assert read_squares(SITE, lambda _: None) is None
 
     def test_parts_that_do_not_add_up_are_refused(self) -> None:
-        for factor, is_right in ((1.0009, True), (1.0011, False), (0.9989, False)):
-            floor = floor_of(Golden(PARTS | {"q_proj.error": factor * PARTS["q_proj.error"]}))
-            if is_right:
-                assert floor.squares(SITE) is not None
-                continue
-            sentence = r"q_proj\.error_massive do not add up to q_proj\.error at q_proj of layer 7"
+        sentence = r"q_proj\.error_massive do not add up to q_proj\.error at q_proj of layer 7"
+        assert squares_of(Golden(PARTS | {"q_proj.error": 1.0009 * PARTS["q_proj.error"]})) is not None
+        for factor in (1.0011, 0.9989):
             with pytest.raises(CaptureError, match=sentence):
-                floor.squares(SITE)
-
-    def test_parts_without_their_sum_are_taken(self) -> None:
-        parts = {name: values for name, values in PARTS.items() if name != "q_proj.error"}
-        assert floor_of(Golden(parts)).squares(SITE) is not None
+                squares_of(Golden(PARTS | {"q_proj.error": factor * PARTS["q_proj.error"]}))
 
     def test_floor_of_zeros_is_refused_unless_the_values_are_zero_or_float32(self) -> None:
         zeros = {name: torch.zeros(1, 3) for name in PARTS}
-        with pytest.raises(
-            CaptureError, match=r"layer_7\.floor\.safetensors says that BF16 cost nothing at q_proj"
-        ):
-            floor_of(Golden(zeros)).squares(SITE)
-        for golden in (Golden(zeros, l2=0.0), Golden(zeros, l2=None), Golden(zeros, dtype="float32")):
-            assert floor_of(golden).squares(SITE) is not None
+        words = r"layer_7\.floor\.safetensors says that BF16 cost nothing at q_proj"
+        with pytest.raises(CaptureError, match=words):
+            squares_of(Golden(zeros))
         one = {name: torch.tensor([[0.0, 1.0 if "massive" not in name else 0.0, 0.0]]) for name in PARTS}
-        assert floor_of(Golden(one)).squares(SITE) is not None
+        for golden in (
+            Golden(zeros, l2=0.0),
+            Golden(zeros, l2=None),
+            Golden(zeros, dtype="float32"),
+            Golden(one),
+        ):
+            assert squares_of(golden) is not None
 
 
 class TestVariants:
@@ -118,9 +121,9 @@ class TestVariants:
         widened = floor.widened_squares(SITE)
         assert widened is not None
         assert (widened.ordinary.tolist(), widened.massive.tolist()) == ([36.0, 144.0], [64.0, 256.0])
-        assert floor_of(Golden(PARTS | of_variant("a", 0.5), variants=("a",))).largest(
-            "q_proj.error"
-        ).tolist() == [5.0, 10.0]  # type: ignore[union-attr]
+        smaller = floor_of(Golden(PARTS | of_variant("a", 0.5), variants=("a",))).largest("q_proj.error")
+        assert smaller is not None
+        assert smaller.tolist() == [5.0, 10.0]
 
     def test_golden_without_variants_is_not_widened(self) -> None:
         floor = floor_of(Golden(PARTS))
@@ -128,11 +131,9 @@ class TestVariants:
         assert floor.variant_averages(SITE) is None
         assert floor.largest("nothing") is None
 
-    def test_variant_of_which_nothing_is_kept_is_refused(self) -> None:
+    def test_variant_of_which_nothing_is_kept_or_whose_parts_do_not_add_up_is_refused(self) -> None:
         with pytest.raises(CaptureError, match=r"no q_proj\.error of variant a of layer 7"):
             floor_of(Golden(PARTS, variants=("a",))).largest("q_proj.error")
-
-    def test_variant_whose_parts_do_not_add_up_is_refused(self) -> None:
         wrong = of_variant("b", 1.0) | {"b/q_proj.error": torch.tensor([[5.0, 11.0, 99.0]])}
         golden = Golden(PARTS | of_variant("a", 1.0) | wrong, variants=("a", "b"))
         with pytest.raises(CaptureError, match="of variant b do not add up"):
@@ -161,14 +162,13 @@ class TestProof:
         with pytest.raises(CaptureError, match=r"layer_7\.floor\.safetensors holds no q_proj\.error"):
             floor_of(Golden({})).prove(SITE, self.MEASURED)
 
-    def test_token_of_nan_is_left_out(self) -> None:
+    def test_distances_that_agree_pass_and_tokens_of_nan_are_left_out(self) -> None:
+        floor = floor_of(Golden(PARTS))
+        floor.prove(SITE, self.MEASURED)
         ordinary = torch.tensor([torch.nan, 36.0], dtype=torch.float64)
-        floor_of(Golden(PARTS)).prove(SITE, replace(self.MEASURED, ordinary=ordinary))
+        floor.prove(SITE, replace(self.MEASURED, ordinary=ordinary))
         with pytest.raises(CaptureError, match="not as far apart as"):
-            floor_of(Golden(PARTS)).prove(SITE, replace(self.MEASURED, ordinary=ordinary + 1.0))
-
-    def test_distances_that_agree_pass(self) -> None:
-        floor_of(Golden(PARTS)).prove(SITE, self.MEASURED)
+            floor.prove(SITE, replace(self.MEASURED, ordinary=ordinary + 1.0))
 
 
 class TestRouter:
@@ -203,36 +203,24 @@ class TestRouter:
             twins={site: tensor for site, tensor in twins.items() if f"twin {site}" not in lacks},
         )
 
-    @pytest.mark.parametrize(
-        ("noise", "is_possible"), [(0.0599, False), (0.06, True), (0.12, True), (0.1201, False)]
-    )
-    def test_noise_must_be_that_of_six_scores(self, noise: float, is_possible: bool) -> None:
-        floor = floor_of(self.golden(noise=noise))
-        if is_possible:
-            floor.prove_router()
-            return
-        with pytest.raises(CaptureError, match=r"expected from 0\.06 to 0\.12 at token 0"):
-            floor.prove_router()
+    def test_noise_must_be_that_of_six_scores(self) -> None:
+        for noise in (0.06, 0.12):
+            floor_of(self.golden(noise=noise)).prove_router()
+        for noise in (0.0599, 0.1201):
+            with pytest.raises(CaptureError, match=r"expected from 0\.06 to 0\.12 at token 0"):
+                floor_of(self.golden(noise=noise)).prove_router()
 
-    @pytest.mark.parametrize(("margin", "is_possible"), [(0.2399, True), (0.2401, False)])
-    def test_other_choice_must_be_near(self, margin: float, is_possible: bool) -> None:
+    def test_other_choice_must_be_near(self) -> None:
         other = torch.tensor([[[1, 0], [2, 5], [7, 8]]])
-        floor = floor_of(self.golden(margin=margin, choice=other))
-        if is_possible:
-            floor.prove_router()
-            return
+        floor_of(self.golden(margin=0.2399, choice=other)).prove_router()
         with pytest.raises(CaptureError, match=r"expected experts \[2, 3\] at token 1, found \[2, 5\]"):
-            floor.prove_router()
+            floor_of(self.golden(margin=0.2401, choice=other)).prove_router()
 
     @pytest.mark.parametrize(
         "lacking",
         [
-            "router_noise",
-            "router_margin",
-            "router_logits",
-            "router_experts",
-            "twin router_logits",
-            "twin router_experts",
+            *("router_noise", "router_margin", "router_logits", "router_experts"),
+            *("twin router_logits", "twin router_experts"),
         ],
     )
     def test_golden_that_lacks_a_part_is_not_checked(self, lacking: str) -> None:

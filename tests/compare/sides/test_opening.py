@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import click.testing
@@ -27,60 +28,41 @@ def folder(path: Path, *, is_own: bool) -> Path:
     return path
 
 
+def named(captures: Path, golden: Path | None, run: Path | None, **readings: DumpReading) -> NamedSides:
+    default = {"reading": DumpReading(), "golden_reading": DumpReading(), "run_reading": DumpReading()}
+    return NamedSides(golden=golden, run=run, captures=captures, **{**default, **readings})
+
+
 class TestReadings:
-    def named(self, tmp_path: Path, *, golden: bool, run: bool, **readings: DumpReading) -> NamedSides:
-        """Sides of which mm2 wrote the golden, or the run, or both."""
-        default = {"reading": DumpReading(), "golden_reading": DumpReading(), "run_reading": DumpReading()}
-        return NamedSides(
-            golden=folder(tmp_path / "golden", is_own=golden),
-            run=folder(tmp_path / "run", is_own=run),
-            captures=tmp_path,
-            **{**default, **readings},
-        )
-
-    def test_layout_of_a_dump_is_refused_if_mm2_wrote_both_sides(self, tmp_path: Path) -> None:
-        sides = self.named(tmp_path, golden=True, run=True, reading=OWN)
-        with pytest.raises(UsageError, match="mm2 wrote both sides"):
-            sides.open()
-
     @pytest.mark.parametrize(
-        ("golden", "run", "own"),
-        [(False, False, None), (False, True, "golden_reading"), (True, False, "run_reading")],
+        ("golden", "run", "own", "words"),
+        [
+            (True, True, (), "mm2 wrote both sides"),
+            (False, False, (), "which side --format or --map is meant for cannot be told"),
+            (False, True, ("golden_reading",), "which side --format or --map is meant for cannot be told"),
+            (True, False, ("run_reading",), "which side --format or --map is meant for cannot be told"),
+        ],
     )
-    def test_layout_that_may_be_of_either_side_is_refused(
-        self, tmp_path: Path, golden: bool, run: bool, own: str | None
+    def test_layout_that_is_of_no_side_or_may_be_of_either_is_refused(
+        self, tmp_path: Path, golden: bool, run: bool, own: tuple[str, ...], words: str
     ) -> None:
-        readings = {} if own is None else {own: OWN}
-        sides = self.named(tmp_path, golden=golden, run=run, reading=OWN, **readings)
-        with pytest.raises(UsageError, match="which side --format or --map is meant for cannot be told"):
+        """Sides of which mm2 wrote the golden, or the run, or both."""
+        folders = folder(tmp_path / "golden", is_own=golden), folder(tmp_path / "run", is_own=run)
+        sides = named(tmp_path, *folders, reading=OWN, **dict.fromkeys(own, OWN))
+        with pytest.raises(UsageError, match=words):
             sides.open()
 
     def test_layout_goes_to_the_side_that_mm2_did_not_write(self, tmp_path: Path, golden: Path) -> None:
         dump = folder(tmp_path / "dump", is_own=False)
         for pair in ((golden, dump), (dump, golden)):
-            sides = NamedSides(
-                golden=pair[0],
-                run=pair[1],
-                captures=tmp_path,
-                reading=OWN,
-                golden_reading=DumpReading(),
-                run_reading=DumpReading(),
-            )
             with pytest.raises(CaptureError, match=f"msprobe.*{dump}|{dump}.*msprobe"):
-                sides.open()
+                named(tmp_path, *pair, reading=OWN).open()
 
     def test_missing_side_is_the_newest_capture(self, tmp_path: Path) -> None:
+        captures = tmp_path / "captures"
         for golden, run, side in ((None, tmp_path, "gpu_reference"), (tmp_path, None, "neuron")):
-            sides = NamedSides(
-                golden=golden,
-                run=run,
-                captures=tmp_path / "captures",
-                reading=DumpReading(),
-                golden_reading=DumpReading(),
-                run_reading=DumpReading(),
-            )
-            with pytest.raises(CaptureError, match=f"no capture under {tmp_path}/captures/{side}"):
-                sides.open()
+            with pytest.raises(CaptureError, match=f"no capture under {captures}/{side}"):
+                named(captures, golden, run).open()
 
 
 def run(options: list[str]) -> tuple[NamedSides, str | None]:
@@ -169,9 +151,7 @@ class TestReadingAhead:
         return self.cached(folder)
 
     @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-    def test_layers_of_the_run_are_read_of_both_sides(
-        self, sides: list[Path], order: tuple[int, int]
-    ) -> None:
+    def test_layers_of_the_run_are_read_of_both_sides(self, sides: list[Path], order: Any) -> None:
         words = [["--golden", str(sides[0])], ["--run", str(sides[1])]]
         cached = self.cached_after([*words[order[0]], *words[order[1]]], sides[0].parent, awaited="layer_1*")
         assert cached == {

@@ -38,7 +38,9 @@ def weights(toy: Path, golden: Path) -> HeadWeights:
 def run_with_head(copyist: Any, weights: HeadWeights) -> Callable[..., Path]:
     """A chained run whose last output is a little off the golden's, with a head of these weights behind it."""
 
-    def run(*, norm: torch.Tensor = weights.norm, lm_head: torch.Tensor = weights.lm_head) -> Path:
+    def run(
+        *, norm: torch.Tensor = weights.norm, lm_head: torch.Tensor = weights.lm_head, name: str = "device"
+    ) -> Path:
         output = copyist.source.read(LAST, Site.OUTPUT).float()
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
         output = (output * (1 + 1e-3 * noise)).bfloat16()
@@ -49,10 +51,14 @@ def run_with_head(copyist: Any, weights: HeadWeights) -> Callable[..., Path]:
             (None, ModelSite.FINAL_NORM): lambda _: normed,
             (None, ModelSite.LOGITS): lambda _: head.score(normed).bfloat16(),
         }
-        device: Path = copyist.device_run(changes, run=full_run(LAST + 1, sites_level="all"))
+        device: Path = copyist.device_run(changes, run=full_run(LAST + 1, sites_level="all"), name=name)
         return device
 
     return run
+
+
+def blamed(comparison: Comparison) -> list[tuple[int | None, tuple[str, ...]]]:
+    return [(blame.layer, blame.sites) for blame in comparison.blame]
 
 
 def test_right_head_passes(run_with_head: Callable[..., Path], judge: Judge, toy: Path) -> None:
@@ -60,31 +66,20 @@ def test_right_head_passes(run_with_head: Callable[..., Path], judge: Judge, toy
     assert (comparison.verdict, comparison.blame) == (Verdict.PASS, ())
 
 
-def test_wrong_rows_of_the_head_are_blamed(
+def test_wrong_heads_are_blamed(
     run_with_head: Callable[..., Path], judge: Judge, toy: Path, weights: HeadWeights
 ) -> None:
-    comparison = judge(run_with_head(lm_head=weights.lm_head.roll(1, dims=0)), model=toy)
-    assert comparison.verdict is Verdict.FAIL
-    assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(None, ("logits",))]
+    for name, head, site in (
+        ("rows", {"lm_head": weights.lm_head.roll(1, dims=0)}, "logits"),
+        # A scale that the output of the layers hides.
+        ("scale", {"lm_head": (weights.lm_head.float() * 1.02).bfloat16()}, "logits"),
+        # The logits behind a wrong norm are right.
+        ("norm", {"norm": 1 + weights.norm}, "final_norm"),
+    ):
+        assert blamed(judge(run_with_head(name=name, **head), model=toy)) == [(None, (site,))], name
 
 
-def test_wrong_final_norm_is_blamed_and_the_logits_behind_it_are_not(
-    run_with_head: Callable[..., Path], judge: Judge, toy: Path, weights: HeadWeights
-) -> None:
-    comparison = judge(run_with_head(norm=1 + weights.norm), model=toy)
-    assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(None, ("final_norm",))]
-
-
-def test_scale_that_the_output_of_the_layers_hides_is_found(
-    run_with_head: Callable[..., Path], judge: Judge, toy: Path, weights: HeadWeights
-) -> None:
-    comparison = judge(run_with_head(lm_head=(weights.lm_head.float() * 1.02).bfloat16()), model=toy)
-    assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(None, ("logits",))]
-
-
-def test_head_of_another_model_is_refused(
-    run_with_head: Callable[..., Path], judge: Judge, tmp_path: Path
-) -> None:
+def test_head_of_another_model_is_refused(run_with_head: Any, judge: Judge, tmp_path: Path) -> None:
     other = tmp_path / "other"
     synthesize(other, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=1)
     with pytest.raises(IncomparableError, match="is not of the checkpoint"):

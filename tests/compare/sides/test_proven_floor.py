@@ -20,12 +20,16 @@ from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
+from minimax_tools.model.run import multi_layer_run, single_layer_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.results import Comparison, Verdict
 
 Judge = Callable[..., Comparison]
 FLOOR = "layer_1.floor.safetensors"
+# Both sides hold the layer that is looked at, and no other.
+RUN = single_layer_run(1, sites_level="all")
+GOLDEN = multi_layer_run(Span.single(1), sites_level="all")
 
 
 def tampered(golden: Path, file: str, name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Path:
@@ -35,9 +39,10 @@ def tampered(golden: Path, file: str, name: str, how: Callable[[torch.Tensor], t
 
 
 def test_golden_that_agrees_with_itself_is_taken(copyist: Any, judge: Judge) -> None:
+    run = copyist.device_run(run=RUN)
     for noise_floor in ("full", "stats", "off"):
-        golden = copyist.golden(noise_floor=noise_floor, name=noise_floor)
-        assert judge(copyist.device_run(), reference=golden).verdict is Verdict.PASS
+        golden = copyist.golden(run=GOLDEN, noise_floor=noise_floor, name=noise_floor)
+        assert judge(run, reference=golden).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize("noise_floor", ["full", "stats"])
@@ -45,43 +50,42 @@ def test_variant_whose_parts_do_not_add_up_is_refused(copyist: Any, judge: Judge
     def describe(description: Any) -> Any:
         return replace(description, floor_variants=("eager",))
 
-    golden = copyist.golden(noise_floor=noise_floor, describe=describe)
+    golden = copyist.golden(run=GOLDEN, noise_floor=noise_floor, describe=describe)
     for path in golden.glob("layer_*.floor.safetensors"):
         own = {name: tensor.clone() for name, tensor in load_file(path).items()}
         path.unlink()
         save_file(own | {f"eager/{name}": tensor.clone() for name, tensor in own.items()}, path)
     sign(golden)
-    assert judge(copyist.device_run(), reference=golden).verdict is Verdict.PASS
+    run = copyist.device_run(run=RUN)
+    assert judge(run, reference=golden).verdict is Verdict.PASS
     tampered(golden, FLOOR, "eager/moe_delta.error_ordinary", lambda error: error * 1000)
-    with pytest.raises(
-        CaptureError, match=r"of variant eager do not add up to moe_delta\.error at moe_delta"
-    ):
-        judge(copyist.device_run(), reference=golden)
+    words = r"of variant eager do not add up to moe_delta\.error at moe_delta"
+    with pytest.raises(CaptureError, match=words):
+        judge(run, reference=golden)
 
 
 def test_floor_that_says_that_bf16_cost_nothing_is_refused(copyist: Any, judge: Judge) -> None:
-    golden = copyist.golden(noise_floor="stats")
+    golden = copyist.golden(run=GOLDEN, noise_floor="stats")
     for part in ("error", "error_ordinary", "error_massive"):
         tampered(golden, FLOOR, f"q_proj.{part}", torch.zeros_like)
     with pytest.raises(CaptureError, match="says that BF16 cost nothing at q_proj of layer 1"):
-        judge(copyist.device_run(), reference=golden)
+        judge(copyist.device_run(run=RUN), reference=golden)
 
 
 def test_experts_that_its_logits_do_not_choose_are_refused(copyist: Any, judge: Judge) -> None:
-    golden = tampered(
-        copyist.golden(), "layer_1.safetensors", "router_experts", lambda experts: (experts + 1) % 32
-    )
+    golden = copyist.golden(run=GOLDEN)
+    tampered(golden, "layer_1.safetensors", "router_experts", lambda experts: (experts + 1) % 32)
     with pytest.raises(CaptureError, match=r"router_experts of layer 1 .* do not follow from its logits"):
-        judge(copyist.device_run(), reference=golden)
+        judge(copyist.device_run(run=RUN), reference=golden)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1000.0])
 def test_noise_of_scores_that_its_logits_do_not_give_is_refused(
     copyist: Any, judge: Judge, factor: float
 ) -> None:
-    golden = tampered(copyist.golden(), FLOOR, "router_noise", lambda noise: noise * factor)
+    golden = tampered(copyist.golden(run=GOLDEN), FLOOR, "router_noise", lambda noise: noise * factor)
     with pytest.raises(CaptureError, match="another noise on the router's scores of layer 1"):
-        judge(copyist.device_run(), reference=golden)
+        judge(copyist.device_run(run=RUN), reference=golden)
 
 
 def test_chain_is_not_judged_by_a_floor_that_is_not_the_goldens(copyist: Any) -> None:
