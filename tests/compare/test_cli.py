@@ -268,17 +268,18 @@ def test_report_is_written_for_people_and_programs(
     assert [row["site"] for row in rows if row["status"] == "fail"] == ["moe_delta"]
 
 
-class TestNewestCaptures:
-    @pytest.fixture(scope="class")
-    def captures(self, shared_copyist: Any) -> Path:
-        """A golden, an older device run that passes, and a newer one that does not."""
-        shared_copyist.golden(name="captures/gpu_reference/full_model")
-        old = shared_copyist.device_run(name="captures/neuron/sweep_0_to_3")
-        os.utime(old / "manifest.json", (1, 1))
-        shared_copyist.device_run({(2, Site.MOE_DELTA): halved}, name="captures/neuron/single_layer_2")
-        folder: Path = shared_copyist.folder / "captures"
-        return folder
+@pytest.fixture(scope="module")
+def captures(shared_copyist: Any) -> Path:
+    """A golden, an older device run that passes, and a newer one that does not."""
+    shared_copyist.golden(name="captures/gpu_reference/full_model")
+    old = shared_copyist.device_run(name="captures/neuron/sweep_0_to_3")
+    os.utime(old / "manifest.json", (1, 1))
+    shared_copyist.device_run({(2, Site.MOE_DELTA): halved}, name="captures/neuron/single_layer_2")
+    folder: Path = shared_copyist.folder / "captures"
+    return folder
 
+
+class TestNewestCaptures:
     def test_newest_of_both_sides_are_compared(
         self, captures: Path, command: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from minimax_tools.errors import IncomparableError, UsageError
-from minimax_tools.model.run import Component, component_run, full_run, multi_layer_run, sweep_run
+from minimax_tools.model.run import (
+    Component,
+    component_run,
+    full_run,
+    multi_layer_run,
+    single_layer_run,
+    sweep_run,
+)
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
@@ -51,29 +58,29 @@ def blamed(comparison: Comparison) -> list[tuple[int | None, tuple[str, ...]]]:
 
 
 class TestIsolated:
-    def test_faulty_site_is_blamed_and_told_by_its_scale(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run({(2, Site.ATTN_DELTA): scaled(0.9)}))
-        assert (comparison.verdict, blamed(comparison)) == (Verdict.FAIL, [(2, ("attn_delta",))])
+    def test_faults_of_several_layers_are_blamed_in_order_and_told_by_token_and_scale(
+        self, copyist: Any, judge: Judge
+    ) -> None:
+        def upset(tensor: torch.Tensor) -> torch.Tensor:
+            tensor[1, 20] = -tensor[1, 20]
+            return tensor
+
+        changes = {
+            (3, Site.Q_PROJ): scaled(0.9),
+            (2, Site.ATTN_DELTA): scaled(0.9),
+            (0, Site.V_PROJ): upset,
+        }
+        comparison = judge(copyist.device_run(changes))
+        assert comparison.verdict is Verdict.FAIL
+        assert blamed(comparison) == [(0, ("v_proj",)), (2, ("attn_delta",)), (3, ("q_proj",))]
+        noise = site_of(comparison, 0, Site.V_PROJ).noise
+        assert noise is not None
+        assert noise.worst_token == (1, 20)
         result = site_of(comparison, 2, Site.ATTN_DELTA)
         assert result.metrics is not None
         assert result.metrics.norm_ratio == pytest.approx(0.9, abs=1e-3)
         assert result.metrics.cosine_similarity == pytest.approx(1.0, abs=1e-4)
         assert result.reason.endswith("norm ×0.9")
-
-    def test_faults_of_several_layers_are_blamed_in_order(self, copyist: Any, judge: Judge) -> None:
-        changes = {(3, Site.Q_PROJ): scaled(0.9), (1, Site.MOE_DELTA): scaled(0.9)}
-        assert blamed(judge(copyist.device_run(changes))) == [(1, ("moe_delta",)), (3, ("q_proj",))]
-
-    def test_one_wrong_token_is_found_and_named(self, copyist: Any, judge: Judge) -> None:
-        def upset(tensor: torch.Tensor) -> torch.Tensor:
-            tensor[1, 20] = -tensor[1, 20]
-            return tensor
-
-        comparison = judge(copyist.device_run({(0, Site.V_PROJ): upset}))
-        noise = site_of(comparison, 0, Site.V_PROJ).noise
-        assert noise is not None
-        assert noise.worst_token == (1, 20)
-        assert blamed(comparison) == [(0, ("v_proj",))]
 
     def test_component_run_is_judged_within_its_border(self, copyist: Any, judge: Judge) -> None:
         run = component_run(1, Component.MOE)
@@ -91,26 +98,27 @@ class TestIsolated:
         noises = [site.noise for site in comparison.sites if site.noise]
         assert len(noises) == NUM_LAYERS * (NUM_SITES - 1)
         # In units of the golden's variants, of which some stray further than the golden.
-        assert 0.6 < max(noise.whole for noise in noises) <= 1.0
+        assert all(0.6 < noise.whole <= 1.0 for noise in noises)
+        intervals = [(noise.whole, noise.interval or (9.0, 0.0)) for noise in noises]
+        assert all(low <= whole <= high for whole, (low, high) in intervals)
 
 
 class TestUnfinishedRun:
     def test_layers_that_did_not_run_count_and_keep_the_verdict_open(
         self, copyist: Any, judge: Judge
     ) -> None:
-        comparison = judge(copyist.device_run(stop_before=2))
+        stopped = copyist.device_run(stop_before=2)
+        comparison = judge(stopped)
         assert (comparison.compared, comparison.of) == (2 * NUM_SITES, NUM_LAYERS * NUM_SITES)
         assert (comparison.verdict, comparison.blame) == (Verdict.INCOMPARABLE, ())
         assert comparison.notes == ("the run is not complete: run it again and it resumes",)
         assert site_of(comparison, 3, Site.OUTPUT).reason == "not run: the run stopped before it"
+        alone = judge(stopped, pattern="layer_[01]")
+        assert (alone.verdict, alone.of) == (Verdict.PASS, 2 * NUM_SITES)
 
     def test_fault_in_the_layers_that_ran_is_a_failure(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run({(0, Site.Q_PROJ): scaled(0.9)}, stop_before=2))
+        comparison = judge(copyist.device_run({(0, Site.Q_PROJ): scaled(0.9)}, stop_before=1))
         assert (comparison.verdict, blamed(comparison)) == (Verdict.FAIL, [(0, ("q_proj",))])
-
-    def test_layers_that_ran_can_be_judged_alone(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run(stop_before=2), pattern="layer_[01]")
-        assert (comparison.verdict, comparison.of) == (Verdict.PASS, 2 * NUM_SITES)
 
     def test_missing_model_sites_keep_the_verdict_open_too(self, copyist: Any, judge: Judge) -> None:
         run = full_run(NUM_LAYERS, sites_level="all")
@@ -144,16 +152,17 @@ class TestChained:
         }
         return copyist.device_run(changes, run=run)  # type: ignore[no-any-return]  # a fixture's value
 
+    CHAIN = multi_layer_run(Span(0, NUM_LAYERS), sites_level="all")
+
     def test_layer_that_repeats_its_input_is_judged_as_if_isolated(self, copyist: Any, judge: Judge) -> None:
-        run = multi_layer_run(Span(0, NUM_LAYERS), sites_level="all")
-        assert judge(copyist.device_run(run=run)).verdict is Verdict.PASS
-        comparison = judge(copyist.device_run({(2, Site.MOE_DELTA): scaled(0.9)}, run=run, name="faulty"))
+        assert judge(copyist.device_run(run=self.CHAIN)).verdict is Verdict.PASS
+        faulty = copyist.device_run({(2, Site.MOE_DELTA): scaled(0.9)}, run=self.CHAIN, name="faulty")
+        comparison = judge(faulty)
         assert blamed(comparison) == [(2, ("moe_delta",))]
         assert "chained run" not in comparison.blame[0].reason
 
     def test_error_that_is_handed_on_widens_the_floor(self, copyist: Any, judge: Judge) -> None:
-        run = multi_layer_run(Span(0, NUM_LAYERS), sites_level="all")
-        comparison = judge(self.drifting(copyist, 0.02, run))
+        comparison = judge(self.drifting(copyist, 0.02, self.CHAIN))
         assert blamed(comparison) == [(0, ("output",))]
         noise = site_of(comparison, 1, Site.INPUT_NORM).noise
         assert noise is not None
@@ -161,21 +170,17 @@ class TestChained:
         assert all(site.status is not SiteStatus.FAIL for site in comparison.of_layer(1))
 
     def test_onset_alone_is_blamed(self, copyist: Any, judge: Judge) -> None:
-        run = multi_layer_run(Span(0, NUM_LAYERS), sites_level="all")
-        target = self.drifting(copyist, 0.02, run)
         changes = {(layer, Site.ATTN_DELTA): scaled(3.0) for layer in (2, 3)}
-        both = copyist.device_run(changes, run=run, name="both")
-        assert blamed(judge(target)) == [(0, ("output",))]
-        assert [blame.layer for blame in judge(both).blame] == [2, 3]
+        both = judge(copyist.device_run(changes, run=self.CHAIN))
+        assert [blame.layer for blame in both.blame] == [2, 3]
         changes[2, Site.OUTPUT] = scaled(1.01)
-        comparison = judge(copyist.device_run(changes, run=run, name="handed_on"))
+        comparison = judge(copyist.device_run(changes, run=self.CHAIN, name="handed_on"))
         assert {blame.layer for blame in comparison.blame} == {2}
         assert any(site.status is SiteStatus.FAIL for site in comparison.of_layer(3))
 
     def test_without_weights_an_onset_behind_an_error_blames_nobody(self, copyist: Any, judge: Judge) -> None:
-        run = multi_layer_run(Span(0, NUM_LAYERS), sites_level="all")
         changes = {(1, Site.OUTPUT): nudge, (2, Site.ATTN_DELTA): scaled(3.0)}
-        comparison = judge(copyist.device_run(changes, run=run))
+        comparison = judge(copyist.device_run(changes, run=self.CHAIN))
         assert (comparison.verdict, comparison.blame) == (Verdict.FAIL, ())
         assert comparison.curve is not None
         assert comparison.curve.onset == 2
@@ -192,43 +197,38 @@ class TestChained:
 
 
 class TestModelSites:
+    RUN = full_run(NUM_LAYERS, sites_level="all")
+
     def test_whole_model_is_judged_outside_its_layers_too(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run(run=full_run(NUM_LAYERS, sites_level="all")))
+        target = copyist.device_run({(None, ModelSite.EMBEDDING): with_value(9.0, *PADDING)}, run=self.RUN)
+        comparison = judge(target)
         assert (comparison.verdict, comparison.of) == (Verdict.PASS, NUM_LAYERS * NUM_SITES + 3)
         assert [site.site for site in comparison.of_layer(None)] == ["embedding", "final_norm", "logits"]
+        chosen = judge(target, pattern="layer_3")
+        assert (chosen.layers, chosen.of_layer(None)) == ((3,), ())
 
-    def test_head_is_blamed_where_the_layers_are_right(self, copyist: Any, judge: Judge) -> None:
-        run = full_run(NUM_LAYERS, sites_level="all")
-        changes = {(None, ModelSite.FINAL_NORM): scaled(0.9), (None, ModelSite.LOGITS): scaled(0.9)}
-        comparison = judge(copyist.device_run(changes, run=run))
-        assert blamed(comparison) == [(None, ("final_norm",))]
-
-    def test_head_is_not_blamed_for_what_it_was_handed(self, copyist: Any, judge: Judge) -> None:
-        run = full_run(NUM_LAYERS, sites_level="all")
-        changes = {(3, Site.OUTPUT): scaled(1.1), (None, ModelSite.LOGITS): scaled(3.0)}
-        assert blamed(judge(copyist.device_run(changes, run=run))) == [(3, ("output",))]
+    @pytest.mark.parametrize(
+        ("changes", "expected"),
+        [
+            ({(None, ModelSite.FINAL_NORM): 0.9, (None, ModelSite.LOGITS): 0.9}, (None, ("final_norm",))),
+            # The head is not blamed for what it was handed.
+            ({(3, Site.OUTPUT): 1.1, (None, ModelSite.LOGITS): 3.0}, (3, ("output",))),
+        ],
+    )
+    def test_head_is_blamed_where_the_layers_are_right(
+        self, changes: dict[Any, float], expected: Any, copyist: Any, judge: Judge
+    ) -> None:
+        made = {place: scaled(factor) for place, factor in changes.items()}
+        assert blamed(judge(copyist.device_run(made, run=self.RUN))) == [expected]
 
     def test_embedding_is_a_lookup_and_must_be_equal_bit_for_bit(self, copyist: Any, judge: Judge) -> None:
-        run = full_run(NUM_LAYERS, sites_level="all")
-        comparison = judge(copyist.device_run({(None, ModelSite.EMBEDDING): nudge}, run=run))
+        comparison = judge(copyist.device_run({(None, ModelSite.EMBEDDING): nudge}, run=self.RUN))
         assert blamed(comparison) == [(None, ("embedding",))]
-        padding = copyist.device_run(
-            {(None, ModelSite.EMBEDDING): with_value(9.0, *PADDING)}, run=run, name="padding"
-        )
-        assert judge(padding).verdict is Verdict.PASS
-
-    def test_wrong_embedding_is_blamed_before_the_layers_it_is_handed_to(
-        self, copyist: Any, judge: Judge
-    ) -> None:
-        run = full_run(NUM_LAYERS, sites_level="all")
+        # A wrong one is blamed before the layers that it is handed to.
         wrong = scaled(1.5)
         changes = {(None, ModelSite.EMBEDDING): wrong, (0, Site.INPUT): wrong, (0, Site.Q_PROJ): scaled(9.0)}
-        assert blamed(judge(copyist.device_run(changes, run=run)))[0] == (None, ("embedding",))
-
-    def test_head_is_left_out_where_only_some_layers_are_chosen(self, copyist: Any, judge: Judge) -> None:
-        target = copyist.device_run(run=full_run(NUM_LAYERS, sites_level="all"))
-        comparison = judge(target, pattern="layer_3")
-        assert (comparison.layers, comparison.of_layer(None)) == ((3,), ())
+        comparison = judge(copyist.device_run(changes, run=self.RUN, name="wrong"))
+        assert blamed(comparison)[0] == (None, ("embedding",))
 
 
 class TestLayers:
@@ -239,27 +239,25 @@ class TestLayers:
         assert comparison.verdict is Verdict.PASS
         assert comparison.notes == ("the golden is not complete: run it again and it resumes",)
 
-    @pytest.mark.parametrize(
-        ("pattern", "layers"), [("layer_*", (0, 1, 2, 3)), ("layer_2", (2,)), ("*_[13]", (1, 3))]
-    )
-    def test_pattern_chooses_layers(self, pattern: str, layers: Any, copyist: Any, judge: Judge) -> None:
-        assert judge(copyist.device_run(), pattern=pattern).layers == layers
-
-    def test_pattern_that_matches_nothing_is_wrong_usage(self, copyist: Any, judge: Judge) -> None:
+    def test_pattern_chooses_layers(self, copyist: Any, judge: Judge) -> None:
+        run = copyist.device_run()
+        for pattern, layers in (("layer_2", (2,)), ("*_[13]", (1, 3))):
+            assert judge(run, pattern=pattern).layers == layers
         with pytest.raises(UsageError, match=r"no layer matches 'layer_9': found the run has layer_0"):
-            judge(copyist.device_run(), pattern="layer_9")
+            judge(run, pattern="layer_9")
 
     def test_golden_that_lacks_a_layer_is_incomparable(self, copyist: Any, judge: Judge) -> None:
         reference = copyist.golden(run=multi_layer_run(Span(0, 2), sites_level="all"))
+        run = copyist.device_run()
         with pytest.raises(IncomparableError, match=r"holds no layer_2, layer_3: found layer_0, layer_1"):
-            judge(copyist.device_run(), reference=reference)
-        comparison = judge(copyist.device_run(), reference=reference, pattern="layer_[01]")
-        assert comparison.verdict is Verdict.PASS
+            judge(run, reference=reference)
+        assert judge(run, reference=reference, pattern="layer_[01]").verdict is Verdict.PASS
 
 
 def test_router_dtypes_that_change_experts_are_told(copyist: Any, judge: Judge) -> None:
     dtypes = {"correction_bias": "bfloat16", "router_gate": "float32"}
-    comparison = judge(copyist.device_run(observed_dtypes=dtypes))
+    run = single_layer_run(1, sites_level="all")
+    comparison = judge(copyist.device_run(run=run, observed_dtypes=dtypes))
     (found,) = comparison.router_dtypes
     assert (found.name, found.reference, found.target) == ("correction_bias", "float32", "bfloat16")
     assert "no token of this run chose other experts beyond noise" in found.consequence
@@ -270,7 +268,6 @@ def test_router_dtypes_that_change_experts_are_told(copyist: Any, judge: Judge) 
 
 def test_device_run_in_the_goldens_place_is_told(copyist: Any, judge: Judge) -> None:
     run = copyist.device_run()
-    comparison = judge(copyist.device_run(name="other"), reference=run)
+    comparison = judge(run, reference=run, pattern="layer_1")
     assert comparison.verdict is Verdict.PASS
     assert any(note.endswith("on a device, not a golden") for note in comparison.notes)
-    assert judge(run).notes == ()

@@ -83,34 +83,27 @@ def test_port_is_held_against_the_variant_that_strays_furthest(
     assert found.status is SiteStatus.PASS
 
 
-def test_larger_errors_are_found_all_the_same(copyist: Any, judge: Judge) -> None:
+def test_larger_errors_and_wrong_scales_are_found_all_the_same(copyist: Any, judge: Judge) -> None:
     port = copyist.device_run({(LAYER, SITE): stray(copyist, 6.0)}, run=SWEEP)
     varied = add_variants(copyist.golden(run=GOLDEN, describe=named("eager")), {"eager": 3.0})
     comparison = judge(port, reference=varied)
     assert comparison.verdict is Verdict.FAIL
     assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(LAYER, (str(SITE),))]
-
-
-def test_scale_that_is_off_by_less_than_the_noise_is_found_all_the_same(copyist: Any, judge: Judge) -> None:
-    port = copyist.device_run(
-        run=SWEEP, changes={(LAYER, SITE): lambda tensor: (tensor.float() * 1.01).to(tensor.dtype)}
-    )
-    varied = add_variants(copyist.golden(run=GOLDEN, describe=named("eager")), {"eager": 1.2})
-    assert site_of(judge(port, reference=varied)).status is SiteStatus.FAIL
+    # A scale that is off by less than the noise.
+    changes = {(LAYER, SITE): lambda tensor: (tensor.float() * 1.01).to(tensor.dtype)}
+    scaled = copyist.device_run(changes, run=SWEEP, name="scaled")
+    near = copyist.golden(run=GOLDEN, describe=named("eager"), name="near")
+    assert site_of(judge(scaled, reference=add_variants(near, {"eager": 1.2}))).status is SiteStatus.FAIL
 
 
 def test_variants_that_stray_less_change_no_figure(copyist: Any, judge: Judge) -> None:
     port = copyist.device_run({(LAYER, SITE): stray(copyist, 1.2)}, run=SWEEP)
     varied = add_variants(copyist.golden(run=GOLDEN, describe=named("eager")), {"eager": 0.9})
-    mine, theirs = (
-        judge(port, reference=varied),
-        judge(port, reference=copyist.golden(run=GOLDEN, describe=named(), name="plain")),
-    )
-    assert site_of(mine).noise is not None
+    plain = copyist.golden(run=GOLDEN, describe=named(), name="plain")
+    mine, theirs = (site_of(judge(port, reference=golden)).noise for golden in (varied, plain))
+    assert mine is not None
     for figure in ("whole", "ordinary", "token_median", "token_worst", "token_gain"):
-        assert getattr(site_of(mine).noise, figure) == pytest.approx(
-            getattr(site_of(theirs).noise, figure), rel=1e-5
-        )
+        assert getattr(mine, figure) == pytest.approx(getattr(theirs, figure), rel=1e-5)
 
 
 def test_flips_are_explained_by_the_noise_of_variants_too(copyist: Any, judge: Judge) -> None:
@@ -122,20 +115,16 @@ def test_flips_are_explained_by_the_noise_of_variants_too(copyist: Any, judge: J
         return tensor
 
     port = copyist.device_run({(LAYER, Site.ROUTER_EXPERTS): flip}, run=SWEEP)
-    quiet = add_variants(copyist.golden(run=GOLDEN, describe=named("eager"), name="quiet"), {"eager": 1.0})
-    loud = add_variants(
-        copyist.golden(run=GOLDEN, describe=named("eager"), name="loud"), {"eager": 1.0}, noise=1e6
-    )
-    for golden, status in ((quiet, SiteStatus.FAIL), (loud, SiteStatus.PASS)):
-        assert site_of(judge(port, reference=golden), Site.ROUTER_EXPERTS).status is status
+    for name, noise, status in (("quiet", 1.0, SiteStatus.FAIL), ("loud", 1e6, SiteStatus.PASS)):
+        golden = copyist.golden(run=GOLDEN, describe=named("eager"), name=name)
+        comparison = judge(port, reference=add_variants(golden, {"eager": 1.0}, noise=noise))
+        assert site_of(comparison, Site.ROUTER_EXPERTS).status is status
 
 
 def test_report_tells_of_a_golden_without_variants(copyist: Any, judge: Judge) -> None:
     port = copyist.device_run(run=SWEEP)
-    varied = add_variants(
-        copyist.golden(run=GOLDEN, describe=named("eager", "halves")), {"eager": 1.1, "halves": 1.0}
-    )
-    notes = " ".join(judge(port, reference=varied).notes)
+    varied = copyist.golden(run=GOLDEN, describe=named("eager", "halves"))
+    notes = " ".join(judge(port, reference=add_variants(varied, {"eager": 1.1, "halves": 1.0})).notes)
     assert "more coarsely" not in notes
     plain = copyist.golden(run=GOLDEN, describe=named(), name="plain")
     assert "measured no other right roundings" in " ".join(judge(port, reference=plain).notes)

@@ -61,15 +61,11 @@ def test_weights_are_traced_where_one_may_be_wrong(sweep: RunCommands, sites: An
 
 def test_failing_chain_goes_on_to_its_first_wrong_layer_alone(sweep: RunCommands) -> None:
     curve = Curve(points=(), onset=1, command="mm2-test single-layer --layer 1")
-    commands = after_comparison(replace(compared(Verdict.FAIL), curve=curve), sweep)
-    assert starts(commands) == ["mm2-test weights", "mm2-test single-layer"]
-
-
-def test_first_wrong_layer_of_a_chain_is_told_without_a_checkpoint_too() -> None:
-    curve = Curve(points=(), onset=1, command="mm2-test single-layer --layer 1")
-    failed = compared(Verdict.FAIL)
-    assert after_comparison(replace(failed, curve=curve), None) == (curve.command,)
-    assert after_comparison(failed, None) == ()
+    failed = replace(compared(Verdict.FAIL), curve=curve)
+    assert starts(after_comparison(failed, sweep)) == ["mm2-test weights", "mm2-test single-layer"]
+    # That layer is told without a checkpoint too.
+    assert after_comparison(failed, None) == (curve.command,)
+    assert after_comparison(compared(Verdict.FAIL), None) == ()
 
 
 def test_pass_goes_on_to_all_layers_and_then_to_a_chain(sweep: RunCommands) -> None:

@@ -17,7 +17,9 @@ from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.model.run import multi_layer_run
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from minimax_tools.results.results import Comparison, Verdict
 
 CRITERIA = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
@@ -34,7 +36,8 @@ def damage(directory: Path) -> None:
 def make_sides(copyist: Any, *, fails: bool) -> tuple[Path, Path]:
     """Write a golden and a run; judging them `fails` at layer 3, behind the layer that may be damaged."""
     broken = {(3, Site.OUTPUT): lambda tensor: tensor * torch.nan} if fails else {}
-    return copyist.golden(broken), copyist.device_run()
+    run = multi_layer_run(Span(1, 4), sites_level="layer")
+    return copyist.golden(broken, run=run), copyist.device_run(run=run)
 
 
 def test_what_is_whole_is_judged(copyist: Any) -> None:

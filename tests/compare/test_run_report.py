@@ -14,14 +14,10 @@ from minimax_tools.capture.reader import Capture
 
 
 def test_page_that_needs_a_package_is_told_on_stderr(
-    golden: Path,
-    runs: dict[str, Capture],
-    command: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    golden: Path, runs: Any, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    sides = ("--gpu-path", golden, "--neuron-path", runs["right"].directory, "--quiet")
+    sides = ("--gpu-path", golden, "--neuron-path", runs["right"].directory, "--layer", "0", "--quiet")
     result = command(mm2_compare, *sides, "--json", "--report-path", tmp_path / "report")
     assert "report.html, whose charts need a package: pip install 'vl-convert-python>=1.9'" in result.stderr
     assert json.loads(result.stdout)["next"] is not None
@@ -30,10 +26,10 @@ def test_page_that_needs_a_package_is_told_on_stderr(
 
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
 def test_verdict_is_printed_though_its_report_cannot_be_written(
-    golden: Path, runs: dict[str, Capture], command: Callable[..., Any], tmp_path: Path, form: tuple[str, ...]
+    golden: Path, runs: dict[str, Capture], command: Any, tmp_path: Path, form: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").write_text("no folder")
-    sides = ("--golden", golden, "--run", runs["swapped"].directory, "--quiet", *form)
+    sides = ("--golden", golden, "--run", runs["swapped"].directory, "--layer", "1", "--quiet", *form)
     result = command(mm2_compare, *sides, "--report-path", tmp_path / "file" / "report")
     assert result.exit_code == 3
     assert "cannot write the report" in result.stderr

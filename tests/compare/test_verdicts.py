@@ -13,13 +13,18 @@ import pytest
 import torch
 
 from compare.cli import main as mm2_compare
-from minimax_tools.model.run import full_run
+from minimax_tools.capture.reader import Capture
+from minimax_tools.model.run import full_run, multi_layer_run, single_layer_run
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from minimax_tools.results.results import Comparison, SiteStatus, Verdict
+from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]
 Judge = Callable[..., Comparison]
 NUM_LAYERS = 4
+ONE_LAYER = single_layer_run(1, sites_level="all")
+TRANSFORMERS = Path(__file__).parents[2] / "scripts" / "examples" / "transformers_port.py"
 
 
 def scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -36,31 +41,19 @@ def noisy(size: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-class TestSmallMistakes:
-    def test_scale_of_one_percent_is_found_in_every_projection(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run({(1, Site.V_PROJ): scaled(1.01)}))
-        assert [(one.layer, one.sites) for one in comparison.blame] == [(1, ("v_proj",))]
+def test_scale_and_offset_below_the_floor_are_found_by_averages(copyist: Any, judge: Judge) -> None:
+    def shifted(tensor: torch.Tensor) -> torch.Tensor:
+        size = 4e-3 * tensor.float().square().mean().sqrt()
+        return (tensor.float() + size).to(tensor.dtype)
 
-    def test_offset_below_the_floor_is_found_by_its_average(self, copyist: Any, judge: Judge) -> None:
-        def shifted(tensor: torch.Tensor) -> torch.Tensor:
-            size = 4e-3 * tensor.float().square().mean().sqrt()
-            return (tensor.float() + size).to(tensor.dtype)
-
-        comparison = judge(copyist.device_run({(1, Site.MOE_DELTA): shifted}))
-        (site,) = (s for s in comparison.of_layer(1) if s.site == Site.MOE_DELTA)
-        assert site.noise is not None
-        assert site.noise.whole < 1.2
-        assert site.nearest is not None
-        assert (site.status, site.nearest.figure) == (SiteStatus.FAIL, "channel_offset")
-
-    def test_golden_itself_passes_with_its_interval_at_one_or_below(self, copyist: Any, judge: Judge) -> None:
-        comparison = judge(copyist.device_run())
-        assert comparison.verdict is Verdict.PASS
-        noises = [site.noise for site in comparison.sites if site.noise is not None]
-        assert all(noise.interval is not None for noise in noises)
-        # Its variants stray as far or further.
-        assert all(low <= noise.whole <= high for noise in noises for low, high in [noise.interval or (0, 0)])
-        assert all(0.6 < noise.whole <= 1.0 for noise in noises)
+    comparison = judge(copyist.device_run({(1, Site.V_PROJ): scaled(1.01), (2, Site.MOE_DELTA): shifted}))
+    blamed = [(one.layer, one.sites) for one in comparison.blame]
+    assert blamed == [(1, ("v_proj",)), (2, ("moe_delta",))]
+    (site,) = (site for site in comparison.of_layer(2) if site.site == Site.MOE_DELTA)
+    assert site.noise is not None
+    assert site.noise.whole < 1.2
+    assert site.nearest is not None
+    assert (site.status, site.nearest.figure) == (SiteStatus.FAIL, "channel_offset")
 
 
 class TestSeveralCulprits:
@@ -81,38 +74,27 @@ class TestSeveralCulprits:
         assert groups[0].worst_layer in (1, 3)
 
 
-class TestChainedRuns:
-    @pytest.fixture
-    def chained(self, copyist: Any) -> Path:
-        run = full_run(NUM_LAYERS, sites_level="all")
-        path: Path = copyist.device_run(
-            {(1, Site.MOE_DELTA): noisy(0.5), (1, Site.OUTPUT): noisy(0.1)}, run=run, name="chained"
-        )
-        return path
-
-    def test_curve_shows_the_growth_and_its_onset(self, chained: Path, golden: Path, judge: Judge) -> None:
-        curve = judge(chained).curve
-        assert curve is not None
-        assert [point.layer for point in curve.points] == list(range(NUM_LAYERS))
-        assert curve.onset == 1
-        before, at, after = curve.points[:3]
-        assert before.error < at.error
-        assert (at.handed_on, at.ratio > 5.0) == (0.0, True)
-        # Of the ordinary channels, where it is larger than over all.
-        assert after.handed_on >= at.error
-        assert after.ratio < 1.5
-        assert "mm2-test single-layer --layer 1" in curve.command
-        assert f"--golden {golden}" in curve.command
-
-    def test_both_reports_have_it(self, chained: Path, golden: Path, command: Command) -> None:
-        sides = ("--golden", golden, "--run", chained)
-        text = command(mm2_compare, *sides).stdout
-        assert "Error along the chain" in text
-        assert "Errors beyond noise begin at layer 1." in text
-        record = json.loads(command(mm2_compare, *sides, "--json", "--quiet").stdout)
-        assert record["curve"]["onset"] == 1
-        assert set(record["curve"]["points"][0]) == {"layer", "error", "handed_on", "floor", "ratio"}
-        assert record["blame_groups"][0]["layers"] == [1]
+def test_curve_of_a_chained_run_shows_the_growth_and_its_onset(
+    copyist: Any, golden: Path, compare: Any, command: Command
+) -> None:
+    changes = {(1, Site.MOE_DELTA): noisy(0.5), (1, Site.OUTPUT): noisy(0.1)}
+    chained = copyist.device_run(changes, run=full_run(NUM_LAYERS, sites_level="all"))
+    _, record = compare(chained)
+    curve = record["curve"]
+    assert set(curve["points"][0]) == {"layer", "error", "handed_on", "floor", "ratio"}
+    assert [point["layer"] for point in curve["points"]] == list(range(NUM_LAYERS))
+    assert (curve["onset"], record["blame_groups"][0]["layers"]) == (1, [1])
+    before, at, after = curve["points"][:3]
+    assert before["error"] < at["error"]
+    assert (at["handed_on"], at["ratio"] > 5.0) == (0.0, True)
+    # Of the ordinary channels, where it is larger than over all.
+    assert after["handed_on"] >= at["error"]
+    assert after["ratio"] < 1.5
+    assert "mm2-test single-layer --layer 1" in curve["command"]
+    assert f"--golden {golden}" in curve["command"]
+    text = command(mm2_compare, "--golden", golden, "--run", chained).stdout
+    assert "Error along the chain" in text
+    assert "Errors beyond noise begin at layer 1." in text
 
 
 class TestGoldenWithoutFloor:
@@ -136,24 +118,53 @@ class TestGoldenWithoutFloor:
         return change
 
     @pytest.mark.parametrize(("num_tokens", "verdict"), [(2, Verdict.PASS), (40, Verdict.FAIL)])
-    def test_few_flips_pass_and_many_fail(
+    def test_few_flips_pass_and_many_fail_whether_the_port_shows_its_choice_or_not(
         self, num_tokens: int, verdict: Verdict, copyist: Any, judge: Judge
     ) -> None:
-        changes = {
+        golden = copyist.golden(run=multi_layer_run(Span.single(1), sites_level="all"), noise_floor="off")
+        shown = {
             (1, site): self.flipped(num_tokens, site=site) for site in (Site.ROUTER_EXPERTS, Site.MOE_DELTA)
         }
         # Shown, the weights would have to be those of the other experts.
-        target = copyist.device_run(changes, not_exposed=(Site.ROUTER_WEIGHTS,))
-        assert judge(target, reference=copyist.golden(noise_floor="off")).verdict is verdict
+        for hidden in (
+            (Site.ROUTER_WEIGHTS,),
+            (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS),
+        ):
+            changes = {place: change for place, change in shown.items() if place[1] not in hidden}
+            run = copyist.device_run(changes, run=ONE_LAYER, not_exposed=hidden, name=f"hides_{len(hidden)}")
+            assert judge(run, reference=golden).verdict is verdict
 
-    @pytest.mark.parametrize(("num_tokens", "verdict"), [(2, Verdict.PASS), (40, Verdict.FAIL)])
-    def test_the_same_where_the_port_hides_its_choice(
-        self, num_tokens: int, verdict: Verdict, copyist: Any, judge: Judge
+    def test_chain_is_blamed_for_its_fault_and_not_for_what_was_handed_on(
+        self, copyist: Any, runs: dict[str, Capture], compare: Any
     ) -> None:
-        changes = {(1, Site.MOE_DELTA): self.flipped(num_tokens, site=Site.MOE_DELTA)}
-        hidden = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
-        target = copyist.device_run(changes, not_exposed=hidden)
-        assert judge(target, reference=copyist.golden(noise_floor="off")).verdict is verdict
+        golden = copyist.golden(noise_floor="off")
+        _, record = compare(runs["right"].directory, reference=golden)
+        assert (record["verdict"], record["blame"]) == ("pass", [])
+        _, record = compare(runs["swapped"].directory, reference=golden)
+        assert record["verdict"] == "fail"
+        assert (record["blame"][0]["layer"], record["blame"][0]["sites"]) == (1, ["moe_delta"])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "target",
+        [
+            "builtin",
+            "reference",
+            f"{TRANSFORMERS}:RoundedWeights",
+            f"{TRANSFORMERS}:Eager",
+            f"{TRANSFORMERS}:BatchedExperts",
+            f"{TRANSFORMERS}:LaterPositions",
+        ],
+        ids=lambda target: target.rpartition(":")[2],
+    )
+    def test_right_implementations_of_a_chain_pass(
+        self, target: str, toy: Path, copyist: Any, command: Command, tmp_path: Path
+    ) -> None:
+        golden = copyist.golden(noise_floor="off")
+        arguments = ("full", "--model", toy, "--golden", golden, "--target", target, "--sites", "all")
+        options = ("--backend", "cpu", "--output-dir", tmp_path / "run", "--json", "--quiet")
+        record = json.loads(command(mm2_test, *arguments, *options).stdout)
+        assert (record["verdict"], record["blame"]) == ("pass", [])
 
 
 class TestCriteria:
@@ -163,7 +174,7 @@ class TestCriteria:
         template = command(mm2_compare, "--criteria-template")
         assert template.exit_code == 0
         (tmp_path / "limits.yaml").write_text(template.stdout, encoding="utf-8")
-        sides = ("--golden", golden, "--run", copyist.device_run())
+        sides = ("--golden", golden, "--run", copyist.device_run(run=ONE_LAYER))
         result = command(mm2_compare, *sides, "--criteria", tmp_path / "limits.yaml", "--json", "--quiet")
         record = json.loads(result.stdout)
         assert (record["verdict"], record["criteria"]) == ("pass", str(tmp_path / "limits.yaml"))
@@ -171,7 +182,7 @@ class TestCriteria:
     def test_limits_of_ones_own_decide(
         self, copyist: Any, golden: Path, tmp_path: Path, command: Command
     ) -> None:
-        faulty = copyist.device_run({(2, Site.MOE_DELTA): scaled(0.98)})
+        faulty = copyist.device_run({(1, Site.MOE_DELTA): scaled(0.98)}, run=ONE_LAYER)
         sides = ("--golden", golden, "--run", faulty)
         assert command(mm2_compare, *sides).exit_code == 1
         figures = ("whole", "ordinary", "token_median", "token_p99", "token_worst")
@@ -181,14 +192,11 @@ class TestCriteria:
         assert command(mm2_compare, *sides, "--criteria", tmp_path / "loose.yml").exit_code == 0
 
 
-class TestBackends:
-    def test_port_that_ran_elsewhere_is_told_that_limits_were_not_measured_there(
-        self, copyist: Any, judge: Judge
-    ) -> None:
-        def elsewhere(description: Any) -> Any:
-            provenance = replace(description.provenance, backend="neuron-xla")
-            return replace(description, provenance=provenance)
+def test_port_that_ran_elsewhere_is_told_that_limits_were_not_measured_there(
+    copyist: Any, judge: Judge
+) -> None:
+    def elsewhere(description: Any) -> Any:
+        return replace(description, provenance=replace(description.provenance, backend="neuron-xla"))
 
-        notes = " ".join(judge(copyist.device_run(describe=elsewhere)).notes)
-        assert "not on neuron-xla" in notes
-        assert "limits were measured" not in " ".join(judge(copyist.device_run(name="here")).notes)
+    notes = judge(copyist.device_run(run=ONE_LAYER, describe=elsewhere)).notes
+    assert "not on neuron-xla" in " ".join(notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,12 @@ NO_HIDDEN = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "gate", "lm_head"
 
 
 @pytest.fixture
-def write(dumps: Any, runs: Any, tmp_path: Path) -> Callable[..., Path]:
+def write(write: Any) -> Callable[..., Path]:
     """Writes a run as vLLM Neuron does."""
-
-    def write(run: str = "right", name: str = "dump", **options: Any) -> Path:
-        dumps.write_vllm_neuron(tmp_path / name, runs[run], **options)
-        return tmp_path / name
-
-    return write
+    return partial(write, "vllm-neuron")
 
 
+SUM = "output is the stream before the layer + attention + experts"
 # Sites that are not known, by what is done to the embedding.
 LOST = {"padded": 0, "of the model's width": 1, "not held": 2}
 
@@ -88,9 +85,7 @@ class TestStream:
         reading = reads_as(folder, "swapped")
         assert reading.num_sites == COMPARED - (0 if norms else 2)
         layers = "layers 0-3" if norms else "layers 0-2"
-        assert reading.told(
-            f"proved in {layers}: output is the stream before the layer + attention + experts"
-        )
+        assert reading.told(f"proved in {layers}: {SUM}")
         assert reading.told("nothing tells the output of layer 3: capture model.layers.N") is not norms
 
     def test_addend_that_a_layer_returns_first_is_not_taken_for_its_output(
@@ -102,9 +97,7 @@ class TestStream:
             shutil.copy(path, path.parent.parent / path.parent.name.removesuffix(".block_sparse_moe"))
         reading = reads_as(folder)
         assert reading.num_sites == COMPARED
-        assert reading.told(
-            "proved in layers 0-3: output is the stream before the layer + attention + experts"
-        )
+        assert reading.told(f"proved in layers 0-3: {SUM}")
 
     def test_tensor_that_nothing_proves_is_not_taken_and_a_maps_line_is_given(
         self, write: Any, compare: Any
@@ -139,17 +132,18 @@ class TestRows:
     def test_rows_of_all_replicas_are_cut_to_the_passes_own(
         self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
     ) -> None:
-        """Data parallelism: experts see the tokens of both replicas, each of which has one prompt."""
+        """Data parallelism: experts see the tokens of both replicas, each of which has one prompt, named alike."""
         folder = tmp_path / "dump"
+        folder.mkdir()
         for row in (0, 1):
             chunk = [[(row, 0, (48, 33)[row])]]
-            dumps.write_vllm_neuron(tmp_path / str(row), runs["right"], passes=chunk)
-            (tmp_path / str(row) / "dp0").rename(_made(folder) / f"dp{row}")
+            dumps.write_vllm_neuron(tmp_path / str(row), runs["swapped"], passes=chunk, names=("0", "0"))
+            (tmp_path / str(row) / "dp0").rename(folder / f"dp{row}")
         for name in [path.parent.relative_to(folder / "dp0") for path in files(folder / "dp0", "*moe")]:
             both = torch.cat([torch.load(folder / f"dp{row}" / name / "rank0.pt") for row in (0, 1)])
             for row in (0, 1):
                 torch.save(both, folder / f"dp{row}" / name / "rank0.pt")
-        assert reads_as(folder).num_sites == COMPARED
+        assert reads_as(folder, "swapped").num_sites == COMPARED
 
     def test_whole_prompts_computed_anew_are_read_from_their_longest_pass(
         self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
@@ -180,15 +174,6 @@ class TestRows:
             torch.save(torch.load(path), attention / path.name)
             torch.save(torch.load(path) * (0.25 if path.stem == "rank0" else 0.75), path)
         assert reads_as(folder, "swapped").num_sites == COMPARED
-
-    def test_replicas_may_count_their_requests_alike(
-        self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
-    ) -> None:
-        for row in (0, 1):
-            chunk = [[(row, 0, (48, 33)[row])]]
-            dumps.write_vllm_neuron(tmp_path / str(row), runs["swapped"], passes=chunk, names=("0", "0"))
-            (tmp_path / str(row) / "dp0").rename(_made(tmp_path / "dump") / f"dp{row}")
-        assert reads_as(tmp_path / "dump", "swapped").num_sites == COMPARED
 
     def test_other_widths_in_other_passes_are_refused(self, write: Any, reads_as: Any) -> None:
         folder = write(passes=PASSES)
@@ -234,14 +219,12 @@ class TestRows:
             reads_as(folder)
 
 
-class TestPasses:
-    def test_passes_without_tensors_and_other_requests_are_left_out(
-        self, dumps: Any, runs: Any, write: Any, reads_as: Any
-    ) -> None:
-        """A warm-up request of a prompt's length, one whose passes are not all held, and metadata alone."""
-        folder = write()
-        warm = [[(0, 5, 33)], [(1, 0, 33), (0, 0, 15)]]
-        dumps.write_vllm_neuron(folder / "warm", runs["swapped"], passes=warm, names=("8", "9"))
+@pytest.fixture
+def add_requests(dumps: Any, runs: Any) -> Callable[..., None]:
+    """Puts passes of other requests beside those of a dump."""
+
+    def add(folder: Path, run: str, passes: Any, names: tuple[str, str]) -> None:
+        dumps.write_vllm_neuron(folder / "warm", runs[run], passes=passes, names=names)
         # The tokens of the warm-up are others: its embedding is not the prompts'.
         change(folder / "warm", "*embed_tokens", lambda held: held.roll(1, -1))
         for number, path in enumerate(sorted((folder / "warm" / "dp0").iterdir())):
@@ -249,6 +232,17 @@ class TestPasses:
             (path / f"{path.name}_meta.json").rename(path / f"{name}_meta.json")
             path.rename(folder / "dp0" / name)
         shutil.rmtree(folder / "warm")
+
+    return add
+
+
+class TestPasses:
+    def test_passes_without_tensors_and_other_requests_are_left_out(
+        self, add_requests: Any, write: Any, reads_as: Any
+    ) -> None:
+        """A warm-up request of a prompt's length, one whose passes are not all held, and metadata alone."""
+        folder = write()
+        add_requests(folder, "swapped", [[(0, 5, 33)], [(1, 0, 33), (0, 0, 15)]], ("8", "9"))
         empty = folder / "dp0" / "decode_b2_0"
         empty.mkdir()
         (empty / "decode_b2_0_meta.json").write_text(json.dumps({"req_ids": [], "positions": [0, 0]}))
@@ -257,15 +251,10 @@ class TestPasses:
         assert reading.told("1 pass holds no tensor, and is left out")
 
     def test_other_requests_are_left_out_also_where_a_dump_is_the_golden(
-        self, dumps: Any, runs: Any, write: Any, compare: Any
+        self, add_requests: Any, write: Any, compare: Any
     ) -> None:
         reference, folder = write(name="reference"), write("swapped")
-        dumps.write_vllm_neuron(folder / "warm", runs["right"], passes=[[(0, 0, 15)]], names=("9", "9"))
-        [warm] = (folder / "warm" / "dp0").iterdir()
-        name = "prefill_s64_7"
-        (warm / f"{warm.name}_meta.json").rename(warm / f"{name}_meta.json")
-        warm.rename(folder / "dp0" / name)
-        shutil.rmtree(folder / "warm")
+        add_requests(folder, "right", [[(0, 0, 15)]], ("9", "9"))
         exit_code, record = compare(folder, reference=reference)
         assert (exit_code, record["compared"]) == (1, COMPARED)
         assert [blame["layer"] for blame in record["blame"]] == [1]
@@ -330,8 +319,3 @@ def test_show_prints_what_was_proved(write: Any, command: Command) -> None:
     shown = " ".join(command(mm2_test, "show", write()).stdout.split())
     assert "model.layers.{layer}:output 0-3 128x256 bfloat16 1 1 output" in shown
     assert "proved in layers 0-3: model.layers.{layer} is the layer's output" in shown
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder

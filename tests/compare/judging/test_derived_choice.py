@@ -103,7 +103,8 @@ def test_a_choice_is_sure_beyond_twice_the_error_of_the_scores(
     found = derive_choice(sides, 0)
     assert found is not None
     assert found.is_sure.tolist() == [is_sure, True]
-    contradictions = find_contradictions(sides, 0, torch.tensor([[0, 2], [0, 1]]))
+    other = torch.stack((torch.tensor([0, 2]), found.experts[1]))
+    contradictions = find_contradictions(sides, 0, other)
     assert contradictions is not None
     assert contradictions.tolist() == [is_sure, False]
 

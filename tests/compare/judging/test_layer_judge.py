@@ -254,18 +254,23 @@ class TestFloorKept:
         clean = judge(copyist.device_run(), reference=reference)
         assert clean.verdict is Verdict.PASS
         assert "the golden kept only the floor's statistics: ρ is an estimate" in clean.notes
+        target = copyist.device_run({(2, Site.MOE_DELTA): scaled(0.9)}, name="faulty")
+        full, estimate = (
+            site_of(comparison, 2, Site.MOE_DELTA).noise
+            for comparison in (judge(target), judge(target, reference=reference))
+        )
+        assert full is not None
+        assert estimate is not None
+        assert (full.is_estimated, estimate.is_estimated) == (False, True)
+        assert estimate.whole == pytest.approx(full.whole, rel=0.02)
+        # So they do with the model's head.
         run = full_run(NUM_LAYERS, sites_level="all")
-        changes = {(2, Site.MOE_DELTA): scaled(0.9), (None, ModelSite.LOGITS): scaled(0.9)}
-        target = copyist.device_run(changes, run=run, name="faulty")
-        full, estimated = judge(target), judge(target, reference=reference)
-        assert blamed(estimated) == blamed(full) == [(2, ("moe_delta",)), (None, ("logits",))]
-        for layer, site in ((2, Site.MOE_DELTA), (None, ModelSite.FINAL_NORM)):
-            exact, estimate = (site_of(comparison, layer, site).noise for comparison in (full, estimated))
-            assert exact is not None
-            assert estimate is not None
-            assert (exact.is_estimated, estimate.is_estimated) == (False, True)
-            if layer is not None:
-                assert estimate.whole == pytest.approx(exact.whole, rel=0.02)
+        wrong_head = copyist.device_run({(None, ModelSite.LOGITS): scaled(0.9)}, run=run, name="head")
+        comparison = judge(wrong_head, reference=reference)
+        assert blamed(comparison) == [(None, ("logits",))]
+        noise = site_of(comparison, None, ModelSite.FINAL_NORM).noise
+        assert noise is not None
+        assert noise.is_estimated
 
     def test_golden_without_a_floor_is_coarser_and_says_so(self, copyist: Any, judge: Judge) -> None:
         reference = copyist.golden(noise_floor="off")

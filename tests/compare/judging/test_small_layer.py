@@ -49,7 +49,8 @@ WEIGHTS = {
         for number, name in enumerate(EXPERT_MATRICES)
     },
     GATE: random(EXPERTS, HIDDEN, seed=101) / 6.0,
-    CORRECTION_BIAS: 0.01 * random(EXPERTS, seed=102),
+    # One token's choice, and no other, is within the noise.
+    CORRECTION_BIAS: 0.01 * random(EXPERTS, seed=111),
 }
 
 
@@ -292,9 +293,11 @@ class TestRows:
 class TestFlips:
     def test_within_noise_are_explained_and_set_aside_without_weights(self) -> None:
         judge = judge_of(flipped(0, is_exact=False))
-        routing = judge.judge(Site.ROUTER_EXPERTS).routing
-        assert routing is not None
-        assert (routing.num_tokens, routing.num_flipped) == (21, 1)
+        experts = judge.judge(Site.ROUTER_EXPERTS)
+        assert experts.status is SiteStatus.PASS
+        assert experts.routing is not None
+        routing = experts.routing
+        assert (routing.num_tokens, routing.num_flipped, routing.num_explained) == (21, 1, 1)
         for site in (Site.MOE_DELTA, Site.OUTPUT):
             assert counts(judge, site) == (SiteStatus.PASS, 1, 0)
         # The golden's logits give the weights of any choice.
@@ -351,7 +354,7 @@ class TestHiddenChoice:
         noise = judge.router_noise
         assert noise is not None
         for site in (Site.MOE_DELTA, Site.OUTPUT):
-            assert judge.judge(site).num_set_aside == int(noise.is_fragile().sum())
+            assert judge.judge(site).num_set_aside == int(noise.is_fragile().sum()) == 1
         assert judge.judge(Site.POST_NORM).num_set_aside == 0
         assert judge.experts is None
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -40,29 +39,20 @@ class TestClassic:
             pearson_correlation=0.99,
         )
 
-    def test_small_difference_breaks_no_limit(self, reference: torch.Tensor) -> None:
+    def test_small_difference_breaks_no_limit_and_a_large_one_each(self, reference: torch.Tensor) -> None:
         result = judged(metrics_of(reference + 5e-4, reference))
-        assert result.classic_failures == ()
-        assert judge_classic(result) == (SiteStatus.PASS, "")
-
-    def test_each_limit_can_be_broken(self, reference: torch.Tensor) -> None:
+        assert (result.classic_failures, judge_classic(result)) == ((), (SiteStatus.PASS, ""))
         result = judged(metrics_of(reference.flip(0), reference))
-        assert [failure.split(" ")[0] for failure in result.classic_failures] == [
-            "max_abs_diff",
-            "mean_abs_diff",
-            "close_fraction",
-            "cosine_similarity",
-            "pearson_correlation",
-        ]
+        figures = ["max_abs_diff", "mean_abs_diff", "close_fraction"]
+        figures += ["cosine_similarity", "pearson_correlation"]
+        assert [failure.split(" ")[0] for failure in result.classic_failures] == figures
         assert judge_classic(result) == (SiteStatus.FAIL, "; ".join(result.classic_failures))
 
-    @pytest.mark.parametrize(("layer", "site"), [(3, "moe_delta"), (None, "logits")])
-    def test_only_outputs_of_layers_are_judged(self, layer: int | None, site: str, reference: Any) -> None:
-        result = judged(metrics_of(reference.flip(0), reference), layer=layer, site=site)
-        assert judge_classic(result) == (
-            SiteStatus.NOT_JUDGED,
-            "the classic limits judge layer outputs alone",
-        )
+    def test_only_outputs_of_layers_are_judged(self, reference: torch.Tensor) -> None:
+        reason = "the classic limits judge layer outputs alone"
+        for layer, site in ((3, "moe_delta"), (None, "logits")):
+            result = judged(metrics_of(reference.flip(0), reference), layer=layer, site=site)
+            assert judge_classic(result) == (SiteStatus.NOT_JUDGED, reason)
 
     def test_one_far_element_breaks_the_maximum_alone(self, reference: torch.Tensor) -> None:
         target = reference.clone()
@@ -90,18 +80,17 @@ class TestClassic:
 
 
 def test_layers_without_a_compared_output_are_told() -> None:
-    def result(layer: int | None, site: str, status: SiteStatus) -> SiteResult:
-        return SiteResult(layer=layer, site=site, status=status)
-
-    assert layers_without_output(
-        [
-            result(4, "moe_delta", SiteStatus.PASS),
-            result(3, "output", SiteStatus.NOT_EXPOSED),
-            result(2, "output", SiteStatus.FAIL),
-            result(2, "moe_delta", SiteStatus.NOT_EXPOSED),
-            result(None, "logits", SiteStatus.PASS),
-        ]
-    ) == (3, 4)
+    found = [
+        SiteResult(layer=layer, site=site, status=status)
+        for layer, site, status in (
+            (4, "moe_delta", SiteStatus.PASS),
+            (3, "output", SiteStatus.NOT_EXPOSED),
+            (2, "output", SiteStatus.FAIL),
+            (2, "moe_delta", SiteStatus.NOT_EXPOSED),
+            (None, "logits", SiteStatus.PASS),
+        )
+    ]
+    assert layers_without_output(found) == (3, 4)
 
 
 def test_a_figure_at_its_limit_passes(reference: torch.Tensor) -> None:

@@ -14,6 +14,9 @@ def test_limit_grows_with_fewer_tokens_and_smaller_shares() -> None:
     assert limit.at(num_tokens=0, share=1e-3) == limit.at(num_tokens=1, share=1e-3)
     assert limit.at(num_tokens=4, share=1e-3) > limit.at(num_tokens=100, share=1e-3)
     assert limit.at(num_tokens=100, share=1e-7) > limit.at(num_tokens=100, share=1e-3)
+    # A number alone is the limit of all cases.
+    alone = Limit(usual=1.5)
+    assert alone.at(num_tokens=1, share=1e-9) == alone.at(num_tokens=1000, share=0.4) == 1.5
 
 
 @pytest.mark.parametrize("values", [{"usual": 0.0}, {"usual": math.inf}, {"usual": 1.0, "spread": -0.1}])
@@ -46,8 +49,3 @@ def test_hits_that_are_sure_or_impossible() -> None:
     assert most_hits(9, chance=1.0, share=0.1) == 9
     assert most_hits(9, chance=0.0, share=0.1) == 0
     assert most_hits(0, chance=0.3, share=0.1) == 0
-
-
-def test_number_alone_is_the_limit_of_all_cases() -> None:
-    limit = Limit(usual=1.5)
-    assert limit.at(num_tokens=1, share=1e-9) == limit.at(num_tokens=1000, share=0.4) == 1.5

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from compare.limits.limits import (
     STRUCTURE_FIGURES,
@@ -17,18 +16,11 @@ from compare.limits.limits import (
     computes_in_float32,
 )
 from minimax_tools.errors import UsageError
-from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 
 
 def description(**changes: Any) -> Any:
     provenance = SimpleNamespace(dtypes=changes.pop("dtypes", {}), backend=changes.pop("backend", "cpu"))
     return SimpleNamespace(known_description=SimpleNamespace(provenance=provenance))
-
-
-@pytest.fixture
-def metrics() -> PairMetrics:
-    reference = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
-    return compare_tensors(reference, 1.001 * reference, rtol=1e-2, atol=1e-3)
 
 
 def table(usual: float, *figures: str) -> SiteLimits:
@@ -70,11 +62,10 @@ def test_each_kind_of_run_and_golden_has_its_table(
     assert found.find("output", "whole") == Limit(usual=expected)
 
 
-@pytest.mark.parametrize("is_estimated", [False, True])
-def test_without_tables_of_their_own_variants_have_those_of_others(is_estimated: bool) -> None:
+def test_without_tables_of_their_own_variants_have_those_of_others() -> None:
     bare = replace(OWN, isolated_variants=None, isolated_variants_estimated=None)
-    found = bare.of_ratios(is_chained=False, is_estimated=is_estimated, is_widened=True)
-    assert found is (bare.isolated_estimated if is_estimated else bare.isolated)
+    for is_estimated, expected in ((False, bare.isolated), (True, bare.isolated_estimated)):
+        assert bare.of_ratios(is_chained=False, is_estimated=is_estimated, is_widened=True) is expected
 
 
 def test_share_is_the_level_divided_among_the_figures() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,61 +95,45 @@ class TestOwnFile:
         self, text: str, where: str, found: str, limits_file: Path
     ) -> None:
         limits_file.write_text(text)
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match="expected") as caught:
             read_limits(limits_file)
-        assert where in str(caught.value)
-        assert found in str(caught.value)
-        assert "expected" in str(caught.value)
-        assert "--criteria-template" in str(caught.value)
+        for words in (where, found, "--criteria-template"):
+            assert words in str(caught.value)
 
-    @pytest.mark.parametrize("text", ["", "isolated: {", "a: b: c"])
-    def test_file_that_is_none_is_refused(self, text: str, limits_file: Path) -> None:
-        limits_file.write_text(text)
-        with pytest.raises(UsageError, match=str(limits_file)):
-            read_limits(limits_file)
-
-    def test_file_that_is_not_there_is_refused(self, limits_file: Path) -> None:
+    def test_file_that_is_none_or_is_not_there_is_refused(self, limits_file: Path) -> None:
         with pytest.raises(UsageError, match="cannot be read"):
             read_limits(limits_file)
+        for text in ("", "isolated: {", "a: b: c"):
+            limits_file.write_text(text)
+            with pytest.raises(UsageError, match=str(limits_file)):
+                read_limits(limits_file)
 
 
 class TestGoldensWithVariants:
     """Limits of their own, unless a file names limits for all isolated layers."""
 
-    def test_a_file_may_name_their_own(self, tmp_path: Path) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text("isolated: {all: {whole: 7}}\nisolated_variants: {all: {whole: 5}}", encoding="utf-8")
-        limits = read_limits(file)
+    def test_a_file_may_name_their_own(self, limits_file: Path) -> None:
+        limits_file.write_text("isolated: {all: {whole: 7}}\nisolated_variants: {all: {whole: 5}}")
+        limits = read_limits(limits_file)
         for is_widened, expected in ((False, 7.0), (True, 5.0)):
             table = limits.of_ratios(is_chained=False, is_estimated=False, is_widened=is_widened)
             assert table.find("output", "whole") == Limit(usual=expected)
 
-    def test_where_none_were_measured_they_are_judged_as_others(self) -> None:
-        limits = replace(calibrated_limits(), isolated_variants=None)
-        table = limits.of_ratios(is_chained=False, is_estimated=False, is_widened=True)
-        assert table is limits.isolated
-
     def test_own_limits_are_no_wider_than_those_of_others(self) -> None:
         limits = calibrated_limits()
+        tables = [
+            limits.of_ratios(is_chained=False, is_estimated=False, is_widened=is_widened)
+            for is_widened in (False, True)
+        ]
         for site in ("attn_context", "attn_delta", "moe_delta"):
-            plain, varied = (
-                limits.of_ratios(is_chained=False, is_estimated=False, is_widened=is_widened).find(
-                    site, "whole"
-                )
-                for is_widened in (False, True)
-            )
+            plain, varied = (table.find(site, "whole") for table in tables)
             assert plain is not None
             assert varied is not None
             assert varied.usual < 0.95 * plain.usual
 
-    def test_chains_have_the_limits_of_others(self) -> None:
-        limits = calibrated_limits()
-        assert limits.of_ratios(is_chained=True, is_estimated=False, is_widened=True) is limits.chained
-
-    def test_what_a_file_names_for_isolated_layers_holds_for_them_too(self, tmp_path: Path) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text("isolated: {attn_delta: {whole: 7}}", encoding="utf-8")
-        table = read_limits(file).of_ratios(is_chained=False, is_estimated=False, is_widened=True)
+    def test_what_a_file_names_for_isolated_layers_holds_for_them_too(self, limits_file: Path) -> None:
+        limits_file.write_text("isolated: {attn_delta: {whole: 7}}")
+        table = read_limits(limits_file).of_ratios(is_chained=False, is_estimated=False, is_widened=True)
         assert table.find("attn_delta", "whole") == Limit(usual=7.0)
         assert table.find("output", "whole") == calibrated_limits().isolated_variants.find("output", "whole")  # type: ignore[union-attr]
 

@@ -17,26 +17,18 @@ def yardstick(
     return Yardstick(port=port, golden=golden, exact=exact, variance=variance, dtype=dtype)
 
 
-@pytest.mark.parametrize("lost", [math.inf, math.nan])
+def test_mean_is_that_of_all_but_the_worst_fiftieth_rounded_up() -> None:
+    for worst in (9.0, math.inf, math.nan):
+        assert trimmed_mean(torch.tensor([1.0, worst, 3.0])) == 2.0
+    for num_values, num_kept in ((1, 1), (2, 1), (50, 49), (51, 49), (100, 98), (101, 98)):
+        values = torch.arange(1.0, num_values + 1).flip(0)
+        assert trimmed_mean(values) == (num_kept + 1) / 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_kept_value_that_is_not_finite_makes_the_mean_infinite(lost: float, dtype: torch.dtype) -> None:
-    assert trimmed_mean(torch.tensor([1.0, lost, lost], dtype=dtype)) == math.inf
-
-
-@pytest.mark.parametrize("worst", [9.0, math.inf, math.nan])
-def test_worst_value_is_left_out(worst: float) -> None:
-    assert trimmed_mean(torch.tensor([1.0, worst, 3.0])) == 2.0
-
-
-@pytest.mark.parametrize(
-    ("num_values", "num_kept"), [(1, 1), (2, 1), (50, 49), (51, 49), (100, 98), (101, 98)]
-)
-def test_a_fiftieth_of_the_values_is_left_out_rounded_up(num_values: int, num_kept: int) -> None:
-    values = torch.arange(1.0, num_values + 1).flip(0)
-    assert trimmed_mean(values) == (num_kept + 1) / 2
-
-
-def test_no_values_have_an_infinite_mean() -> None:
+def test_kept_value_that_is_not_finite_makes_the_mean_infinite(dtype: torch.dtype) -> None:
+    for lost in (math.inf, math.nan):
+        assert trimmed_mean(torch.tensor([1.0, lost, lost], dtype=dtype)) == math.inf
     assert trimmed_mean(torch.zeros(0)) == math.inf
 
 
@@ -47,20 +39,23 @@ class TestNoise:
     EXACT = torch.full((6, 5), 7.0)
     SETTLED = torch.tensor([True, True, True, True, True, False])
 
+    @staticmethod
+    def variance(golden: torch.Tensor, exact: torch.Tensor, settled: torch.Tensor) -> torch.Tensor:
+        return Yardstick.of(
+            port=golden, golden=golden, exact=exact, settled=settled, dtype=torch.bfloat16
+        ).variance
+
     def measure(self, settled: torch.Tensor) -> torch.Tensor:
         golden = self.EXACT - (self.OF_TOKEN[:, None] * self.OF_CHANNEL).sqrt()
-        return Yardstick.of(
-            port=golden, golden=golden, exact=self.EXACT, settled=settled, dtype=torch.bfloat16
-        ).variance
+        return self.variance(golden, self.EXACT, settled)
 
     def test_exact_tokens_and_channels_keep_a_thousandth_and_unsettled_tokens_are_typical(self) -> None:
         # Over settled tokens, the mean noise of a channel is twice `OF_CHANNEL`; of that, 4 is the median.
         of_channel = torch.tensor([4e-3, 2.0, 4.0, 6.0, 16.0])
         # A fifth of the channels is exact. The median token has 0.8.
         of_token = torch.tensor([0.4, 0.8, 1.2, 0.8e-3, 1.6, 0.8])
-        torch.testing.assert_close(
-            self.measure(self.SETTLED), of_token[:, None] * of_channel, rtol=1e-4, atol=0.0
-        )
+        expected = of_token[:, None] * of_channel
+        torch.testing.assert_close(self.measure(self.SETTLED), expected, rtol=1e-4, atol=0.0)
 
     def test_all_tokens_count_where_none_is_settled(self) -> None:
         nowhere = torch.zeros_like(self.SETTLED)
@@ -68,14 +63,12 @@ class TestNoise:
         assert not torch.allclose(self.measure(nowhere), self.measure(self.SETTLED))
 
     def test_noise_is_never_zero_though_most_channels_or_tokens_are_exact(self) -> None:
-        for golden in (self.EXACT.clone(), self.EXACT.T.clone()):
-            golden[:, 0] += 1.0
-            for side in (golden, golden.T):
-                exact = torch.full_like(side, 7.0)
-                settled = torch.ones(len(side), dtype=torch.bool)
-                noise = Yardstick.of(
-                    port=side, golden=side, exact=exact, settled=settled, dtype=torch.bfloat16
-                ).variance
+        for exact in (self.EXACT, self.EXACT.T):
+            of_channel, of_token = exact.clone(), exact.clone()
+            of_channel[:, 0] += 1.0
+            of_token[0] += 1.0
+            for golden in (of_channel, of_token):
+                noise = self.variance(golden, exact, torch.ones(len(exact), dtype=torch.bool))
                 assert bool((noise > 0.0).all() and noise.isfinite().all())
 
 

@@ -73,18 +73,24 @@ def judge(
     return judge_logits(prompts, measured, source, through="two layers")
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_of_right_models_is_right(goldens: list[GoldenLogits], seed: int) -> None:
-    noisy = [exact + draw(1000 + 10 * seed + row, SIGMA) for row, exact in enumerate(EXACT)]
-    verdict = judge(goldens, noisy)
-    assert verdict.is_right
-    assert 0.0 < verdict.excess <= 1.0
-    assert verdict.reason == ""
+def right() -> list[torch.Tensor]:
+    return [exact.clone() for exact in EXACT]
+
+
+def noisy(seed: int, scale: float) -> list[torch.Tensor]:
+    return [exact + draw(seed + row, scale * SIGMA) for row, exact in enumerate(EXACT)]
+
+
+def test_noise_of_right_models_is_right(goldens: list[GoldenLogits]) -> None:
+    for seed in range(5):
+        verdict = judge(goldens, noisy(1000 + 10 * seed, 1.0))
+        assert (verdict.is_right, verdict.reason) == (True, "")
+        assert 0.0 < verdict.excess <= 1.0
 
 
 @pytest.mark.parametrize(("token", "step"), [(4, 0), (NUM_TOKENS - 1, NUM_DECODED)])
 def test_row_and_pass_of_a_wrong_token_are_told(goldens: list[GoldenLogits], token: int, step: int) -> None:
-    ports = [exact.clone() for exact in EXACT]
+    ports = right()
     ports[1][token] = ports[1][token].roll(1)
     verdict = judge(goldens, ports)
     assert (verdict.is_right, verdict.first_pass) == (False, step)
@@ -94,38 +100,32 @@ def test_row_and_pass_of_a_wrong_token_are_told(goldens: list[GoldenLogits], tok
 
 
 def test_logits_that_are_not_finite_are_wrong(goldens: list[GoldenLogits]) -> None:
-    ports = [exact.clone() for exact in EXACT]
+    ports = right()
     ports[2][0, 0] = float("nan")
     verdict = judge(goldens, ports)
     assert (verdict.is_right, verdict.excess) == (False, math.inf)
 
 
-@pytest.mark.parametrize(("seed", "scale", "first_pass"), [(2000, 1.3, 0), (3000, 1.5, 1)])
-def test_phase_of_many_tokens_a_little_farther_is_told(
-    goldens: list[GoldenLogits], seed: int, scale: float, first_pass: int
-) -> None:
-    ports = [exact + draw(seed + row, scale * SIGMA) for row, exact in enumerate(EXACT)]
-    verdict = judge(goldens, ports)
-    assert (verdict.first_pass, verdict.excess > 1.0) == (first_pass, True)
+def test_phase_of_many_tokens_a_little_farther_is_told(goldens: list[GoldenLogits]) -> None:
+    for seed, scale, first_pass in ((2000, 1.3, 0), (3000, 1.5, 1)):
+        verdict = judge(goldens, noisy(seed, scale))
+        assert (verdict.first_pass, verdict.excess > 1.0) == (first_pass, True)
+    together = judge(goldens, noisy(3047, 1.4))
+    assert (together.is_right, together.first_pass) == (False, 1)
+    assert together.reason.startswith("89 % of the tokens of the decode are farther from the exact model")
+    assert 1.0 < together.excess < 1.2
 
 
 @pytest.mark.parametrize("token", [4, NUM_TOKENS - 1])
 def test_excess_is_above_one_where_one_token_is_wrong(goldens: list[GoldenLogits], token: int) -> None:
     found = []
     for size in range(1, 40):
-        ports = [exact.clone() for exact in EXACT]
+        ports = right()
         ports[1][token] += size * draw(7, SIGMA)[token]
         found.append(judge(goldens, ports))
     assert [verdict.is_right for verdict in found] == [verdict.excess <= 1.0 for verdict in found]
     assert found[0].is_right
     assert not found[-1].is_right
-
-
-def test_rows_that_are_only_wrong_together_are_told_by_their_phase(goldens: list[GoldenLogits]) -> None:
-    verdict = judge(goldens, [exact + draw(3047 + row, 1.4 * SIGMA) for row, exact in enumerate(EXACT)])
-    assert (verdict.is_right, verdict.first_pass) == (False, 1)
-    assert verdict.reason.startswith("89 % of the tokens of the decode are farther from the exact model")
-    assert 1.0 < verdict.excess < 1.2
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_token_near_another_right_model_is_right(goldens: list[GoldenLogits], fl
 
 def test_token_as_far_as_another_right_model_but_elsewhere_is_wrong(goldens: Any, flipped: Any) -> None:
     """The flip of a right model does not widen what is noise: the port must make the same."""
-    ports = [exact.clone() for exact in EXACT]
+    ports = right()
     ports[1][4] += draw(8, 1.0)[4]
     verdict = judge(goldens, ports, flipped)
     assert (verdict.is_right, verdict.first_pass) == (False, 0)
