@@ -390,15 +390,6 @@ class TestRows:
         with pytest.raises(AssertionError, match="INPUT"):
             reads_as(tmp_path / "dump")
 
-    def test_mask_beside_the_map_tells_real_rows(
-        self, write: Any, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
-    ) -> None:
-        write("nxdi")
-        mask = runs["right"].read_attention_mask()
-        torch.save(torch.nn.functional.pad(mask, (0, dumps.BUCKET - mask.shape[1])), tmp_path / "mask.pt")
-        reading = reads_as(tmp_path / "dump", text="attention_mask: mask.pt")
-        assert reading.num_sites == COMPARED["nxdi"]
-
     def test_decoded_rows_follow_their_prefill(
         self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
     ) -> None:
@@ -464,32 +455,6 @@ class TestPasses:
         line = "steps: " + str(caught.value).partition("steps: ")[2].rstrip(".")
         assert line == f"steps: {steps or [[str(step) for step in range(6)]]}"
         assert reads_as(tmp_path / "dump", text=line).num_sites == COMPARED["sglang"]
-
-    def test_prompt_of_which_a_token_is_missing_is_refused(self, write: Any, reads_as: Any) -> None:
-        more = [*PASSES[:2], [(0, 46, 48)], [(1, 20, 32)]]
-        words = "holds fewer tokens of request 4 than its prompt has: expected 33 tokens, found 32, in passes 1, 3"
-        with pytest.raises(IncomparableError, match=words):
-            reads_as(write("sglang", passes=more, has_request_ids=False))
-
-    def test_what_was_taken_from_a_cache_is_missed(self, write: Any, reads_as: Any) -> None:
-        words = "tokens 0 to 19 of request 0 were computed in no pass.*prefix caching off"
-        with pytest.raises(CaptureError, match=words):
-            reads_as(write("vllm-neuron", passes=PASSES[1:]))
-
-    def test_requests_are_named_where_there_are_more_than_prompts(
-        self, write: Any, reads_as: Any, tmp_path: Path
-    ) -> None:
-        passes = [[(0, 0, 48)], [(1, 0, 33)]]
-        write("vllm-neuron", passes=passes)
-        write("vllm-neuron", "swapped", "warm", passes=passes, names=("8", "9"))
-        for number, folder in enumerate(sorted((tmp_path / "warm" / "dp0").iterdir())):
-            name = f"prefill_s64_{number + 2}"
-            (folder / f"{folder.name}_meta.json").rename(folder / f"{name}_meta.json")
-            folder.rename(tmp_path / "dump" / "dp0" / name)
-        with pytest.raises(CaptureError, match="found 0 of 48, 1 of 33, 8 of 48, 9 of 33"):
-            reads_as(tmp_path / "dump")
-        reads_as(tmp_path / "dump", text="requests: [0, 1]")
-        reads_as(tmp_path / "dump", "swapped", text='requests: ["8", "9"]')
 
 
 class TestShow:

@@ -1,4 +1,4 @@
-"""Verdict that a layer is proved, and failures that a missing input leaves open."""
+"""Verdict that a layer is proved, failures that a missing input leaves open, and dtypes of the router's parts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from compare.judging.held_weights import find_router_dtypes
 from compare.parts import is_proved, leave_undecided
 from minimax_tools.metrics.pair_metrics import compare_tensors
 from minimax_tools.model.sites import Site
-from minimax_tools.results.results import RoutingResult, SiteResult, SiteStatus
+from minimax_tools.results.results import RouterDtype, RoutingResult, SiteResult, SiteStatus
 
 
 def result(site: Site, status: SiteStatus, **changes: Any) -> SiteResult:
@@ -68,3 +69,53 @@ def test_failures_of_values_are_left_open_where_inputs_may_be_omitted(
         assert left is found
     whole: Any = SimpleNamespace(may_omit_inputs=False)
     assert leave_undecided({Site.OUTPUT: found}, whole)[Site.OUTPUT] is found
+
+
+def reference(**dtypes: str) -> Any:
+    description = SimpleNamespace(provenance=SimpleNamespace(dtypes=dtypes))
+    return SimpleNamespace(known_description=description, description=description)
+
+
+def flips(*numbers: int) -> list[SiteResult]:
+    results = [SiteResult(layer=0, site="output", status=SiteStatus.PASS)]
+    for number in numbers:
+        routing = RoutingResult(
+            num_tokens=9, num_flipped=number + 2, num_explained=2, widest_unexplained_margin=None
+        )
+        results.append(SiteResult(layer=0, site="router_experts", status=SiteStatus.PASS, routing=routing))
+    return results
+
+
+def find_dtypes(golden: Any, found: dict[str, str], *numbers: int) -> tuple[RouterDtype, ...]:
+    target: Any = SimpleNamespace(observed_dtypes=found)
+    return find_router_dtypes(golden, target, flips(*numbers))
+
+
+GOLDEN = reference(router_gate="float32", correction_bias="float32")
+BOTH = {"router_gate": "bfloat16", "correction_bias": "bfloat16", "unheard": "bfloat16"}
+
+
+def test_parts_in_another_dtype_are_told_by_name() -> None:
+    bias, gate = find_dtypes(GOLDEN, BOTH)
+    assert (bias.name, bias.reference, bias.target) == ("correction_bias", "float32", "bfloat16")
+    assert gate.name == "router_gate"
+    assert bias.consequence.startswith("in BF16 it moves in steps of 0.03")
+    assert gate.consequence.startswith("its rounding moves every score")
+
+
+def test_the_same_dtype_and_an_unknown_golden_tell_nothing() -> None:
+    assert find_dtypes(GOLDEN, {"router_gate": "float32"}) == ()
+    assert find_dtypes(SimpleNamespace(known_description=None), BOTH) == ()
+
+
+def test_flips_of_the_run_are_counted() -> None:
+    for numbers, told in (((), "no token"), ((0, 0), "no token"), ((0, 1), "1 token"), ((2, 1), "3 tokens")):
+        [found] = find_dtypes(GOLDEN, {"router_gate": "bfloat16"}, *numbers)
+        others = ", tokens of other runs may" if told == "no token" else ""
+        words = f"{told} of this run chose other experts beyond noise{others}"
+        assert found.consequence.endswith(f"; {words}")
+
+
+def test_a_golden_in_bfloat16_rounds_too() -> None:
+    [found] = find_dtypes(reference(router_gate="bfloat16"), {"router_gate": "float32"})
+    assert found.consequence.startswith("no token of this run")

@@ -1,3 +1,5 @@
+"""Ratios of noise: errors of a port over the golden's, their interval, and the squares that they are made of."""
+
 from __future__ import annotations
 
 import math
@@ -5,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scipy.stats import t as student
 
-from compare.noise.rho import foreseen_error, foreseen_error_at, noise_ratio, token_ratios
+from compare.noise.rho import foreseen_error, foreseen_error_at, noise_ratio, rho_interval, token_ratios
 from compare.noise.rows import InputError, Rows, Squares, measure_input_error, square_difference, square_rows
 from minimax_tools.metrics.noise_floor import massive_channels, measure_structure
 from minimax_tools.results.results import NoiseRatio
@@ -266,27 +269,23 @@ class TestForeseen:
         )
         return replace(rows, **changes)  # type: ignore[arg-type]
 
-    @staticmethod
-    def parts(squares: Squares) -> list[list[float]]:
-        return [squares.ordinary.tolist(), squares.massive.tolist()]
-
     def test_it_is_the_floor_and_the_roundings_of_a_float32_value(self) -> None:
-        assert self.parts(foreseen_error(self.rows())) == [[1.0, 4.0, 2.0], [9.0, 9.0, 9.0]]
+        assert parts_of(foreseen_error(self.rows())) == [[1.0, 4.0, 2.0], [9.0, 9.0, 9.0]]
         rounded = self.rows(target=self.REFERENCE)
         squares = square_rows(self.REFERENCE, massive=rounded.massive)
         for number in (1, 2):
             found = foreseen_error(rounded if number == 1 else replace(rounded, num_roundings=number))
             expected = self.FLOOR.plus(squares, factor=number * self.ROUNDING)
-            assert self.parts(found) == [pytest.approx(part) for part in self.parts(expected)]
+            assert parts_of(found) == [pytest.approx(part) for part in parts_of(expected)]
         in_bfloat16 = replace(rounded, stored_dtype=torch.bfloat16)
-        assert self.parts(foreseen_error(in_bfloat16)) == self.parts(self.FLOOR)
+        assert parts_of(foreseen_error(in_bfloat16)) == parts_of(self.FLOOR)
 
     def test_variants_and_inherited_errors_widen_it(self) -> None:
         wider = Squares(ordinary=torch.tensor([2.0, 1.0, 1.0]), massive=torch.tensor([0.0, 10.0, 0.0]))
         widened = self.rows(widened_floor=wider)
-        assert self.parts(foreseen_error(widened)) == [[2.0, 4.0, 2.0], [9.0, 10.0, 9.0]]
+        assert parts_of(foreseen_error(widened)) == [[2.0, 4.0, 2.0], [9.0, 10.0, 9.0]]
         handed_on = InputError(overall=0.1, tokens=torch.tensor([0.0, 0.2, 1.0]).double())
-        found = self.parts(foreseen_error(self.rows(input_error=handed_on)))
+        found = parts_of(foreseen_error(self.rows(input_error=handed_on)))
         assert found[0] == pytest.approx([1.0 + 0.01 * 9.0, 4.0 + 0.04 * 16.0, 2.0 + 25.0])
         assert found[1] == pytest.approx([9.0 + 100.0, 9.0 + 400.0, 9.0 + 10_000.0])
 
@@ -357,3 +356,102 @@ class TestRows:
         rows = Rows(reference=values, target=values, massive=values[0] > 9.0, places=places(4)[:3])
         assert rows.dtype is torch.float32
         assert replace(rows, stored_dtype=torch.bfloat16).dtype is torch.bfloat16
+
+
+# More tokens than are summed at once.
+ROWS = torch.randn(150, 6, generator=torch.Generator().manual_seed(0))
+OTHER = torch.randn(150, 6, generator=torch.Generator().manual_seed(1))
+ONE = Squares(ordinary=torch.tensor([1.0, 4.0]), massive=torch.tensor([9.0, 2.0]))
+TWO = Squares(ordinary=torch.tensor([3.0, 2.0]), massive=torch.tensor([1.0, 5.0]))
+
+
+@pytest.mark.parametrize("channel", [None, 2])
+def test_sums_are_those_of_all_tokens_channel_by_channel(channel: int | None) -> None:
+    massive = torch.arange(6) == (-1 if channel is None else channel)
+    for found, values in (
+        (square_rows(ROWS, massive=massive), ROWS),
+        (square_difference(ROWS, OTHER, massive=massive), OTHER - ROWS),
+    ):
+        squares = values.double().square()
+        assert found.ordinary.tolist() == pytest.approx(squares[:, ~massive].sum(1).tolist(), rel=1e-5)
+        assert found.massive.tolist() == pytest.approx(squares[:, massive].sum(1).tolist(), rel=1e-5)
+        assert found.whole.tolist() == pytest.approx(squares.sum(1).tolist(), rel=1e-5)
+
+
+def test_sums_are_in_float64() -> None:
+    large = torch.full((1, 2), 1e30)
+    assert square_rows(large, massive=torch.zeros(2, dtype=torch.bool)).whole.tolist() == pytest.approx(
+        [2e60]
+    )
+
+
+def parts_of(squares: Squares) -> list[list[float]]:
+    return [squares.ordinary.tolist(), squares.massive.tolist()]
+
+
+def test_arithmetic_is_token_by_token() -> None:
+    assert parts_of(ONE.plus(TWO, factor=2.0)) == [[7.0, 8.0], [11.0, 12.0]]
+    assert parts_of(ONE.plus(TWO, factor=torch.tensor([1.0, 0.0]))) == [[4.0, 4.0], [10.0, 2.0]]
+    assert parts_of(ONE.plus(TWO, factor=-1.0)) == [[0.0, 2.0], [8.0, 0.0]]
+    assert parts_of(ONE.times(3.0)) == [[3.0, 12.0], [27.0, 6.0]]
+    assert parts_of(ONE.times(torch.tensor([2.0, 0.5]))) == [[2.0, 2.0], [18.0, 1.0]]
+    assert parts_of(ONE.maximum(TWO)) == [[3.0, 4.0], [9.0, 5.0]]
+    assert parts_of(ONE.select(torch.tensor([False, True]))) == [[4.0], [2.0]]
+    assert parts_of(Squares.of(ordinary=torch.tensor([-3.0]), massive=torch.tensor([2.0]))) == [[9.0], [4.0]]
+
+
+def test_values_are_put_in_a_copy() -> None:
+    one = Squares(ordinary=torch.tensor([7.0]), massive=torch.tensor([8.0]))
+    assert parts_of(ONE.put(torch.tensor([False, True]), one)) == [[1.0, 7.0], [9.0, 8.0]]
+    assert parts_of(ONE) == [[1.0, 4.0], [9.0, 2.0]]
+
+
+ERROR = torch.rand(60, generator=torch.Generator().manual_seed(0)) + 1.0
+FLOOR = torch.rand(60, generator=torch.Generator().manual_seed(1)) + 1.0
+
+
+def jackknife(error: torch.Tensor, floor: torch.Tensor, groups: torch.Tensor) -> tuple[float, float]:
+    """Compute the interval as the textbook does, one group after the other."""
+    number = len(groups.unique())
+    logarithms = torch.stack(
+        [
+            (error[groups != group].sum() / floor[groups != group].sum()).sqrt().log()
+            for group in groups.unique()
+        ]
+    )
+    variance = (number - 1) / number * float((logarithms - logarithms.mean()).square().sum())
+    reach = float(student.ppf(0.975, number - 1)) * math.sqrt(variance)
+    rho = float((error.sum() / floor.sum()).sqrt())
+    return rho * math.exp(-reach), rho * math.exp(reach)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "groups"),
+    [
+        ([0] * 15 + [4] * 5 + [7] * 30 + [9] * 10, [0] * 15 + [4] * 5 + [7] * 30 + [9] * 10),
+        # Ten blocks of one prompt, and as many as there are tokens if these are fewer.
+        ([3] * 60, [block for block in range(10) for _ in range(6)]),
+        ([0] * 7, list(range(7))),
+        ([0, 0, 1], [0, 1, 2]),
+        # Three prompts are enough.
+        ([0] * 30 + [1] * 20 + [2] * 10, [0] * 30 + [1] * 20 + [2] * 10),
+    ],
+)
+def test_interval_is_that_of_the_textbook(prompts: list[int], groups: list[int]) -> None:
+    error, floor = ERROR[: len(prompts)].double(), FLOOR[: len(prompts)].double()
+    places = torch.stack((torch.tensor(prompts), torch.arange(len(prompts))), dim=1)
+    found = rho_interval(error, floor, places)
+    assert found == pytest.approx(jackknife(error, floor, torch.tensor(groups)), rel=1e-9)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_two_tokens_or_fewer_have_no_interval(num_tokens: int) -> None:
+    places = torch.zeros(num_tokens, 2, dtype=torch.int64)
+    assert rho_interval(ERROR[:num_tokens], FLOOR[:num_tokens], places) is None
+
+
+@pytest.mark.parametrize("side", ["error", "floor"])
+def test_a_sum_that_one_group_has_alone_gives_none(side: str) -> None:
+    alone = torch.zeros(4).index_fill_(0, torch.tensor(1), 2.0)
+    error, floor = (alone, torch.ones(4)) if side == "error" else (torch.ones(4), alone)
+    assert rho_interval(error, floor, torch.stack((torch.arange(4), torch.zeros(4)), dim=1)) is None
