@@ -52,22 +52,7 @@ Judge = Callable[..., Comparison]
 
 NUM_LAYERS = 4
 
-# Gate and up swapped in layer 1, and there alone.
-SWAPPED = """
-import sys
-sys.path.insert(0, {examples!r})
-import port
-import torch
-
-class DecoderLayer(port.DecoderLayer):
-    def convert_state_dict(self, tensors, config, layer_idx):
-        state = super().convert_state_dict(tensors, config, layer_idx)
-        if layer_idx == 1:
-            gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)
-            state["moe.gate_up_proj"] = torch.cat((up, gate), dim=1)
-        return state
-"""
-EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
+RIGHT_PORT = Path(__file__).parents[2] / "scripts" / "examples" / "port.py"
 PORTS = Path(__file__).parents[1] / "ports"
 
 
@@ -236,11 +221,14 @@ def dumps(load_module: Callable[[Path], ModuleType]) -> ModuleType:
 def runs(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Capture]:
     """The whole model on the example port, right and with gate and up swapped in layer 1."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "swapped.py").write_text(SWAPPED.format(examples=str(EXAMPLES)))
+    targets = {
+        "right": f"{RIGHT_PORT}:DecoderLayer",
+        "swapped": f"{PORTS / 'planted.py'}:SwappedGateUpInLayerOne",
+    }
     captures = {}
-    for name, path in (("right", EXAMPLES / "port.py"), ("swapped", folder / "swapped.py")):
+    for name, target in targets.items():
         arguments = ["full", "--model", str(toy), "--golden", str(golden), "--backend", "cpu", "--quiet"]
-        arguments += ["--target", f"{path}:DecoderLayer", "--output-dir", str(folder / name)]
+        arguments += ["--target", target, "--output-dir", str(folder / name)]
         result = click.testing.CliRunner().invoke(mm2_test, arguments)
         assert result.exit_code == (0 if name == "right" else 1), result.output
         captures[name] = Capture.open(folder / name)

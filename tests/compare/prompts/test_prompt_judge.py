@@ -1,14 +1,16 @@
-"""Prompts judged by their logits: noise passes, and what is planted in single tokens fails there."""
+"""Prompts and rows judged by their logits: noise passes, and what is planted in single tokens fails there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from compare.prompts.logits_verdict import LogitsVerdict, judge_logits
 from compare.prompts.prompt_judge import (
     NoiseLevel,
     PortLogits,
@@ -20,7 +22,7 @@ from compare.prompts.prompt_judge import (
 from minimax_tools.golden_logits.golden_logits import GoldenLogits, TokenLogits, divergence, following_tokens
 from minimax_tools.results.prompt_results import PromptResult, rank_prompts
 from minimax_tools.results.results import Verdict
-from minimax_tools.text.answered_prompts import AnsweredPrompt
+from minimax_tools.text.answered_prompts import AnsweredPrompt, split_rows
 
 VOCABULARY, NUM_PROMPT, NUM_DECODED = 60, 12, 6
 NUM_TOKENS = NUM_PROMPT + NUM_DECODED
@@ -34,21 +36,45 @@ PROMPT = AnsweredPrompt(
 )
 
 
-def draw(seed: int, scale: float) -> torch.Tensor:
-    return scale * torch.randn(NUM_TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+def draw(seed: int, scale: float, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
+    return scale * torch.randn(num_tokens, VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
 
 EXACT = draw(0, 3.0)
 
 
+def golden_of(exact: torch.Tensor, input_ids: torch.Tensor, *, seed: int = 0) -> GoldenLogits:
+    """Golden logits of a row, with four right models beside the exact one."""
+    candidates = exact.topk(16, dim=-1).indices
+    noises = (draw(seed + number, SIGMA, len(exact)) for number in range(1, 5))
+    first, *variants = (
+        TokenLogits.of(logits, candidates=candidates, following=following_tokens(input_ids))
+        for logits in (exact, *(exact + noise for noise in noises))
+    )
+    return GoldenLogits(input_ids=input_ids, candidates=candidates, exact=first, variants=tuple(variants))
+
+
 @pytest.fixture(scope="module")
 def golden() -> GoldenLogits:
-    candidates = EXACT.topk(16, dim=-1).indices
-    exact, *variants = (
-        TokenLogits.of(logits, candidates=candidates, following=following_tokens(INPUT_IDS))
-        for logits in (EXACT, *(EXACT + draw(seed, SIGMA) for seed in range(1, 5)))
-    )
-    return GoldenLogits(input_ids=INPUT_IDS, candidates=candidates, exact=exact, variants=tuple(variants))
+    return golden_of(EXACT, INPUT_IDS)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Golden logits of rows, and those of one right model more of some."""
+
+    goldens: Sequence[GoldenLogits]
+    flipped: Mapping[tuple[int, ...], TokenLogits]
+
+    def read(self, row: Sequence[int]) -> GoldenLogits:
+        (found,) = (golden for golden in self.goldens if golden.row == tuple(row))
+        return found
+
+    def find_alternatives(self, goldens: Sequence[GoldenLogits]) -> list[GoldenLogits]:
+        return [
+            golden.with_alternatives(self.flipped[golden.row]) if golden.row in self.flipped else golden
+            for golden in goldens
+        ]
 
 
 def judge_as(level: NoiseLevel, golden: GoldenLogits, logits: torch.Tensor) -> PromptResult:
@@ -231,19 +257,6 @@ def test_limits_are_those_that_were_measured() -> None:
     }
 
 
-@dataclass(frozen=True)
-class OneRow:
-    """The golden logits of the one row, and those of a right model that sends its third token to another expert."""
-
-    golden: GoldenLogits
-
-    def read(self, row: Sequence[int]) -> GoldenLogits:
-        return self.golden
-
-    def find_alternatives(self, goldens: Sequence[GoldenLogits]) -> list[GoldenLogits]:
-        return [golden.with_alternatives(golden.measure(FLIPPED, INPUT_IDS)) for golden in goldens]
-
-
 FLIPPED = EXACT.clone()
 FLIPPED[3] += draw(99, 1.0)[3]
 
@@ -254,6 +267,119 @@ def test_flips_of_more_prompts_than_chance_sends_there_excuse_none(
 ) -> None:
     port = PortLogits(tokens=INPUT_IDS, logits=golden.measure(FLIPPED, INPUT_IDS))
     judge = PromptJudge(level=NoiseLevel.of([golden]))
-    results = judge.judge_all([PROMPT] * num_prompts, [port] * num_prompts, OneRow(golden))
+    # A right model sends the third token to another expert.
+    source = Source([golden], {golden.row: golden.measure(FLIPPED, INPUT_IDS)})
+    results = judge.judge_all([PROMPT] * num_prompts, [port] * num_prompts, source)
     assert sum(result.is_beyond for result in results) == num_differing
     assert sum(result.num_flipped for result in results) == num_prompts - num_differing
+
+
+# Three rows in one verdict.
+ROW_LENGTH = 30
+ROWS = [tuple(range(row, row + ROW_LENGTH)) for row in range(3)]
+EXACT_ROWS = [draw(row, 3.0, ROW_LENGTH) for row in range(3)]
+
+
+@pytest.fixture(scope="module")
+def goldens() -> list[GoldenLogits]:
+    pairs = enumerate(zip(EXACT_ROWS, ROWS, strict=True))
+    return [golden_of(exact, torch.tensor(ids), seed=100 * row) for row, (exact, ids) in pairs]
+
+
+def judge_rows(
+    goldens: list[GoldenLogits], ports: list[torch.Tensor], flipped: torch.Tensor | None = None
+) -> LogitsVerdict:
+    """Judge ports of all rows; `flipped` are the logits of one right model more of the second."""
+    tokens = torch.arange(ROW_LENGTH)
+    measured = [
+        PortLogits(tokens=tokens, logits=golden.measure(logits, tokens))
+        for golden, logits in zip(goldens, ports, strict=True)
+    ]
+    prompts = split_rows(ROWS, num_decoded=NUM_DECODED)
+    source = Source(goldens, {} if flipped is None else {ROWS[1]: goldens[1].measure(flipped, tokens)})
+    return judge_logits(prompts, measured, source, through="two layers")
+
+
+def right() -> list[torch.Tensor]:
+    return [exact.clone() for exact in EXACT_ROWS]
+
+
+def noisy(seed: int, scale: float) -> list[torch.Tensor]:
+    return [exact + draw(seed + row, scale * SIGMA, ROW_LENGTH) for row, exact in enumerate(EXACT_ROWS)]
+
+
+def test_noise_of_right_models_is_right(goldens: list[GoldenLogits]) -> None:
+    for seed in range(5):
+        verdict = judge_rows(goldens, noisy(1000 + 10 * seed, 1.0))
+        assert (verdict.is_right, verdict.reason) == (True, "")
+        assert 0.0 < verdict.excess <= 1.0
+
+
+@pytest.mark.parametrize(("token", "step"), [(4, 0), (ROW_LENGTH - 1, NUM_DECODED)])
+def test_row_and_pass_of_a_wrong_token_are_told(goldens: list[GoldenLogits], token: int, step: int) -> None:
+    ports = right()
+    ports[1][token] = ports[1][token].roll(1)
+    verdict = judge_rows(goldens, ports)
+    assert (verdict.is_right, verdict.first_pass) == (False, step)
+    assert verdict.excess > 1.0
+    assert verdict.reason.startswith(f"row 1, token {token}: the likeliest next token is")
+    assert "through two layers" in verdict.reason
+
+
+def test_logits_that_are_not_finite_are_wrong(goldens: list[GoldenLogits]) -> None:
+    ports = right()
+    ports[2][0, 0] = float("nan")
+    verdict = judge_rows(goldens, ports)
+    assert (verdict.is_right, verdict.excess) == (False, math.inf)
+
+
+def test_phase_of_many_tokens_a_little_farther_is_told(goldens: list[GoldenLogits]) -> None:
+    for seed, scale, first_pass in ((2000, 1.3, 0), (3000, 1.5, 1)):
+        verdict = judge_rows(goldens, noisy(seed, scale))
+        assert (verdict.first_pass, verdict.excess > 1.0) == (first_pass, True)
+    together = judge_rows(goldens, noisy(3047, 1.4))
+    assert (together.is_right, together.first_pass) == (False, 1)
+    assert together.reason.startswith("89 % of the tokens of the decode are farther from the exact model")
+    assert 1.0 < together.excess < 1.2
+
+
+@pytest.mark.parametrize("token", [4, ROW_LENGTH - 1])
+def test_excess_is_above_one_where_one_token_is_wrong(goldens: list[GoldenLogits], token: int) -> None:
+    found = []
+    for size in range(1, 40):
+        ports = right()
+        ports[1][token] += size * draw(7, SIGMA, ROW_LENGTH)[token]
+        found.append(judge_rows(goldens, ports))
+    assert [verdict.is_right for verdict in found] == [verdict.excess <= 1.0 for verdict in found]
+    assert found[0].is_right
+    assert not found[-1].is_right
+
+
+@pytest.fixture
+def flipped() -> torch.Tensor:
+    """Return the logits of a right model of the second row that sends one token to another expert."""
+    logits = EXACT_ROWS[1].clone()
+    logits[4] += draw(7, 1.0, ROW_LENGTH)[4]
+    return logits
+
+
+def test_token_near_another_right_model_is_right(goldens: list[GoldenLogits], flipped: torch.Tensor) -> None:
+    ports = [EXACT_ROWS[0], flipped + draw(50, SIGMA, ROW_LENGTH), EXACT_ROWS[2]]
+    assert not judge_rows(goldens, ports).is_right
+    verdict = judge_rows(goldens, ports, flipped)
+    assert verdict.is_right
+    assert verdict.num_flipped == 1
+
+
+def test_token_as_far_as_another_right_model_but_elsewhere_is_wrong(goldens: Any, flipped: Any) -> None:
+    """The flip of a right model does not widen what is noise: the port must make the same."""
+    ports = right()
+    ports[1][4] += draw(8, 1.0, ROW_LENGTH)[4]
+    verdict = judge_rows(goldens, ports, flipped)
+    assert (verdict.is_right, verdict.first_pass) == (False, 0)
+
+
+def test_many_tokens_beyond_noise_need_no_other_models(goldens: Any, flipped: torch.Tensor) -> None:
+    """Flips are rare: a row of which many tokens differ has a mistake, whatever model is near it."""
+    moved = EXACT_ROWS[1] + draw(9, 1.0, ROW_LENGTH)
+    assert not judge_rows(goldens, [EXACT_ROWS[0], moved, EXACT_ROWS[2]], moved).is_right
