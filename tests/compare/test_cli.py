@@ -166,9 +166,8 @@ class TestCriteria:
 
 
 class TestClassic:
-    @pytest.mark.parametrize("name", ["passing", "failing"])
-    def test_outputs_alone_are_judged(self, name: str, compare: Any, request: pytest.FixtureRequest) -> None:
-        exit_code, record = compare(request.getfixturevalue(name), None, *CLASSIC)
+    def test_outputs_alone_are_judged(self, failing: Path, compare: Any) -> None:
+        exit_code, record = compare(failing, None, *CLASSIC)
         assert (exit_code, record["verdict"]) == (0, "pass")
         assert (record["compared"], record["of"]) == (NUM_LAYERS, 68)
         statuses = {(site["site"] == "output", site["status"]) for site in record["sites"]}

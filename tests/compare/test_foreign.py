@@ -34,6 +34,29 @@ BLAMED = {
 }
 
 
+@pytest.fixture
+def save(dumps: Any, runs: Any, tmp_path: Path) -> Callable[..., Path]:
+    """Saves a site of a run as NxDI does a module's tensor, padded to a bucket; `how` changes it."""
+
+    def save(
+        module: str,
+        layer: int | None,
+        site: Site | ModelSite,
+        point: str = "output",
+        *,
+        run: str = "right",
+        name: str = "dump",
+        side: str = "right",
+        how: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    ) -> Path:
+        source = runs[run]
+        values = dumps.padded(how(source.read(layer, site)), source.read_attention_mask(), side=side)
+        dumps.save_nxdi(tmp_path / name, module, point, values)
+        return tmp_path / name
+
+    return save
+
+
 class TestWholeDump:
     @pytest.mark.parametrize("name", FORMATS)
     def test_right_port_on_two_ranks_passes(self, write: Any, name: str, compare: Any) -> None:
@@ -112,18 +135,13 @@ class TestWrongMap:
 
 class TestUnknownNames:
     @pytest.fixture
-    def strange(self, dumps: Any, runs: Any, tmp_path: Path) -> Path:
+    def strange(self, save: Any) -> Path:
         """Modules that mm2 has never heard of."""
-        source, mask = runs["right"], runs["right"].read_attention_mask()
-        for layer in source.layers:
-            for site, module, point in (
-                (Site.INPUT, "", "input"),
-                (Site.Q_PROJ, ".attn.wq", "output"),
-                (Site.OUTPUT, "", "output"),
-            ):
-                values = dumps.padded(source.read(layer, site), mask)
-                dumps.save_nxdi(tmp_path / "dump", f"decoder.blocks.{layer}{module}", point, values)
-        return tmp_path / "dump"
+        for layer in range(4):
+            save(f"decoder.blocks.{layer}", layer, Site.INPUT, "input")
+            save(f"decoder.blocks.{layer}.attn.wq", layer, Site.Q_PROJ)
+            folder: Path = save(f"decoder.blocks.{layer}", layer, Site.OUTPUT)
+        return folder
 
     def test_what_was_found_is_named_and_the_template_is_a_map_with_a_line_for_every_site(
         self, strange: Path, compare: Any, command: Command
@@ -219,17 +237,17 @@ class TestPieces:
         assert {site for blame in record["blame"] for site in blame["sites"]} >= {"router_weights"}
 
     def test_norm_by_heads_is_read_as_the_norm_of_all(
-        self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
+        self, write: Any, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
     ) -> None:
         source, mask = runs["right"], runs["right"].read_attention_mask()
-        dumps.write_nxdi(tmp_path / "dump", source, has_metadata=False)
+        folder = write("nxdi", has_metadata=False)
         for layer in source.layers:
             for name, site in (("q", Site.Q_NORM), ("k", Site.K_NORM)):
-                [path] = (tmp_path / "dump").glob(f"*layers.{layer}.self_attn.{name}_norm_output.pt")
+                [path] = folder.glob(f"*layers.{layer}.self_attn.{name}_norm_output.pt")
                 path.unlink()
                 heads = dumps.padded(source.read(layer, site), mask).unflatten(-1, (-1, 64))
                 module = f"layers.{layer}.self_attn.{name}_layernorm"
-                dumps.save_nxdi(tmp_path / "dump", module, "output", heads, has_metadata=False)
+                dumps.save_nxdi(folder, module, "output", heads, has_metadata=False)
         assert reads_as(tmp_path / "dump").num_sites == COMPARED["nxdi"]
 
     def test_fused_projection_is_cut_on_each_rank(self, write: Any, reads_as: Any, tmp_path: Path) -> None:
@@ -305,90 +323,73 @@ class TestDiagnosis:
 
 
 class TestPartOfAModel:
-    def test_layer_behind_one_that_was_not_kept_is_judged(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        for name in ("right", "swapped"):
-            source, mask = runs[name], runs[name].read_attention_mask()
+    def test_layer_behind_one_that_was_not_kept_is_judged(self, save: Any, compare: Any) -> None:
+        for run, blamed in (("right", []), ("swapped", [1])):
             for layer in (1, 3):
-                module = f"layers.{layer}"
-                for site, path, point in (
-                    (Site.INPUT, module, "input"),
-                    (Site.ATTN_RESIDUAL, f"{module}.post_attention_layernorm", "input"),
-                    (Site.MOE_DELTA, f"{module}.mlp", "output"),
-                ):
-                    values = dumps.padded(source.read(layer, site), mask)
-                    dumps.save_nxdi(tmp_path / name, path, point, values)
-        exit_code, record = compare(tmp_path / "right")
-        assert (exit_code, record["blame"]) == (0, [])
-        exit_code, record = compare(tmp_path / "swapped")
-        assert exit_code == 1
-        assert [blame["layer"] for blame in record["blame"]] == [1]
+                save(f"layers.{layer}", layer, Site.INPUT, "input", run=run, name=run)
+                norm = f"layers.{layer}.post_attention_layernorm"
+                save(norm, layer, Site.ATTN_RESIDUAL, "input", run=run, name=run)
+                folder = save(f"layers.{layer}.mlp", layer, Site.MOE_DELTA, run=run, name=run)
+            exit_code, record = compare(folder)
+            assert exit_code == len(blamed)
+            assert [blame["layer"] for blame in record["blame"]] == blamed
         assert "moe_delta" in record["blame"][0]["sites"]
 
-    def test_other_prompts_behind_it_are_refused(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
-    ) -> None:
-        source, mask = runs["right"], runs["right"].read_attention_mask()
+    def test_other_prompts_behind_it_are_refused(self, save: Any, compare: Any) -> None:
         for site, point in ((Site.INPUT, "input"), (Site.OUTPUT, "output")):
-            other = dumps.padded(source.read(3, site), mask).roll(1, dims=1).nan_to_num(0.0)
-            dumps.save_nxdi(tmp_path / "dump", "layers.3", point, other)
-        exit_code, record = compare(tmp_path / "dump")
+            folder = save("layers.3", 3, site, point, how=lambda values: values.roll(1, dims=1))
+        exit_code, record = compare(folder)
         assert exit_code == 3
         assert "layer 3 got other hidden states" in record["error"]
 
     def test_without_inputs_no_port_is_called_wrong_or_right(
-        self, toy: Path, golden: Path, dumps: Any, runs: Any, compare: Any, command: Command, tmp_path: Path
+        self, toy: Path, golden: Path, save: Any, compare: Any, command: Command
     ) -> None:
-        source, mask = runs["swapped"], runs["swapped"].read_attention_mask()
         for layer in (2, 3):
-            values = dumps.padded(source.read(layer, Site.ATTN_DELTA), mask)
-            dumps.save_nxdi(tmp_path / "dump", f"layers.{layer}.self_attn.o_proj", "output", values)
-        exit_code, record = compare(tmp_path / "dump")
+            folder = save(f"layers.{layer}.self_attn.o_proj", layer, Site.ATTN_DELTA, run="swapped")
+        exit_code, record = compare(folder)
         assert (exit_code, record["verdict"], record["blame"]) == (3, "incomparable", [])
         assert any("2 sites differ behind an input that was not captured" in n for n in record["notes"])
-        paths = ("--model", toy, "--golden", golden, "--run", tmp_path / "dump")
+        paths = ("--model", toy, "--golden", golden, "--run", folder)
         result = command(mm2_diagnose, *paths, "--layer", "layer_2", "--quiet")
         assert result.exit_code == 3
         assert "the input of layer 2 is not held on both sides" in result.stderr
         assert "mm2-test single-layer --layer 2" in result.stderr
-        held = dumps.padded(source.read(2, Site.ATTN_DELTA), mask)
-        held[0, 5, 7] = torch.nan
-        dumps.save_nxdi(tmp_path / "dump", "layers.2.self_attn.o_proj", "output", held)
-        exit_code, record = compare(tmp_path / "dump")
-        assert exit_code == 1
+
+        def with_nan(values: torch.Tensor) -> torch.Tensor:
+            values[0, 5, 7] = torch.nan
+            return values
+
+        save("layers.2.self_attn.o_proj", 2, Site.ATTN_DELTA, run="swapped", how=with_nan)
+        assert compare(folder)[0] == 1
 
     def test_without_inputs_experts_that_contradict_the_own_logits_are_wrong(
-        self, toy: Path, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self, toy: Path, save: Any, compare: Any
     ) -> None:
-        source, mask = runs["swapped"], runs["swapped"].read_attention_mask()
-        logits, experts = source.read(2, Site.ROUTER_LOGITS), source.read(2, Site.ROUTER_EXPERTS)
         text = 'sites: {router_experts: "layers.{layer}.mlp.chosen"}'
-        for module, values in (("mlp.router.linear_router", logits), ("mlp.chosen", experts)):
-            dumps.save_nxdi(tmp_path / "dump", f"layers.2.{module}", "output", dumps.padded(values, mask))
+        save("layers.2.mlp.router.linear_router", 2, Site.ROUTER_LOGITS, run="swapped")
+        folder = save("layers.2.mlp.chosen", 2, Site.ROUTER_EXPERTS, run="swapped")
         # Behind a wrong layer both differ, and agree with each other.
-        exit_code, record = compare(tmp_path / "dump", text, "--model", toy)
+        exit_code, record = compare(folder, text, "--model", toy)
         assert (exit_code, record["verdict"], record["blame"]) == (3, "incomparable", [])
-        worst = logits.argsort(dim=-1)[..., : experts.shape[-1]].to(experts.dtype)
-        dumps.save_nxdi(tmp_path / "dump", "layers.2.mlp.chosen", "output", dumps.padded(worst, mask))
-        exit_code, record = compare(tmp_path / "dump", text, "--model", toy)
+
+        def worst(logits: torch.Tensor) -> torch.Tensor:
+            return logits.argsort(dim=-1)[..., :4].int()
+
+        save("layers.2.mlp.chosen", 2, Site.ROUTER_LOGITS, run="swapped", how=worst)
+        exit_code, record = compare(folder, text, "--model", toy)
         assert (exit_code, record["verdict"]) == (1, "fail")
         assert record["blame"][0]["sites"][-1] == "router_experts"
 
 
 class TestRows:
-    def test_left_padding_is_cut_as_declared(
-        self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
-    ) -> None:
-        source, mask = runs["right"], runs["right"].read_attention_mask()
+    def test_left_padding_is_cut_as_declared(self, save: Any, reads_as: Any) -> None:
         for layer in range(4):
-            tensor = dumps.padded(source.read(layer, Site.OUTPUT), mask, side="left")
-            dumps.save_nxdi(tmp_path / "dump", f"layers.{layer}", "output", tensor)
-        embedding = dumps.padded(source.read(None, ModelSite.EMBEDDING), mask, side="left")
-        dumps.save_nxdi(tmp_path / "dump", "embed_tokens", "output", embedding)
-        assert reads_as(tmp_path / "dump", text="padding: left").num_sites == 5
+            save(f"layers.{layer}", layer, Site.OUTPUT, side="left")
+        folder = save("embed_tokens", None, ModelSite.EMBEDDING, side="left")
+        assert reads_as(folder, text="padding: left").num_sites == 5
         with pytest.raises(AssertionError, match="INPUT"):
-            reads_as(tmp_path / "dump")
+            reads_as(folder)
 
     def test_decoded_rows_follow_their_prefill(
         self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path

@@ -196,15 +196,6 @@ class TestGolden:
         assert exit_code == 0
         assert any("nothing tells what was fed to layer 2" in note for note in record["notes"])
 
-    def test_classic_limits_judge_old_captures(self, old: Old) -> None:
-        golden = old.whole()
-        exit_code, record = old.compare(old.layer(), "--criteria", "classic", golden=golden)
-        assert (exit_code, record["criteria"]) == (0, "classic")
-        wrong = old.layer("wrong", output_hidden_states=2 * old.output())
-        exit_code, record = old.compare(wrong, "--criteria", "classic", golden=golden)
-        assert exit_code == 1
-        assert "max_abs_diff" in record["sites"][0]["reason"]
-
 
 def test_folder_that_holds_no_capture_is_named(old: Old) -> None:
     exit_code, record = old.compare(old.folder)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minimax_tools.capture.manifest import Description
-from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import full_run, single_layer_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
@@ -156,12 +156,6 @@ class TestNonfinite:
         of_golden = {(1, site): with_value(math.nan, *PADDING) for site in (Site.MOE_DELTA, Site.POST_NORM)}
         found = judge(copyist.device_run(changes), reference=copyist.golden(of_golden))
         assert found.sites == judge(copyist.device_run(name="clean")).sites
-
-    @pytest.mark.parametrize("criteria", ["noise", "classic"])
-    def test_nan_in_the_golden_is_nobodys_fault(self, criteria: str, copyist: Any, judge: Judge) -> None:
-        reference = copyist.golden({(1, Site.MOE_DELTA): with_value(math.nan, 0, 3, 5)})
-        with pytest.raises(IncomparableError, match="the golden's moe_delta of layer 1 holds 1 NaN or Inf"):
-            judge(copyist.device_run(), reference=reference, criteria=criteria, pattern="layer_1")
 
 
 class TestRouting:
