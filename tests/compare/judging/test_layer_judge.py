@@ -215,30 +215,6 @@ class TestRouting:
         told = "not judged behind them: --model judges them against the golden with the port's own experts"
         assert any(told in note for note in comparison.notes)
 
-    def test_weights_past_a_flip_are_judged_by_the_goldens_logits_and_no_output_without_sure_experts(
-        self, copyist: Any, judge: Judge
-    ) -> None:
-        changes = self.flip(copyist, 1, rank=0)
-        row, position = self.fragile_tokens(copyist, 1)[0].tolist()
-        changes[1, Site.ROUTER_WEIGHTS] = with_value(0.5, row, position)
-        changes[2, Site.ROUTER_EXPERTS] = lambda experts: (experts + 1) % 32
-        changes[2, Site.MOE_DELTA] = scaled(0.5)
-        comparison = judge(copyist.device_run(changes))
-        assert blamed(comparison) == [(1, ("router_weights",)), (2, ("router_experts",))]
-        assert site_of(comparison, 2, Site.MOE_DELTA).status is SiteStatus.NOT_JUDGED
-
-    def test_port_that_hides_its_experts_is_judged_on_tokens_that_cannot_flip(
-        self, copyist: Any, judge: Judge
-    ) -> None:
-        hidden = tuple(site for site in Site if site not in (Site.INPUT, Site.OUTPUT))
-        changes = self.flip(copyist, 1, rank=0)
-        comparison = judge(copyist.device_run(changes, not_exposed=hidden))
-        assert comparison.verdict is Verdict.PASS
-        assert 0 < site_of(comparison, 1, Site.OUTPUT).num_set_aside < 40
-        beyond = copyist.device_run(self.flip(copyist, 1, rank=-1), not_exposed=hidden, name="beyond")
-        (blame,) = judge(beyond).blame
-        assert blame.sites == tuple(str(site) for site in Site if site is not Site.INPUT)
-
 
 class TestFloorKept:
     def test_statistics_judge_like_the_twin_but_say_that_they_estimate(

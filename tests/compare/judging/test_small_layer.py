@@ -300,8 +300,11 @@ class TestFlips:
         assert (routing.num_tokens, routing.num_flipped, routing.num_explained) == (21, 1, 1)
         for site in (Site.MOE_DELTA, Site.OUTPUT):
             assert counts(judge, site) == (SiteStatus.PASS, 1, 0)
-        # The golden's logits give the weights of any choice.
+        # The golden's logits give the weights of any choice: wrong ones fail.
         assert counts(judge, Site.ROUTER_WEIGHTS) == (SiteStatus.PASS, 0, 1)
+        port = flipped(0)
+        port[Site.ROUTER_WEIGHTS][margins()[0]] = torch.tensor([0.9, 0.1])
+        assert counts(judge_of(port), Site.ROUTER_WEIGHTS) == (SiteStatus.FAIL, 0, 1)
 
     @pytest.mark.parametrize("floor", ["full", "stats", "off"])
     def test_are_judged_by_the_goldens_values_with_the_ports_experts(self, floor: str) -> None:
@@ -311,10 +314,19 @@ class TestFlips:
         assert status_of(wrong, Site.MOE_DELTA) is status_of(wrong, Site.OUTPUT) is SiteStatus.FAIL
 
     def test_beyond_noise_fail(self) -> None:
+        hidden = judge_of(without(flipped(-1), Site.ROUTER_EXPERTS), hidden=(Site.ROUTER_EXPERTS,))
+        assert status_of(hidden, Site.OUTPUT) is SiteStatus.FAIL
         result = judge_of(flipped(-1)).judge(Site.ROUTER_EXPERTS)
         assert result.status is SiteStatus.FAIL
         assert result.routing is not None
         assert (result.routing.num_explained, result.routing.worst_flips[0].row) == (0, margins()[-1][0])
+
+    def test_of_all_tokens_leave_no_output_to_judge(self) -> None:
+        # The experts with the lowest logits.
+        others = TWIN[Site.ROUTER_LOGITS].sort(dim=-1).indices[..., :CHOSEN]
+        judge = judge_of({**PORT, Site.ROUTER_EXPERTS: others, Site.MOE_DELTA: 0.5 * PORT[Site.MOE_DELTA]})
+        assert status_of(judge, Site.ROUTER_EXPERTS) is SiteStatus.FAIL
+        assert status_of(judge, Site.MOE_DELTA) is SiteStatus.NOT_JUDGED
 
     def test_that_the_ports_own_logits_do_not_give_contradict_them(self) -> None:
         judge = judge_of(flipped(0), has_weights=True)
