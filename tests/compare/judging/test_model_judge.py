@@ -68,64 +68,51 @@ FLOOR = {name: norms for site in TWIN for name, norms in statistics(site, GOLDEN
 class ModelCapture(CaptureSource):
     """A capture of the sites outside the layers, and of the output of its last layer, in memory."""
 
-    def __init__(
-        self,
-        tensors: Mapping[ModelSite, torch.Tensor],
-        *,
-        twin: Mapping[ModelSite, torch.Tensor] | None = None,
-        floor: Mapping[str, torch.Tensor] | None = None,
-        output: torch.Tensor | None = OUTPUT,
-        generation: Generation | None = None,
-        held: torch.Tensor | None = None,
-        is_whole: bool = False,
-        variants: tuple[str, ...] | None = None,
-        dtypes: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, tensors: Mapping[ModelSite, torch.Tensor], **kept: Any) -> None:
+        """`kept`: twin, floor, output, generation, held tokens, is_whole, and what its description says."""
         self.directory = Path("memory")
-        self._tensors, self._twin, self._floor, self._output = tensors, twin or {}, floor or {}, output
-        self._generation, self._held, self._is_whole = generation, held, is_whole
-        self._described: Any = None
-        if variants is not None or dtypes is not None:
-            provenance = SimpleNamespace(dtypes=dtypes or {}, backend="cpu")
-            self._described = SimpleNamespace(floor_variants=variants or (), provenance=provenance)
+        self._tensors, self._kept = tensors, {"output": OUTPUT, **kept}
 
     @property
     def known_description(self) -> Any:
-        return self._described
+        if not {"variants", "dtypes"} & set(self._kept):
+            return None
+        provenance = SimpleNamespace(dtypes=self._kept.get("dtypes", {}), backend="cpu")
+        return SimpleNamespace(floor_variants=self._kept.get("variants", ()), provenance=provenance)
 
     @property
     def layers(self) -> tuple[int, ...]:
         return (LAYER,)
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        return () if self._output is None or layer != LAYER else (Site.OUTPUT,)
+        return () if self._kept["output"] is None or layer != LAYER else (Site.OUTPUT,)
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         return tuple(self._tensors)
 
     def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
-        if isinstance(site, ModelSite):
-            return self._tensors[site]
-        assert self._output is not None
-        return self._output
+        output: torch.Tensor = self._kept["output"]
+        return self._tensors[site] if isinstance(site, ModelSite) else output
 
     def read_attention_mask(self) -> torch.Tensor:
         return MASK
 
     def read_twin(self, layer: int | None, site: Any) -> torch.Tensor | None:
-        return self._twin.get(site)
+        twin: torch.Tensor | None = self._kept.get("twin", {}).get(site)
+        return twin
 
     def read_floor(self, layer: int | None, name: str) -> torch.Tensor | None:
-        return self._floor.get(name)
+        norms: torch.Tensor | None = self._kept.get("floor", {}).get(name)
+        return norms
 
     def read_generation(self) -> Generation | None:
-        return self._generation
+        return self._kept.get("generation")
 
     def read_passes(self) -> Any:
-        return SimpleNamespace() if self._is_whole else None
+        return SimpleNamespace() if self._kept.get("is_whole") else None
 
     def held_tokens(self, site: ModelSite) -> torch.Tensor | None:
-        return self._held if site is ModelSite.LOGITS else None
+        return self._kept.get("held") if site is ModelSite.LOGITS else None
 
 
 def judge_of(
