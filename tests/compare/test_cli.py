@@ -71,9 +71,7 @@ class TestVerdict:
         assert (result.exit_code, result.stderr) == (0, "")
         assert result.stdout.startswith("PASS\ncompared 68 of 68 sites in 4 layers")
 
-    def test_failure_exits_with_1_and_says_where_first(
-        self, golden: Path, failing: Path, command: Command
-    ) -> None:
+    def test_failure_exits_with_1_and_says_where(self, golden: Path, failing: Path, command: Command) -> None:
         result = command(mm2_compare, "--golden", golden, "--run", failing)
         assert result.exit_code == 1
         assert result.stdout.startswith("FAIL: layer 2, moe_delta")
@@ -101,9 +99,7 @@ class TestVerdict:
         result = command(mm2_compare, "--golden", golden, "--run", passing, *options)
         assert (result.exit_code, words in result.stderr) == (2, True)
 
-    def test_incomparable_exits_with_3_and_says_why(
-        self, golden: Path, copyist: Any, command: Command
-    ) -> None:
+    def test_incomparable_exits_with_3_and_why(self, golden: Path, copyist: Any, command: Command) -> None:
         target = copyist.device_run({(0, Site.INPUT): halved}, run=single_layer_run(0, sites_level="all"))
         result = command(mm2_compare, "--golden", golden, "--run", target, "--quiet")
         assert (result.exit_code, result.stdout) == (3, "")
@@ -147,9 +143,7 @@ class TestJson:
 
 
 class TestCriteria:
-    def test_swapped_gate_and_up_passes_the_classic_cosine_of_its_output(
-        self, runs: dict[str, Capture], compare: Any
-    ) -> None:
+    def test_swapped_gate_and_up_passes_the_cosine_of_its_output(self, runs: Any, compare: Any) -> None:
         _, record = compare(runs["swapped"].directory, None, *CLASSIC, "--layer", "1")
         sites = {site["site"]: site for site in record["sites"]}
         assert sites["output"]["metrics"]["cosine_similarity"] > 0.99
@@ -226,9 +220,7 @@ class TestClassic:
         assert (exit_code, record["verdict"]) == (3, "incomparable")
         assert any("no output of layers 0-3 was compared" in note for note in record["notes"])
 
-    def test_device_command_takes_the_limits_too(
-        self, toy: Path, golden: Path, command: Command, tmp_path: Path
-    ) -> None:
+    def test_device_command_takes_limits(self, toy: Path, golden: Path, command: Any, tmp_path: Path) -> None:
         words = ("single-layer", "--layer", "1", "--model", toy, "--golden", golden, "--backend", "cpu")
         saved = (*words, "--output-dir", tmp_path / "run", *CLASSIC, "--quiet")
         right = command(mm2_test, *saved, "--max-abs-diff", "0.1")
@@ -281,9 +273,7 @@ def captures(shared_copyist: Any) -> Path:
 
 
 class TestNewestCaptures:
-    def test_newest_of_both_sides_are_compared(
-        self, captures: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_newest_of_both_sides_are_compared(self, captures: Path, command: Any, monkeypatch: Any) -> None:
         monkeypatch.setenv("MM2_CAPTURES", str(captures))
         result = command(mm2_compare, "--layer-pattern", "layer_*", "--json", "--quiet")
         record = read_record(result)

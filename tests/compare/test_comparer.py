@@ -76,9 +76,7 @@ def blamed(comparison: Comparison) -> list[tuple[int | None, tuple[str, ...]]]:
 
 
 class TestIsolated:
-    def test_faults_of_several_layers_are_blamed_in_order_and_told_by_token_and_scale(
-        self, copyist: Any, judge: Judge
-    ) -> None:
+    def test_faults_of_several_layers_are_blamed_in_order(self, copyist: Any, judge: Judge) -> None:
         def upset(tensor: torch.Tensor) -> torch.Tensor:
             tensor[1, 20] = -tensor[1, 20]
             return tensor
@@ -122,9 +120,7 @@ class TestIsolated:
 
 
 class TestUnfinishedRun:
-    def test_layers_that_did_not_run_count_and_keep_the_verdict_open(
-        self, copyist: Any, judge: Judge
-    ) -> None:
+    def test_layers_that_did_not_run_keep_the_verdict_open(self, copyist: Any, judge: Judge) -> None:
         stopped = copyist.device_run(stop_before=2)
         comparison = judge(stopped)
         assert (comparison.compared, comparison.of) == (2 * NUM_SITES, NUM_LAYERS * NUM_SITES)
@@ -319,9 +315,7 @@ class TestSeveralCulprits:
         assert groups[0].worst_layer in (1, 3)
 
 
-def test_curve_of_a_chained_run_shows_the_growth_and_its_onset(
-    copyist: Any, golden: Path, compare: Any, command: Command
-) -> None:
+def test_curve_of_a_chain_shows_its_onset(copyist: Any, golden: Path, compare: Any, command: Command) -> None:
     changes = {(1, Site.MOE_DELTA): noisy(0.5), (1, Site.OUTPUT): noisy(0.1)}
     chained = copyist.device_run(changes, run=full_run(NUM_LAYERS, sites_level="all"))
     _, record = compare(chained)
@@ -413,7 +407,7 @@ class TestGoldenWithoutFloor:
 
 
 class TestCriteria:
-    def test_template_is_a_file_that_criteria_reads(
+    def test_criteria_read_their_template(
         self, copyist: Any, golden: Path, tmp_path: Path, command: Command
     ) -> None:
         template = command(mm2_compare, "--criteria-template")
@@ -437,9 +431,7 @@ class TestCriteria:
         assert command(mm2_compare, *sides, "--criteria", tmp_path / "loose.yml").exit_code == 0
 
 
-def test_port_that_ran_elsewhere_is_told_that_limits_were_not_measured_there(
-    copyist: Any, judge: Judge
-) -> None:
+def test_limits_that_were_not_measured_on_a_backend_are_told(copyist: Any, judge: Judge) -> None:
     def elsewhere(description: Any) -> Any:
         return replace(description, provenance=replace(description.provenance, backend="neuron-xla"))
 

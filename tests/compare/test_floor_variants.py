@@ -65,9 +65,7 @@ def site_of(comparison: Comparison, site: Site = SITE) -> SiteResult:
 
 
 @pytest.mark.parametrize("noise_floor", ["full", "stats"])
-def test_port_is_held_against_the_variant_that_strays_furthest(
-    copyist: Any, judge: Judge, noise_floor: str
-) -> None:
+def test_port_is_held_against_the_furthest_variant(copyist: Any, judge: Judge, noise_floor: str) -> None:
     port = copyist.device_run({(LAYER, SITE): stray(copyist, 4.0)}, run=SWEEP)
     plain = copyist.golden(run=GOLDEN, noise_floor=noise_floor, name="plain")
     varied = copyist.golden(run=GOLDEN, noise_floor=noise_floor, describe=named("eager", "halves"))

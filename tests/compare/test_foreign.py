@@ -67,7 +67,7 @@ class TestWholeDump:
         assert {site["status"] for site in record["sites"]} <= {"pass", "not exposed", "not judged"}
 
     @pytest.mark.parametrize("name", FORMATS)
-    def test_swapped_gate_and_up_are_blamed_on_their_layer(
+    def test_swapped_gate_and_up_are_blamed(
         self, write: Any, name: str, compare: Any, tmp_path: Path
     ) -> None:
         options = ("--report-path", tmp_path / "report")
@@ -112,7 +112,7 @@ class TestWrongMap:
         assert exit_code == 1
         assert "moe_delta" in record["blame"][0]["sites"]
 
-    def test_other_prompts_and_other_tokens_are_incomparable(
+    def test_other_prompts_and_tokens_are_incomparable(
         self, write: Any, compare: Any, tmp_path: Path
     ) -> None:
         exit_code, record = compare(write("nxdi", name="other"), "lengths: [48, 32]")
@@ -186,9 +186,7 @@ class TestPieces:
         ):
             reads_as(tmp_path / "dump")
 
-    def test_sum_that_is_still_to_be_reduced_is_added_up(
-        self, write: Any, reads_as: Any, tmp_path: Path
-    ) -> None:
+    def test_sum_that_is_to_be_reduced_is_added_up(self, write: Any, reads_as: Any, tmp_path: Path) -> None:
         write("vllm-neuron", num_ranks=2)
         for folder in (tmp_path / "dump" / "dp0" / "prefill_s128_0").glob("*.block_sparse_moe"):
             whole = torch.load(folder / "rank0.pt")
@@ -290,9 +288,7 @@ class TestDiagnosis:
 
         return run
 
-    def test_layer_that_others_fed_is_diagnosed_on_the_ports_own_input(
-        self, write: Any, diagnose: Any
-    ) -> None:
+    def test_layer_that_others_fed_is_diagnosed_on_its_own_input(self, write: Any, diagnose: Any) -> None:
         write("msprobe", "swapped")
         some = ("--mistake", "gate_up_swapped", "--mistake", "router_bias_missing")
         exit_code, record = diagnose(*some)
@@ -306,7 +302,7 @@ class TestDiagnosis:
         assert (exit_code, record["diagnosis"]) == (0, [])
         assert record["layers"][0]["unexplained"] < 1.5
 
-    def test_wrong_head_is_named_from_last_tokens_alone(
+    def test_wrong_head_is_named_from_last_tokens(
         self, toy: Path, write: Any, runs: Any, diagnose: Any
     ) -> None:
         folder, source = write("nxdi"), runs["right"]
@@ -363,9 +359,7 @@ class TestPartOfAModel:
         save("layers.2.self_attn.o_proj", 2, Site.ATTN_DELTA, run="swapped", how=with_nan)
         assert compare(folder)[0] == 1
 
-    def test_without_inputs_experts_that_contradict_the_own_logits_are_wrong(
-        self, toy: Path, save: Any, compare: Any
-    ) -> None:
+    def test_without_inputs_contradicting_experts_are_wrong(self, toy: Path, save: Any, compare: Any) -> None:
         text = 'sites: {router_experts: "layers.{layer}.mlp.chosen"}'
         save("layers.2.mlp.router.linear_router", 2, Site.ROUTER_LOGITS, run="swapped")
         folder = save("layers.2.mlp.chosen", 2, Site.ROUTER_EXPERTS, run="swapped")
@@ -391,7 +385,7 @@ class TestRows:
         with pytest.raises(AssertionError, match="INPUT"):
             reads_as(folder)
 
-    def test_decoded_rows_follow_their_prefill(
+    def test_decoded_rows_follow_the_prefill(
         self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
     ) -> None:
         source = runs["right"]
@@ -411,9 +405,7 @@ class TestRows:
         with pytest.raises(CaptureError, match="holds no pass 3: expected one of 1, 2"):
             reads_as(tmp_path / "dump", text="steps: [3]")
 
-    def test_single_zero_stands_for_nothing(
-        self, write: Any, dumps: Any, reads_as: Any, tmp_path: Path
-    ) -> None:
+    def test_single_zero_means_nothing(self, write: Any, dumps: Any, reads_as: Any, tmp_path: Path) -> None:
         write("nxdi")
         dumps.save_nxdi(tmp_path / "dump", "layers.2.mlp", "output", torch.zeros(1, dtype=torch.bfloat16))
         reading = reads_as(tmp_path / "dump")
@@ -459,9 +451,7 @@ class TestPasses:
 
 
 class TestShow:
-    def test_dump_is_listed_with_the_sites_that_it_maps_to(
-        self, write: Any, command: Command, tmp_path: Path
-    ) -> None:
+    def test_dump_is_listed_with_its_sites(self, write: Any, command: Command, tmp_path: Path) -> None:
         write("msprobe", num_ranks=2)
         record = json.loads(command(mm2_test, "show", tmp_path / "dump", "--json").stdout)
         assert (record["format"], record["ranks"]) == ("msprobe", 2)

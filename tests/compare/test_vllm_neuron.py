@@ -74,9 +74,7 @@ class TestStream:
         assert reading.told("the stream before the layer + attention + experts, bit for bit")
 
     @pytest.mark.parametrize("norms", [True, False])
-    def test_without_it_the_sum_of_the_deltas_is_the_output(
-        self, norms: bool, write: Any, reads_as: Any
-    ) -> None:
+    def test_else_the_sum_of_the_deltas_is_the_output(self, norms: bool, write: Any, reads_as: Any) -> None:
         folder = write("swapped")
         remove(folder, "model.layers.[0-3]")
         if not norms:
@@ -88,9 +86,7 @@ class TestStream:
         assert reading.told(f"proved in {layers}: {SUM}")
         assert reading.told("nothing tells the output of layer 3: capture model.layers.N") is not norms
 
-    def test_addend_that_a_layer_returns_first_is_not_taken_for_its_output(
-        self, write: Any, reads_as: Any
-    ) -> None:
+    def test_addend_that_a_layer_returns_is_not_taken_for_its_output(self, write: Any, reads_as: Any) -> None:
         """A model that adds the residual in the next norm: its layers return the experts' delta and the residual."""
         folder = write()
         for path in files(folder, "model.layers.[0-3].block_sparse_moe"):
@@ -99,9 +95,7 @@ class TestStream:
         assert reading.num_sites == COMPARED
         assert reading.told(f"proved in layers 0-3: {SUM}")
 
-    def test_tensor_that_nothing_proves_is_not_taken_and_a_maps_line_is_given(
-        self, write: Any, compare: Any
-    ) -> None:
+    def test_tensor_that_nothing_proves_asks_for_a_map(self, write: Any, compare: Any) -> None:
         folder = write()
         change(folder, "model.layers.[0-3]", lambda held: torch.randn_like(held, dtype=torch.float32))
         remove(folder, "*norm")
@@ -129,9 +123,7 @@ class TestRows:
         exit_code, _ = compare(folder)
         assert exit_code != 0
 
-    def test_rows_of_all_replicas_are_cut_to_the_passes_own(
-        self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path
-    ) -> None:
+    def test_rows_of_all_replicas_are_cut(self, dumps: Any, runs: Any, reads_as: Any, tmp_path: Path) -> None:
         """Data parallelism: experts see the tokens of both replicas, each of which has one prompt, named alike."""
         folder = tmp_path / "dump"
         folder.mkdir()
@@ -164,9 +156,7 @@ class TestRows:
         assert reading.num_sites == COMPARED
         assert reading.told("prefill_s32_0, prefill_s46_0, decode_b47_0: not read, because a longer pass")
 
-    def test_sum_over_ranks_behind_the_projection_is_read_from_attention(
-        self, write: Any, reads_as: Any
-    ) -> None:
+    def test_sum_over_ranks_is_read_from_attention(self, write: Any, reads_as: Any) -> None:
         folder = write("swapped", num_ranks=2)
         for path in files(folder, "*.o_proj"):
             attention = path.parent.with_name(path.parent.name.removesuffix(".o_proj"))
@@ -184,9 +174,7 @@ class TestRows:
             reads_as(folder)
 
     @pytest.mark.parametrize("embedding", LOST)
-    def test_channels_of_zeros_behind_the_hidden_size_are_cut(
-        self, embedding: str, write: Any, reads_as: Any, compare: Any
-    ) -> None:
+    def test_channels_of_zeros_are_cut(self, embedding: str, write: Any, reads_as: Any, compare: Any) -> None:
         def pad(held: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.pad(held, (0, 32)) if held.shape[-1] == 256 else held
 
@@ -237,7 +225,7 @@ def add_requests(dumps: Any, runs: Any) -> Callable[..., None]:
 
 
 class TestPasses:
-    def test_passes_without_tensors_and_other_requests_are_left_out(
+    def test_empty_passes_and_other_requests_are_left_out(
         self, add_requests: Any, write: Any, reads_as: Any
     ) -> None:
         """A warm-up request of a prompt's length, one whose passes are not all held, and metadata alone."""
@@ -250,7 +238,7 @@ class TestPasses:
         assert reading.num_sites == COMPARED
         assert reading.told("1 pass holds no tensor, and is left out")
 
-    def test_other_requests_are_left_out_also_where_a_dump_is_the_golden(
+    def test_other_requests_are_left_out_of_a_golden_too(
         self, add_requests: Any, write: Any, compare: Any
     ) -> None:
         reference, folder = write(name="reference"), write("swapped")
@@ -259,9 +247,7 @@ class TestPasses:
         assert (exit_code, record["compared"]) == (1, COMPARED)
         assert [blame["layer"] for blame in record["blame"]] == [1]
 
-    def test_logits_of_a_prefills_last_tokens_and_of_all_rows_of_decoding_are_read(
-        self, write: Any, reads_as: Any
-    ) -> None:
+    def test_logits_of_a_prefills_last_tokens_are_read(self, write: Any, reads_as: Any) -> None:
         """Decoding is padded to a bucket that is longer than the prompts together."""
         folder = write(passes=PASSES)
         for name in ("model.norm", "lm_head"):
@@ -294,9 +280,7 @@ class TestCapturedByHand:
             padding = tokens.new_zeros((128 - len(tokens), *tokens.shape[1:]))
             torch.save(torch.cat((tokens, padding)), module / "rank0.pt")
 
-    def test_tensor_named_as_a_site_in_each_layer_is_that_site(
-        self, runs: Any, write: Any, reads_as: Any, compare: Any
-    ) -> None:
+    def test_tensor_named_as_a_site_is_that(self, runs: Any, write: Any, reads_as: Any, compare: Any) -> None:
         folder = write()
         self.capture(folder, runs["right"], site=Site.Q_ROPE)
         assert reads_as(folder).num_sites == COMPARED + 4
@@ -305,9 +289,7 @@ class TestCapturedByHand:
         assert exit_code == 1
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(2, ["q_rope"])]
 
-    def test_other_numbers_of_calls_are_not_taken_for_layers(
-        self, runs: Any, write: Any, reads_as: Any
-    ) -> None:
+    def test_other_numbers_of_calls_are_no_layers(self, runs: Any, write: Any, reads_as: Any) -> None:
         folder = write()
         self.capture(folder, runs["right"], site=Site.Q_ROPE, layers=3)
         reading = reads_as(folder)

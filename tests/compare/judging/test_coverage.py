@@ -58,9 +58,7 @@ ROUTING = RoutingResult(num_tokens=2, num_flipped=1, num_explained=0, widest_une
     ],
     ids=["values", "experts", "NaN", "no values", "passed", "warned"],
 )
-def test_failures_of_values_are_left_open_where_inputs_may_be_omitted(
-    found: SiteResult, is_open: bool
-) -> None:
+def test_failures_of_values_are_left_open_without_inputs(found: SiteResult, is_open: bool) -> None:
     target: Any = SimpleNamespace(may_omit_inputs=True)
     left = leave_undecided({Site.OUTPUT: found}, target)[Site.OUTPUT]
     if is_open:

@@ -98,9 +98,7 @@ def test_contradictions_are_told_token_by_token() -> None:
 
 @pytest.mark.parametrize("shift", [0.0, 1e-4], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(("times", "is_sure"), [(0.99, False), (1.01, True)])
-def test_a_choice_is_sure_beyond_twice_the_error_of_the_scores(
-    shift: float, times: float, is_sure: bool
-) -> None:
+def test_a_choice_is_sure_beyond_twice_its_error(shift: float, times: float, is_sure: bool) -> None:
     """Token 0 is the one under test; token 1 has smaller logits, a smaller error, and so a smaller margin is sure."""
     step = 2e-5 if shift else 2.0**-8
     logits = torch.tensor([[8.0 + shift, 3.0, 2.0, -3.0], [0.0390625 + step, 0.0390625, 0.0390625, 0.0]])

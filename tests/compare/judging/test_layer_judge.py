@@ -69,9 +69,7 @@ class TestFailClosed:
         assert comparison.verdict is Verdict.FAIL
         assert blamed(comparison)[0] == (0, ("q_norm",))
 
-    def test_right_values_in_float32_are_one_note_and_in_float16_a_warning(
-        self, copyist: Any, judge: Judge
-    ) -> None:
+    def test_float32_is_one_note_and_float16_a_warning(self, copyist: Any, judge: Judge) -> None:
         finer = [(layer, site) for layer in (0, 1) for site in (Site.Q_PROJ, Site.POST_NORM)]
         changes = {**dict.fromkeys(finer, torch.Tensor.float), (2, Site.POST_NORM): torch.Tensor.half}
         comparison = judge(copyist.device_run(changes))
@@ -123,9 +121,7 @@ class TestFailClosed:
 
 class TestNonfinite:
     @pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
-    def test_nan_on_a_real_row_fails_where_it_first_stands(
-        self, bad: float, copyist: Any, judge: Judge
-    ) -> None:
+    def test_nan_on_a_real_row_fails_where_it_begins(self, bad: float, copyist: Any, judge: Judge) -> None:
         changes = {
             (1, site): with_value(bad, 1, 20)
             for site in (Site.ATTN_CONTEXT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, Site.POST_NORM)
@@ -186,9 +182,7 @@ class TestRouting:
             (layer, Site.OUTPUT): upset,
         }
 
-    def test_faults_show_beside_flips_and_flips_within_the_noise_are_set_aside(
-        self, copyist: Any, judge: Judge
-    ) -> None:
+    def test_faults_show_beside_flips_that_are_set_aside(self, copyist: Any, judge: Judge) -> None:
         order = torch.tensor([2, 0, 3, 1])
         changes = {
             # Weights that do not follow their experts.
@@ -217,9 +211,7 @@ class TestRouting:
 
 
 class TestFloorKept:
-    def test_statistics_judge_like_the_twin_but_say_that_they_estimate(
-        self, copyist: Any, judge: Judge
-    ) -> None:
+    def test_statistics_judge_like_the_twin_and_estimate(self, copyist: Any, judge: Judge) -> None:
         reference = copyist.golden(noise_floor="stats")
         clean = judge(copyist.device_run(), reference=reference)
         assert clean.verdict is Verdict.PASS

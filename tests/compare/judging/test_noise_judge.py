@@ -92,15 +92,13 @@ class TestNoise:
             assert nearest.figure == figure
 
     @pytest.mark.parametrize("figure", ["whole", "ordinary", "token_median"])
-    def test_independent_error_as_large_as_the_floor_is_beyond_noise(
-        self, figure: str, metrics: PairMetrics
-    ) -> None:
+    def test_error_as_large_as_the_floor_is_beyond_noise(self, figure: str, metrics: PairMetrics) -> None:
         assert limit_of(figure, metrics) < math.sqrt(2)
 
     @pytest.mark.parametrize(
         ("figure", "among"), [("token_worst", 200), ("channel_worst", 256), ("whole", 1)]
     )
-    def test_worst_of_many_is_allowed_its_part_of_the_false_alarms(
+    def test_worst_of_many_has_its_share_of_false_alarms(
         self, figure: str, among: int, metrics: PairMetrics
     ) -> None:
         table = LIMITS.of_ratios(is_chained=False, is_estimated=False, is_widened=True)
@@ -250,7 +248,7 @@ class TestOwnLimits:
 
     @pytest.mark.parametrize("figure", RATIO_FIGURES)
     @pytest.mark.parametrize(("value", "status"), [(2.0, SiteStatus.WARN), (2.01, SiteStatus.FAIL)])
-    def test_slack_itself_still_warns(
+    def test_slack_still_warns(
         self, figure: str, value: float, status: SiteStatus, metrics: PairMetrics
     ) -> None:
         noise = replace(CLEAN, **{figure: value})

@@ -58,7 +58,7 @@ OWN = NoiseLimits(
         (False, True, True, 6.0),
     ],
 )
-def test_each_kind_of_run_and_golden_has_its_table(
+def test_each_kind_has_its_table(
     is_chained: bool, is_estimated: bool, is_widened: bool, expected: float
 ) -> None:
     found = OWN.of_ratios(is_chained=is_chained, is_estimated=is_estimated, is_widened=is_widened)

@@ -50,9 +50,7 @@ class TestOwnFile:
         assert limits.isolated.find("moe_delta", "whole") == Limit(usual=9.0)
         assert limits.isolated.find("output", "whole") == Limit(usual=3.0)
 
-    def test_own_limits_hold_on_every_backend_unless_they_say_where_they_were_measured(
-        self, limits_file: Path
-    ) -> None:
+    def test_own_limits_hold_everywhere_unless_they_name_backends(self, limits_file: Path) -> None:
         limits_file.write_text("isolated: {all: {whole: 2}}")
         assert read_limits(limits_file).is_measured_on("neuron-xla")
         limits_file.write_text("backends: [neuron-xla]\nisolated: {all: {whole: 2}}")
@@ -91,9 +89,7 @@ class TestOwnFile:
             ("[1, 2]", "line 1, the file", "a list"),
         ],
     )
-    def test_mistake_is_told_with_line_and_key(
-        self, text: str, where: str, found: str, limits_file: Path
-    ) -> None:
+    def test_mistake_has_line_and_key(self, text: str, where: str, found: str, limits_file: Path) -> None:
         limits_file.write_text(text)
         with pytest.raises(UsageError, match="expected") as caught:
             read_limits(limits_file)

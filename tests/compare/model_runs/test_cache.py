@@ -163,9 +163,7 @@ def test_content_is_named_by_the_ports_own_keys_and_values(judge_port: JudgeCach
 
 
 @pytest.mark.parametrize(("shares", "heads"), [((0.0, 0.5), "1"), ((0.4, 0.8), "0, 1")])
-def test_heads_with_a_third_of_the_worst_error_are_named(
-    judge_port: JudgeCache, shares: tuple[float, float], heads: str
-) -> None:
+def test_heads_with_a_third_of_the_error_are_named(judge_port: JudgeCache, shares: Any, heads: str) -> None:
     def wrong(keys: torch.Tensor) -> torch.Tensor:
         return torch.stack([noisy(share)(keys)[:, head] for head, share in enumerate(shares)], dim=1)
 
@@ -175,9 +173,7 @@ def test_heads_with_a_third_of_the_worst_error_are_named(
 
 
 class TestAllPassesAlike:
-    def test_unknown_form_is_noted_where_decoding_is_right_and_else_a_finding_of_the_prefill(
-        self, judge_port: JudgeCache
-    ) -> None:
+    def test_unknown_form_is_noted_where_decoding_is_right(self, judge_port: JudgeCache) -> None:
         judgement = judge_port(noisy(0.5))
         assert judgement.findings == ()
         assert judgement.note == "it is kept in a form that mm2 does not know; decoding from it is right"
@@ -228,9 +224,7 @@ class TestSteps:
         assert [finding.mistake for finding in found] == ["cache_not_written", "cache_overwritten"]
 
     @pytest.mark.parametrize(("shift", "side"), [(1, "behind"), (-1, "before")])
-    def test_writing_one_entry_off_is_told_where_decoding_is_wrong(
-        self, judge_port: JudgeCache, shift: int, side: str
-    ) -> None:
+    def test_writing_one_entry_off_is_told(self, judge_port: JudgeCache, shift: int, side: str) -> None:
         told = {"cache_shift": shift, "cache_form": "by position"}
         # A step that writes beside its entry overwrites others: that is no second finding.
         finding = only(judge_port(is_decoding_wrong=True, cache_changes=(change(1),), **told))

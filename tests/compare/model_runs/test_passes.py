@@ -302,9 +302,7 @@ class TestChoices:
     @pytest.mark.parametrize(
         ("rank", "again", "is_random"), [(3, 9, True), (3, 7, False), (64, 9, False), (3, None, False)]
     )
-    def test_tokens_that_change_among_the_likeliest_are_drawn(
-        self, rank: int, again: int | None, is_random: bool
-    ) -> None:
+    def test_tokens_that_change_are_drawn(self, rank: int, again: int | None, is_random: bool) -> None:
         repeated = Repetition(number=1, row=0, difference=0.0, chosen=again)
         drawn = choice(chosen=7, behind=1.0, rank=rank)
         (found,) = judged(judge_choices, choices=(drawn,), repetitions=(repeated,))

@@ -93,9 +93,7 @@ class TestDistances:
         assert {values.dtype for values in projection} == {torch.float64}
 
     @pytest.mark.parametrize(("dtype", "relative"), [(torch.bfloat16, 6e-3), (torch.float32, 1e-6)])
-    def test_larger_values_widen_the_noise_and_smaller_ones_do_not_narrow_it(
-        self, dtype: torch.dtype, relative: float
-    ) -> None:
+    def test_larger_values_alone_change_the_noise(self, dtype: torch.dtype, relative: float) -> None:
         site = yardstick(port=self.PORT, golden=self.GOLDEN, exact=self.EXACT, dtype=dtype)
         growth = torch.tensor([10.0 / relative**2, -10.0 / relative**2])
         torch.testing.assert_close(site.widened(growth), torch.tensor([[6.0, 9.0], [0.25, 1.0]]))

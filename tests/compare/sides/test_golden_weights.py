@@ -83,9 +83,7 @@ class TestFinding:
         assert find_weights(None, golden, capture(toy, layers=(0, 3))) is not None
         assert find_weights(None, golden, capture(toy, layers=())) is not None
 
-    def test_named_folder_must_hold_a_model_and_a_hub_is_not_asked_yet(
-        self, toy: Path, tmp_path: Path
-    ) -> None:
+    def test_named_folder_holds_a_model_and_no_hub_is_asked_yet(self, toy: Path, tmp_path: Path) -> None:
         for model in (str(toy), "nobody/no-such-model"):
             assert find_weights(model, dump(), dump()) == CheckpointWeights(model=model)
         with pytest.raises(CheckpointError):
@@ -123,9 +121,7 @@ class TestReading:
     @pytest.mark.parametrize(
         ("name", "dtype"), [("bfloat16", torch.bfloat16), ("float32", torch.float32), (None, torch.bfloat16)]
     )
-    def test_weights_are_in_the_dtype_that_the_golden_computed_in(
-        self, toy: Path, name: str | None, dtype: torch.dtype
-    ) -> None:
+    def test_weights_are_in_the_goldens_dtype(self, toy: Path, name: str | None, dtype: torch.dtype) -> None:
         golden = dump() if name is None else capture(toy, dtype=name)
         weights = CheckpointWeights(model=str(toy))
         spec = weights.read_spec()

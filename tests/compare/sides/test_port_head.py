@@ -66,9 +66,7 @@ def test_right_head_passes(run_with_head: Callable[..., Path], judge: Judge, toy
     assert (comparison.verdict, comparison.blame) == (Verdict.PASS, ())
 
 
-def test_wrong_heads_are_blamed(
-    run_with_head: Callable[..., Path], judge: Judge, toy: Path, weights: HeadWeights
-) -> None:
+def test_wrong_heads_are_blamed(run_with_head: Any, judge: Judge, toy: Path, weights: HeadWeights) -> None:
     for name, head, site in (
         ("rows", {"lm_head": weights.lm_head.roll(1, dims=0)}, "logits"),
         # A scale that the output of the layers hides.
@@ -86,9 +84,7 @@ def test_head_of_another_model_is_refused(run_with_head: Any, judge: Judge, tmp_
         judge(run_with_head(), model=other)
 
 
-def test_computed_head_has_twin_and_floor_and_all_else_is_the_goldens(
-    golden: Path, weights: HeadWeights
-) -> None:
+def test_computed_head_has_twin_and_floor(golden: Path, weights: HeadWeights) -> None:
     source = Capture.open(golden)
     found = PortHeadGolden(source, source, layer=LAST, weights=weights)
     real = source.read_inputs().attention_mask.bool()

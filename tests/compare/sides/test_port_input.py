@@ -131,9 +131,7 @@ def test_pass_says_what_it_stands_on(run_full: Callable[[str], Any], golden: Pat
         ),
     ],
 )
-def test_mistake_is_blamed_on_its_layer_and_nowhere_else(
-    run_full: Callable[[str], Any], name: str, blamed: list[tuple[int, str]]
-) -> None:
+def test_mistake_is_blamed_on_its_layer_and_nowhere_else(run_full: Any, name: str, blamed: Any) -> None:
     exit_code, record, _ = run_full(name)
     assert (exit_code, places(record)) == (1, blamed)
 
@@ -146,9 +144,7 @@ def test_mistake_is_blamed_on_its_layer_and_nowhere_else(
         pytest.param("SwappedGateUp", "without_choice", marks=pytest.mark.slow),
     ],
 )
-def test_mistake_of_the_experts_shows_where_their_choice_does_not(
-    run_full: Callable[[str], Any], mistake: str, shows: str
-) -> None:
+def test_mistake_shows_where_the_choice_does_not(run_full: Any, mistake: str, shows: str) -> None:
     exit_code, record, _ = run_full(f"{mistake}_at_{LAYER}_{shows}")
     assert (exit_code, places(record)) == (1, [(LAYER, "moe_delta")])
     assert "router_experts" in record["blame"][0]["sites"]
@@ -182,9 +178,7 @@ class TestWithoutCheckpoint:
             assert any("--model DIR" in note for note in record["notes"])
 
 
-def test_computed_layer_has_all_sites_and_a_floor_and_other_layers_are_the_goldens(
-    copyist: Any, toy: Path
-) -> None:
+def test_computed_layer_has_all_sites_and_a_floor(copyist: Any, toy: Path) -> None:
     run = sweep_run(Span(0, 4), sites_level="layer")
     source = Capture.open(copyist.golden(run=run, noise_floor="stats"))
     with CheckpointWeights(model=str(toy)).open_layer(LAYER, source) as weights, torch.no_grad():
