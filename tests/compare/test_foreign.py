@@ -34,6 +34,11 @@ BLAMED = {
 }
 
 
+def formats(*, slow: tuple[str, ...]) -> list[Any]:
+    """All formats; of the slow ones, other tests read all values bit for bit."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in FORMATS]
+
+
 @pytest.fixture
 def save(dumps: Any, runs: Any, tmp_path: Path) -> Callable[..., Path]:
     """Saves a site of a run as NxDI does a module's tensor, padded to a bucket; `how` changes it."""
@@ -58,7 +63,7 @@ def save(dumps: Any, runs: Any, tmp_path: Path) -> Callable[..., Path]:
 
 
 class TestWholeDump:
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name", formats(slow=("vllm-neuron",)))
     def test_right_port_on_two_ranks_passes(self, write: Any, name: str, compare: Any) -> None:
         exit_code, record = compare(write(name, num_ranks=2))
         assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
@@ -66,7 +71,7 @@ class TestWholeDump:
         # Where the experts' choice does not show, tokens whose choice is in doubt are not judged.
         assert {site["status"] for site in record["sites"]} <= {"pass", "not exposed", "not judged"}
 
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name", formats(slow=("vllm-neuron", "sglang")))
     def test_swapped_gate_and_up_are_blamed(
         self, write: Any, name: str, compare: Any, tmp_path: Path
     ) -> None:
