@@ -30,22 +30,9 @@ from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeErro
 LIMITS = calibrated_limits()
 TERMS = LimitContext(backend="cpu", is_float32=False, share=1e-6)
 ELSEWHERE = replace(TERMS, backend="neuron-xla")
+ONES: Any = dict.fromkeys(NOISE_FIGURES, 1.0)
 CLEAN = NoiseRatio(
-    whole=1.0,
-    ordinary=1.0,
-    massive=1.0,
-    token_median=1.0,
-    token_p99=1.0,
-    token_worst=1.0,
-    worst_token=(1, 17),
-    is_estimated=False,
-    incoming=0.0,
-    token_gain=1.0,
-    channel_gain=1.0,
-    channel_offset=1.0,
-    channel_worst=1.0,
-    worst_channel=23,
-    is_widened=True,
+    **ONES, worst_token=(1, 17), is_estimated=False, incoming=0.0, worst_channel=23, is_widened=True
 )
 
 
