@@ -287,10 +287,10 @@ def test_scale_and_offset_below_the_floor_are_found_by_averages(copyist: Any, ju
         size = 4e-3 * tensor.float().square().mean().sqrt()
         return (tensor.float() + size).to(tensor.dtype)
 
-    comparison = judge(copyist.device_run({(1, Site.V_PROJ): scaled(1.01), (2, Site.MOE_DELTA): shifted}))
+    comparison = judge(copyist.device_run({(1, Site.MOE_DELTA): shifted, (2, Site.V_PROJ): scaled(1.01)}))
     blamed = [(one.layer, one.sites) for one in comparison.blame]
-    assert blamed == [(1, ("v_proj",)), (2, ("moe_delta",))]
-    (site,) = (site for site in comparison.of_layer(2) if site.site == Site.MOE_DELTA)
+    assert blamed == [(1, ("moe_delta",)), (2, ("v_proj",))]
+    (site,) = (site for site in comparison.of_layer(1) if site.site == Site.MOE_DELTA)
     assert site.noise is not None
     assert site.noise.whole < 1.2
     assert site.nearest is not None
