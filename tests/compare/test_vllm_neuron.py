@@ -211,10 +211,9 @@ class TestRows:
 def add_requests(dumps: Any, runs: Any) -> Callable[..., None]:
     """Puts passes of other requests beside those of a dump."""
 
-    def add(folder: Path, run: str, passes: Any, names: tuple[str, str]) -> None:
+    def add(folder: Path, run: str, passes: Any, names: tuple[str, str], *, shift: int = 0) -> None:
         dumps.write_vllm_neuron(folder / "warm", runs[run], passes=passes, names=names)
-        # The tokens of the warm-up are others: its embedding is not the prompts'.
-        change(folder / "warm", "*embed_tokens", lambda held: held.roll(1, -1))
+        change(folder / "warm", "*embed_tokens", lambda held: held.roll(shift, -1))
         for number, path in enumerate(sorted((folder / "warm" / "dp0").iterdir())):
             name = f"prefill_s128_{number + 7}"
             (path / f"{path.name}_meta.json").rename(path / f"{name}_meta.json")
@@ -230,7 +229,8 @@ class TestPasses:
     ) -> None:
         """A warm-up request of a prompt's length, one whose passes are not all held, and metadata alone."""
         folder = write()
-        add_requests(folder, "swapped", [[(0, 5, 33)], [(1, 0, 33), (0, 0, 15)]], ("8", "9"))
+        # The tokens of the warm-up are others: its embedding is not the prompts'.
+        add_requests(folder, "swapped", [[(0, 5, 33)], [(1, 0, 33), (0, 0, 15)]], ("8", "9"), shift=1)
         empty = folder / "dp0" / "decode_b2_0"
         empty.mkdir()
         (empty / "decode_b2_0_meta.json").write_text(json.dumps({"req_ids": [], "positions": [0, 0]}))
