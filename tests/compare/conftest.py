@@ -218,21 +218,10 @@ def dumps(load_module: Callable[[Path], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def runs(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Capture]:
+def runs(run_port: Callable[..., Path]) -> dict[str, Capture]:
     """The whole model on the example port, right and with gate and up swapped in layer 1."""
-    folder = tmp_path_factory.mktemp("runs")
-    targets = {
-        "right": f"{RIGHT_PORT}:DecoderLayer",
-        "swapped": f"{PORTS / 'planted.py'}:SwappedGateUpInLayerOne",
-    }
-    captures = {}
-    for name, target in targets.items():
-        arguments = ["full", "--model", str(toy), "--golden", str(golden), "--backend", "cpu", "--quiet"]
-        arguments += ["--target", target, "--output-dir", str(folder / name)]
-        result = click.testing.CliRunner().invoke(mm2_test, arguments)
-        assert result.exit_code == (0 if name == "right" else 1), result.output
-        captures[name] = Capture.open(folder / name)
-    return captures
+    targets = {"right": f"{RIGHT_PORT}:DecoderLayer", "swapped": "one_wrong_layer.py:SwappedGateUp_at_1"}
+    return {name: Capture.open(run_port("full", target)) for name, target in targets.items()}
 
 
 @pytest.fixture(scope="session")

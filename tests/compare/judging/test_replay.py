@@ -43,14 +43,9 @@ def blamed(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 @pytest.fixture(scope="module")
-def flipped(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def flipped(run_port: Callable[..., Path]) -> Path:
     """A run of a layer without its correction bias: most tokens go to other experts."""
-    directory = tmp_path_factory.mktemp("flipped") / "run"
-    arguments = ["single-layer", "--layer", LAYER, "--model", toy, "--golden", golden, "--quiet"]
-    options = ["--target", f"{PORTS}:NoCorrectionBias", "--backend", "cpu", "--output-dir", directory]
-    result = click.testing.CliRunner().invoke(mm2_test, [str(part) for part in (*arguments, *options)])
-    assert result.exit_code == 1, result.output
-    return directory
+    return run_port("single-layer", "planted.py:NoCorrectionBias", "--layer", LAYER)
 
 
 def test_right_experts_behind_a_wrong_choice_pass(flipped: Path, toy: Path, judge: Judge) -> None:
