@@ -267,7 +267,7 @@ def test_router_dtypes_that_change_experts_are_told(copyist: Any, judge: Judge) 
 
 def test_device_run_in_the_goldens_place_is_told(copyist: Any, judge: Judge) -> None:
     run = copyist.device_run()
-    comparison = judge(run, reference=run, pattern="layer_1")
+    comparison = judge(copyist.device_run(name="other"), reference=run)
     assert comparison.verdict is Verdict.PASS
     assert any(note.endswith("on a device, not a golden") for note in comparison.notes)
 
@@ -315,22 +315,28 @@ class TestSeveralCulprits:
         assert groups[0].worst_layer in (1, 3)
 
 
-def test_curve_of_a_chain_shows_its_onset(copyist: Any, golden: Path, compare: Any, command: Command) -> None:
+def test_curve_of_a_chain_shows_its_onset(
+    copyist: Any, golden: Path, judge: Judge, compare: Any, command: Command
+) -> None:
     changes = {(1, Site.MOE_DELTA): noisy(0.5), (1, Site.OUTPUT): noisy(0.1)}
     chained = copyist.device_run(changes, run=full_run(NUM_LAYERS, sites_level="all"))
-    _, record = compare(chained)
-    curve = record["curve"]
-    assert set(curve["points"][0]) == {"layer", "error", "handed_on", "floor", "ratio"}
-    assert [point["layer"] for point in curve["points"]] == list(range(NUM_LAYERS))
-    assert (curve["onset"], record["blame_groups"][0]["layers"]) == (1, [1])
-    before, at, after = curve["points"][:3]
-    assert before["error"] < at["error"]
-    assert (at["handed_on"], at["ratio"] > 5.0) == (0.0, True)
+    curve = judge(chained).curve
+    assert curve is not None
+    assert [point.layer for point in curve.points] == list(range(NUM_LAYERS))
+    assert curve.onset == 1
+    before, at, after = curve.points[:3]
+    assert before.error < at.error
+    assert (at.handed_on, at.ratio > 5.0) == (0.0, True)
     # Of the ordinary channels, where it is larger than over all.
-    assert after["handed_on"] >= at["error"]
-    assert after["ratio"] < 1.5
-    assert "mm2-test single-layer --layer 1" in curve["command"]
-    assert f"--golden {golden}" in curve["command"]
+    assert after.handed_on >= at.error
+    assert after.ratio < 1.5
+    assert "mm2-test single-layer --layer 1" in curve.command
+    assert f"--golden {golden}" in curve.command
+    # Both reports have it.
+    _, record = compare(chained)
+    assert record["curve"]["onset"] == 1
+    assert set(record["curve"]["points"][0]) == {"layer", "error", "handed_on", "floor", "ratio"}
+    assert record["blame_groups"][0]["layers"] == [1]
     text = command(mm2_compare, "--golden", golden, "--run", chained).stdout
     assert "Error along the chain" in text
     assert "Errors beyond noise begin at layer 1." in text
