@@ -60,7 +60,7 @@ def wrong_output(shared_copyist: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def failure(golden: Path, failing: Path) -> click.testing.Result:
-    """What the command says of the failing run, as JSON."""
+    """Result of the command on the failing run, as JSON."""
     arguments = ["--golden", str(golden), "--run", str(failing), "--json", "--quiet"]
     return click.testing.CliRunner().invoke(mm2_compare, arguments)
 

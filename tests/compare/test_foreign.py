@@ -35,7 +35,7 @@ BLAMED = {
 
 
 def formats(*, slow: tuple[str, ...]) -> list[Any]:
-    """All formats; of the slow ones, other tests read all values bit for bit."""
+    """Return all formats; of the slow ones, other tests read all values bit for bit."""
     return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in FORMATS]
 
 

@@ -36,7 +36,7 @@ STREAMED: dict[str, dict[str, Any]] = {
 
 
 def streams(device: str) -> dict[str, Streaming]:
-    """Both ways to stream, by name."""
+    """Return both ways to stream, by name."""
     return {
         "alone": Streaming(device=torch.device(device), prefetch=False),
         "prefetching": Streaming(device=torch.device(device), prefetch=True),

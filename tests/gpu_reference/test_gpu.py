@@ -67,7 +67,7 @@ def test_twin_on_the_gpu_is_float32_not_tf32(ask: Any, on_gpu: Capture, tmp_path
 
 
 def split(layers: Sequence[int | str], *, norm: int, head: int | str, **options: Any) -> Placement:
-    """Each layer on its device, the embedding on the first GPU."""
+    """Place each layer on its device, the embedding on the first GPU."""
     device_map: dict[str, int | str] = {"model.embed_tokens": 0}
     device_map |= {f"model.layers.{layer}": where for layer, where in enumerate(layers)}
     device_map |= {"model.norm": norm, "model.rotary_emb": 0, "lm_head": head}

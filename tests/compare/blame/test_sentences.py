@@ -316,7 +316,7 @@ def told(
 
 
 def told_of(order: Order, head_dim: int | None) -> str | None:
-    """Of a port that holds the golden's values [B,S,F] in another order, each with its own rounding."""
+    """Return the sentence of a port with the golden's values [B,S,F] in another order, each rounded anew."""
     generator = torch.Generator().manual_seed(0)
     golden = torch.randn(ROWS, LENGTH, WIDTH, generator=generator)
     port = order(golden) * (1 + 0.004 * torch.randn(golden.shape, generator=generator))

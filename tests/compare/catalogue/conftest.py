@@ -79,7 +79,7 @@ class Weights:
         return name not in self._others
 
     def without_fp8(self, *others: str) -> Weights:
-        """These weights, some of which are not stored in FP8."""
+        """Return these weights, some of them not stored in FP8."""
         return Weights(others=others)
 
     def has_layer(self, layer: int) -> bool:

@@ -67,7 +67,7 @@ def chunks(open_layer: OpenLayer, request: pytest.FixtureRequest) -> Evaluation:
 
 @pytest.fixture(scope="module")
 def layers(open_layer: OpenLayer) -> list[Evaluation]:
-    """All of them."""
+    """Evaluations of all layers."""
     return [
         opened(open_layer, mask, in_chunks=in_chunks) for mask in (RIGHT, LEFT) for in_chunks in (False, True)
     ]

@@ -164,7 +164,7 @@ def word_groups(*layers: LayerDiagnosis) -> str:
 
 
 def word_layers(layers: Sequence[LayerDiagnosis]) -> str:
-    """What is still named of each layer, and its notes."""
+    """Return the names that each layer keeps, and its notes."""
     return "\n".join(
         f"layer {one.layer}: {', '.join(found.mistake for found in one.named) or 'nothing'}"
         + "".join(f"\n  {note}" for note in one.notes)

@@ -37,7 +37,7 @@ EMBEDDING, NORM, LOGITS = ModelSite.EMBEDDING, ModelSite.FINAL_NORM, ModelSite.L
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What lies outside the layers of the golden's model, in float32."""
+    """Parts outside the layers of the golden's model, in float32."""
 
     spec: ModelSpec
     embedding: torch.Tensor
@@ -102,13 +102,13 @@ def scores(model: Model) -> torch.Tensor:
 
 
 def strided(model: Model) -> torch.Tensor:
-    """Each rank holds every fourth row where a block was meant."""
+    """Table of which each rank holds every fourth row where a block was meant."""
     rows = torch.arange(model.spec.vocab_size).unflatten(0, (-1, 4)).T.flatten()
     return model.embedding[rows[model.ids]]
 
 
 def gathered_strided(model: Model) -> torch.Tensor:
-    """Each rank holds a block where every fourth row was meant."""
+    """Table of which each rank holds a block where every fourth row was meant."""
     rows = torch.arange(model.spec.vocab_size).unflatten(0, (-1, 4)).T.flatten()
     return model.embedding[rows.argsort()[model.ids]]
 

@@ -39,7 +39,7 @@ def scaling(name: str, *factors: float, **parts: Any) -> ModelMistake:
 
 
 def search(port: torch.Tensor, *mistakes: ModelMistake, correct: torch.Tensor = CORRECT) -> str:
-    """What is named of a site, or nearest, and the figures."""
+    """Return the mistakes named of a site, or nearest, and the figures."""
     found = search_site(case(port, correct), mistakes, is_blamed=True)
     lines = [f"rho {found.unexplained:.3f}, {found.num_hypotheses} tried"]
     for title, findings in (("named", found.named), ("nearest", found.nearest)):

@@ -189,7 +189,7 @@ def test_proof_is_of_a_clear_error_of_which_the_noise_is_left() -> None:
 
 
 def word_names(*scores: Score) -> str:
-    """What is named, the best first, and the factor that describes the port."""
+    """Return the names, the best first, and the factor that describes the port."""
     described = describe_port(scores)
     words = "nothing" if described is None else described.hypothesis.name
     order = ", ".join(f"{score.hypothesis.name} {score.misfit:g}" for score in best_first(scores))

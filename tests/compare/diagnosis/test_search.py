@@ -117,7 +117,7 @@ def search(
 
 
 def word_search(port: Port, *mistakes: Mistake, **options: Any) -> str:
-    """What is named, or nearest, and the turns: on how many tokens which hypotheses were tried."""
+    """Return the names, or the nearest, and the turns: on how many tokens which hypotheses were tried."""
     outcome = search(port, *mistakes, **options)
     lines = [f"{outcome.num_tried} tried"]
     for title, scores in (("named", outcome.named), ("nearest", outcome.nearest)):
@@ -165,7 +165,7 @@ def left(leaves: float) -> dict[str, Any]:
 
 
 def turns() -> dict[str, str]:
-    """Which mistakes are tried, and in which order."""
+    """Return the mistakes that are tried, in their order."""
     one, other = mistake("one"), mistake("other")
     expected = [one.with_parameters({})]
     seen = (KEYS, other, mistake("late", Site.K_PROJ, find_at_last=lambda _: ({},)))
@@ -313,7 +313,7 @@ def proofs() -> dict[str, str]:
 
 
 def fits() -> dict[str, str]:
-    """Which mistakes with a parameter are fitted, and which are tried below the noise."""
+    """Return the mistakes whose parameter is fitted, and those that are tried below the noise."""
     alike = dict(zip(range(11, 6, -1), (0.9, 0.8, 0.7, 0.6, 0.4), strict=True))
     figures = each(12, misfit=lambda n: 401.0 + n, likeness=lambda n: alike.get(n, 0.1))
     in_noise = {"a": {"z": 1.0}, "b": {"z": -1.0}, "c": {"z": 0.9}}

@@ -255,7 +255,7 @@ class TestParts:
 
     @pytest.fixture
     def parts(self, recipe: Any, tmp_path: Path) -> list[Manifest]:
-        """What two ranks listed, of which the second one wrote layers 1 and 2."""
+        """Manifests of two ranks, of which the second one wrote layers 1 and 2."""
         with recipe.open(tmp_path) as first:
             second = CaptureWriter(tmp_path, first.manifest, manifest_name=part_name(1))
             for writer, layers in ((first, (0,)), (second, (1, 2))):

@@ -37,7 +37,7 @@ def split(make: Callable[..., Any]) -> Split:
 
 @pytest.fixture
 def bottom(split: Split) -> dict[str, Any]:
-    """What a file of gpt2's bottom holds."""
+    """Content of a file of gpt2's bottom."""
     made, parts = split("gpt2")
     return {**facts(made, "bottom"), "state_dict": state_dict(made, parts, "bottom")}
 
