@@ -41,7 +41,7 @@ demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, on the CP
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP) ## Run the tests without the slow ones, and without those of check and of scripts/
-	@echo "Running the tests, 8 to 15 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
+	@echo "Running the tests, about 11 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
 	$(BIN)/python $(FAST_TESTS)
 
 test-scripts: $(STAMP) ## Run the tests of the benchmarks and tools in scripts/, without the slow ones
