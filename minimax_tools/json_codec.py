@@ -71,6 +71,19 @@ def decode(kind: type[T], record: Any) -> T:
         raise DecodeError(_describe(error, kind)) from error
 
 
+def decode_version(kind: type[T], record: Mapping[str, Any], *, version: int) -> T:
+    """Return the value of a file of mm2's own, whose key `schema_version` says which version wrote it.
+
+    Raises:
+        KeyError: The record has no version.
+        ValueError: It has another version than this mm2 reads, or does not match the type.
+    """
+    found = decode(int, record["schema_version"])
+    if found != version:
+        raise ValueError(f"another mm2 wrote it: version {found}; this one reads {version}")
+    return decode(kind, record)
+
+
 def encode_fields(value: Any, **keys: str) -> dict[str, Any]:
     """Return a dataclass as an object with one key for each field, for a class whose `to_json` changes that object.
 

@@ -20,7 +20,7 @@ from minimax_tools.errors import (
     list_faults,
     shorten,
 )
-from minimax_tools.json_codec import decode, decode_fields, encode, encode_fields
+from minimax_tools.json_codec import decode_fields, decode_version, encode, encode_fields
 from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.model.architecture import PART_EMBEDDING, PART_HEAD, Architecture, ParamMapper, part_of
@@ -291,10 +291,7 @@ class PartitionPlan:
 
         try:
             values = read_own_json(path, object_hook=None if tensors_of is None else drop_others)
-            version = decode(int, values["schema_version"])
-            if version != SCHEMA_VERSION:
-                raise ValueError(f"another mm2 wrote it: version {version}; this one reads {SCHEMA_VERSION}")
-            plan = decode(cls, values)
+            plan = decode_version(cls, values, version=SCHEMA_VERSION)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise UsageError(
                 f"{path} is no plan",

@@ -59,15 +59,11 @@ class SliceDescription:
         Raises:
             CheckpointError: There is none, or it is damaged or of another version.
         """
-        from minimax_tools.json_codec import decode
+        from minimax_tools.json_codec import decode_version
 
         try:
             record = read_own_json(folder / SLICE_FILE)
-            version = decode(int, record["schema_version"])
-            if version != SCHEMA_VERSION:
-                raise ValueError(f"another mm2 wrote it: version {version}; this one reads {SCHEMA_VERSION}")
-            # `decode` ignores the key of the version.
-            return decode(cls, record)
+            return decode_version(cls, record, version=SCHEMA_VERSION)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder} holds no slice",
