@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -139,6 +141,24 @@ def golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # transformers' modules are here only now.
     keep_for_good()
     return directory
+
+
+@pytest.fixture(scope="session")
+def load_with_float32_router() -> Callable[..., Any]:
+    """Loads transformers' own model of a checkpoint in BF16, its routers as they are stored."""
+
+    def load(folder: Path, **options: Any) -> Any:
+        from transformers import MiniMaxM2ForCausalLM
+
+        model = MiniMaxM2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
+        with CheckpointReader(folder) as reader:
+            for index, layer in enumerate(model.model.layers):
+                gate, bias = (reader.read(layer_prefix(index) + name) for name in (GATE, CORRECTION_BIAS))
+                layer.mlp.gate.weight = torch.nn.Parameter(gate)
+                layer.mlp.e_score_correction_bias = bias
+        return model
+
+    return load
 
 
 @pytest.fixture(scope="session")

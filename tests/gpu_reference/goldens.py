@@ -13,11 +13,9 @@ from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
-from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.machine.memory import MemoryBudget, MemoryUsage, give_back_freed_memory
 from minimax_tools.model.run import Run, full_run
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.text.input_request import InputRequest
 from minimax_tools.text.prompts import build_inputs
 
@@ -91,19 +89,6 @@ def present(tensor: torch.Tensor | None) -> torch.Tensor:
     """Return what a capture holds."""
     assert tensor is not None
     return tensor
-
-
-def load_with_float32_router(folder: Path, **options: Any) -> Any:
-    """Load transformers' own model of a BF16 checkpoint, its routers as they are stored."""
-    from transformers import MiniMaxM2ForCausalLM
-
-    model = MiniMaxM2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
-    with CheckpointReader(folder) as reader:
-        for index, layer in enumerate(model.model.layers):
-            gate, bias = (reader.read(layer_prefix(index) + name) for name in (GATE, CORRECTION_BIAS))
-            layer.mlp.gate.weight = torch.nn.Parameter(gate)
-            layer.mlp.e_score_correction_bias = bias
-    return model
 
 
 class StoppedError(Exception):

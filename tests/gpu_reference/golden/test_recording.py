@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from goldens import capture, load_with_float32_router
+from goldens import capture
 
 from compare.cli import main as mm2_compare
 from gpu_reference.golden.golden import Golden, GoldenRequest, open_golden
@@ -32,7 +32,7 @@ def recorded_logits(golden: Golden, request: GoldenRequest) -> torch.Tensor:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_recorded_golden_is_transformers_own_model_with_a_float32_router(
-    ask: Any, toy_bf16: Path, implementation: str
+    ask: Any, toy_bf16: Path, load_with_float32_router: Any, implementation: str
 ) -> None:
     request = ask(attn_implementation=implementation)
     model = load_with_float32_router(

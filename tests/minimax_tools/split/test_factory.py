@@ -15,10 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import BackendError, CheckpointError, UsageError
 from minimax_tools.machine.memory import MemoryBudgetError
-from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory, logging_to_stderr
 
@@ -185,19 +183,11 @@ def test_dtype_comes_from_the_weights_where_the_config_has_none(make: Any, tmp_p
 
 
 @pytest.fixture(scope="module")
-def whole_toy(toy: Path) -> Any:
+def whole_toy(toy: Path, load_with_float32_router: Any) -> Any:
     """transformers' model of mm2's synthetic checkpoint, its router as stored."""
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers import FineGrainedFP8Config
 
-    model = AutoModelForCausalLM.from_pretrained(
-        toy, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
-    ).eval()
-    with CheckpointReader(toy) as reader:
-        for number, layer in enumerate(model.model.layers):
-            gate, bias = (reader.read(layer_prefix(number) + name) for name in (GATE, CORRECTION_BIAS))
-            layer.mlp.gate.weight = torch.nn.Parameter(gate)
-            layer.mlp.e_score_correction_bias = bias
-    return model
+    return load_with_float32_router(toy, quantization_config=FineGrainedFP8Config(dequantize=True))
 
 
 @pytest.fixture(scope="module")
