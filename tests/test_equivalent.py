@@ -267,7 +267,7 @@ IDS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
-    """The same model in BF16 and float32."""
+    """Checkpoints of one model in BF16 and float32."""
     folder = tmp_path_factory.mktemp("sources")
     for dtype in (torch.bfloat16, torch.float32):
         synthesize(folder / str(dtype), model=SMALL, dtype=dtype, shard_size_bytes=None, seed=0)

@@ -27,6 +27,7 @@ Run = Callable[..., Result]
 Process = Callable[..., "subprocess.CompletedProcess[str]"]
 WritePort = Callable[..., str]
 MakeGolden = Callable[..., Path]
+MakeModel = Callable[[SyntheticModel, torch.dtype], Path]
 Environment = Callable[..., dict[str, str]]
 
 SHORT = ("--seq-len", "12,7", "--json")
@@ -314,25 +315,37 @@ def serve(
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """Makes a synthetic checkpoint of a model in a dtype, and returns its folder."""
+
+    def make(model: SyntheticModel, dtype: torch.dtype) -> Path:
+        folder = tmp_path_factory.mktemp("model") / str(dtype).removeprefix("torch.")
+        synthesize(folder, model=model, dtype=dtype, shard_size_bytes=None, seed=0)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small(make_model: MakeModel) -> Path:
     """A model smaller than the toy, in BF16, for what needs no golden: 4 layers, hidden 64, 8 experts."""
-    return _synthesize(tmp_path_factory, SMALL, torch.bfloat16)
+    return make_model(SMALL, torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
-def small_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_fp8(make_model: MakeModel) -> Path:
     """A model in FP8 as small as `small`, whose experts are not square."""
-    return _synthesize(tmp_path_factory, replace(SMALL, intermediate_size=32), torch.float8_e4m3fn)
+    return make_model(replace(SMALL, intermediate_size=32), torch.float8_e4m3fn)
 
 
 @pytest.fixture(scope="session")
-def copies(small_fp8: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+def copies(small_fp8: Path, make_model: MakeModel) -> dict[torch.dtype, Path]:
     """The small model whose experts are not square in FP8, BF16 and float32."""
     model = replace(SMALL, intermediate_size=32)
     others = (torch.bfloat16, torch.float32)
     return {
         torch.float8_e4m3fn: small_fp8,
-        **{dtype: _synthesize(tmp_path_factory, model, dtype) for dtype in others},
+        **{dtype: make_model(model, dtype) for dtype in others},
     }
 
 
@@ -367,12 +380,6 @@ def float32_golden(copies: dict[torch.dtype, Path], make_golden: MakeGolden) -> 
     """The small model's golden in float32, which has no BF16 noise and so no floor."""
     in_float32 = ("--dtype", "float32", "--noise-floor", "off")
     return make_golden(copies[torch.float32], *in_float32, "--seq-len", "24,15")
-
-
-def _synthesize(tmp_path_factory: pytest.TempPathFactory, model: SyntheticModel, dtype: torch.dtype) -> Path:
-    folder = tmp_path_factory.mktemp("small") / str(dtype).removeprefix("torch.")
-    synthesize(folder, model=model, dtype=dtype, shard_size_bytes=None, seed=0)
-    return folder
 
 
 def _run_process(

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 Judged = Callable[..., dict[str, Any]]
@@ -221,12 +220,10 @@ print(json.dumps([weights, peak() - before, num_bytes_read]))
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+def large(make_model: Any) -> tuple[Path, int]:
     """A model of 100 MB a layer, nearly all of them experts of a square matrix of half a megabyte."""
-    folder = tmp_path_factory.mktemp("large") / "large"
     model = SyntheticModel(num_hidden_layers=1, hidden_size=512, intermediate_size=512, num_local_experts=64)
-    synthesize(folder, model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return folder, 64 * 3 * 512 * 512 * 2
+    return make_model(model, torch.bfloat16), 64 * 3 * 512 * 512 * 2
 
 
 @pytest.mark.parametrize(

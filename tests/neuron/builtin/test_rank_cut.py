@@ -14,17 +14,13 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import O_PROJ, Q_NORM, Q_PROJ, expert_weight
-from minimax_tools.synthetic.checkpoint import synthesize
-from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.builtin.rank_cut import HeadLayout, RankCut
 
 
 @pytest.fixture(scope="module")
-def copies(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+def copies(toy: Path, toy_bf16: Path) -> dict[torch.dtype, Path]:
     """The toy model, larger than the others, in FP8 and BF16."""
-    folder = tmp_path_factory.mktemp("copies") / "toy"
-    synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return {torch.float8_e4m3fn: toy, torch.bfloat16: folder}
+    return {torch.float8_e4m3fn: toy, torch.bfloat16: toy_bf16}
 
 
 @pytest.fixture(params=[torch.float8_e4m3fn, torch.bfloat16], ids=str)

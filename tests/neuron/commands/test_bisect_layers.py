@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from minimax_tools.provenance import numeric_environment
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 NUM_LAYERS = 12
@@ -77,9 +76,8 @@ class Port(DeviceLayer):
 
 
 @pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def deep(make_model: Any) -> Path:
     """A narrow FP8 model of twelve layers."""
-    folder = tmp_path_factory.mktemp("deep") / "deep"
     model = SyntheticModel(
         num_hidden_layers=NUM_LAYERS,
         hidden_size=128,
@@ -89,8 +87,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_local_experts=16,
         intermediate_size=64,
     )
-    synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
-    return folder
+    made: Path = make_model(model, torch.float8_e4m3fn)
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -79,11 +79,10 @@ def DecoderLayer(config, layer_idx):
 
 
 @pytest.fixture(scope="module")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shallow(make_model: Any) -> Path:
     """A small model with one layer: each wrong layer is proved in a process of its own."""
-    folder = tmp_path_factory.mktemp("shallow") / "shallow"
-    synthesize(folder, model=SHALLOW, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
-    return folder
+    made: Path = make_model(SHALLOW, torch.float8_e4m3fn)
+    return made
 
 
 @pytest.fixture(scope="module")

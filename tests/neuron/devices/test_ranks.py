@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from minimax_tools.errors import TargetError
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.ranks import Ranks
 from neuron.devices.spmd import TENSOR_AXIS, Spmd
@@ -83,12 +82,11 @@ except BackendError as error:
 
 
 @pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def model_of(make_model: Any) -> Callable[..., Path]:
     """A float32 model of so many heads and kv heads; 8 experts of width 24, which 5 ranks do not divide."""
 
     @functools.cache
     def make(num_heads: int, num_kv_heads: int) -> Path:
-        folder = tmp_path_factory.mktemp("ranks") / f"{num_heads}x{num_kv_heads}"
         model = SyntheticModel(
             num_hidden_layers=2,
             hidden_size=64,
@@ -100,8 +98,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             num_experts_per_tok=2,
             intermediate_size=24,
         )
-        synthesize(folder, model=model, dtype=torch.float32, shard_size_bytes=None, seed=0)
-        return folder
+        made: Path = make_model(model, torch.float32)
+        return made
 
     return make
 

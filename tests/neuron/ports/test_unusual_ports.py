@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from minimax_tools.model.site_layouts import Sharded
 from minimax_tools.model.sites import Site
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 from neuron.devices.ranks import Ranks
@@ -144,9 +143,8 @@ class TestFolded:
 
 
 @pytest.fixture(scope="module")
-def two_layers(make_golden: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+def two_layers(make_golden: Any, make_model: Any) -> tuple[object, ...]:
     """Options that name a model of two layers and its golden."""
-    model = tmp_path_factory.mktemp("two_layers") / "model"
     quantities = SyntheticModel(
         num_hidden_layers=2,
         hidden_size=64,
@@ -154,7 +152,7 @@ def two_layers(make_golden: Any, tmp_path_factory: pytest.TempPathFactory) -> tu
         num_experts_per_tok=2,
         intermediate_size=32,
     )
-    synthesize(model, model=quantities, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    model = make_model(quantities, torch.bfloat16)
     return ("--model", model, "--golden", make_golden(model, "--seq-len", "10,7"))
 
 

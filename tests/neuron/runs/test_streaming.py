@@ -121,18 +121,15 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(make_model: Any) -> Path:
     """A small model with a vocabulary of 51 MB in BF16."""
-    folder = tmp_path_factory.mktemp("wide") / "wide"
-    model = SyntheticModel(num_hidden_layers=2, vocab_size=100_000)
-    synthesize(folder, model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return folder
+    made: Path = make_model(SyntheticModel(num_hidden_layers=2, vocab_size=100_000), torch.bfloat16)
+    return made
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(make_model: Any) -> Path:
     """Two layers of 107 MB in BF16, stored as FP8."""
-    folder = tmp_path_factory.mktemp("large") / "large"
     model = SyntheticModel(
         num_hidden_layers=2,
         hidden_size=1024,
@@ -142,8 +139,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate_size=512,
         vocab_size=30_000,
     )
-    synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
-    return folder
+    made: Path = make_model(model, torch.float8_e4m3fn)
+    return made
 
 
 class TestReadingAhead:

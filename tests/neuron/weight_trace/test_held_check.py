@@ -15,7 +15,6 @@ from minimax_tools.capture.manifest import HeldWeights, WeightMistake
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.weights import WeightLoader
 from neuron.ports.targets import find_target
@@ -46,10 +45,9 @@ Hold = Callable[..., HeldWeights]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "tiny"
-    synthesize(folder, model=MODEL, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
-    return folder
+def tiny(make_model: Any) -> Path:
+    made: Path = make_model(MODEL, torch.float8_e4m3fn)
+    return made
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import torch
 
 from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError, MemoryUsage
 from minimax_tools.model.weight_names import layer_bytes
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 from neuron.weight_trace.port_tensors import Snapshot, TensorPart
@@ -57,10 +56,9 @@ def budget_of(num_experts: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wide") / "wide"
-    synthesize(folder, model=MODEL, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return folder
+def wide(make_model: Any) -> Path:
+    made: Path = make_model(MODEL, torch.bfloat16)
+    return made
 
 
 @pytest.fixture
