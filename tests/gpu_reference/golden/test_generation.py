@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from goldens import load_with_float32_router
 
 from gpu_reference.golden.generation import generate
 from gpu_reference.golden.golden import Golden, open_golden
@@ -48,7 +47,9 @@ def new_ids(generated: Generation) -> list[list[int]]:
     return [list(row.generated_ids) for row in generated.rows]
 
 
-def test_greedy_generation_is_transformers_own(go_on: Continue, toy: Path, toy_bf16: Path) -> None:
+def test_greedy_generation_is_transformers_own(
+    go_on: Continue, toy: Path, toy_bf16: Path, load_with_float32_router: Any
+) -> None:
     inputs = batch(toy, seq_lens=(12,))
     expected = load_with_float32_router(toy_bf16).generate(inputs.input_ids, **OWN)
     assert new_ids(go_on(inputs)) == [expected[0, 12:].tolist()]
