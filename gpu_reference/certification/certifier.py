@@ -46,10 +46,11 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.progress import LayerProgress, Progress
 from minimax_tools.metrics.noise_floor import error_name, error_norms, token_rows, variant_name
+from minimax_tools.model.graph import ModelGraph, QkNorm
 from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.router import Router, router_dtypes
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.provenance import library_versions
 from minimax_tools.reference.evaluation import Float32Layer
 from minimax_tools.reference.modules import read_config
@@ -187,7 +188,7 @@ class LayerCertifier:
             self._finite.check("tensors hold no NaN or Inf on a real token"),
             self._rotary.check("queries and keys rotate the width that config.json says"),
             self._norms.check("the norms scale the heads of a token differently"),
-            self._router.check("layers choose experts by their logits and the float32 bias"),
+            self._router.check("layers choose experts by their logits and the checkpoint's router"),
             self._reference.check("transformers' float32 layer is off mm2's own"),
             self._noise.check("what the golden stored is off its float32 layer"),
             self._scale.check("what the golden stored is larger or smaller than its float32 layer"),
@@ -258,7 +259,7 @@ class LayerCertifier:
                     distance, reference_limit(site, largest_position), f"{site} of layer {layer}"
                 )
         if {Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS} <= stored.keys():
-            self._check_router(layer, stored, tensors[CORRECTION_BIAS])
+            self._check_router(layer, stored, Router.of(model.spec, tensors))
         return computed
 
     def _run_twins(
@@ -273,7 +274,7 @@ class LayerCertifier:
             )
             return {}
         config = read_config(model.reader.folder, num_hidden_layers=model.spec.num_hidden_layers)
-        twin = Float32Twin(config, tensors, layer=layer, device=torch.device("cpu"))
+        twin = Float32Twin(config, tensors, spec=model.spec, layer=layer, device=torch.device("cpu"))
         sites = tuple(site for site in Site if site is not Site.INPUT)
         chosen = stored.get(Site.ROUTER_EXPERTS)
         return twin.run(stored[Site.INPUT], self._inputs, router_experts=chosen, sites=sites)
@@ -310,19 +311,22 @@ class LayerCertifier:
     def _check_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
         if Site.Q_ROPE not in stored:
             return
+        if _graph_of(self._golden).qk_norm is not QkNorm.ALL_HEADS:
+            self._norms.missing = "this model norms each head for itself"
+            return
         head_dim = stored[Site.Q_ROPE].shape[-1]
         for projected, normed in ((Site.Q_PROJ, Site.Q_NORM), (Site.K_PROJ, Site.K_NORM)):
             if {projected, normed} <= stored.keys():
                 spread = norm_spread(stored[projected], stored[normed], self._real, head_dim=head_dim)
                 self._norms.add(spread, NORM_LIMIT[self._dtype], f"{normed} of layer {layer}")
 
-    def _check_router(self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor) -> None:
-        num_wrong_tokens, weight_error = find_router_faults(stored, bias, self._real)
+    def _check_router(self, layer: int, stored: Mapping[Site, torch.Tensor], router: Router) -> None:
+        num_wrong_tokens, weight_error = find_router_faults(stored, router, self._real)
         faults = []
         if num_wrong_tokens:
             faults.append(
                 f"layer {layer}: the experts of {num_wrong_tokens} of {int(self._real.sum())} tokens do not follow "
-                "from their logits and the checkpoint's float32 bias"
+                "from their logits and the checkpoint's router"
             )
         if weight_error > _WEIGHT_LIMIT:
             faults.append(
@@ -331,8 +335,6 @@ class LayerCertifier:
         self._router.add(*faults)
 
 
-# Names among the golden's dtypes that must be float32.
-_ROUTER_DTYPES = ("router_gate", "correction_bias")
 # The first good version of each package that made wrong goldens before, and what was wrong.
 _FIRST_GOOD = {
     "transformers": ("5.23", "it ignores rotary_dim and rotates whole heads (transformers#48241)"),
@@ -424,10 +426,20 @@ def _check_versions(capture: Capture) -> Check:
     return claim("versions", is_right=not broken, found=found)
 
 
+def _graph_of(golden: Capture) -> ModelGraph:
+    return _spec_of(golden).graph
+
+
+def _spec_of(golden: Capture) -> ModelSpec:
+    return ModelSpec.from_config(golden.description.provenance.model_config)
+
+
 def _check_dtypes(capture: Capture) -> Check:
-    dtypes = capture.description.provenance.dtypes
-    found = ", ".join(f"{name} {dtypes.get(name, 'unknown')}" for name in _ROUTER_DTYPES)
-    is_right = all(dtypes.get(name) == "float32" for name in _ROUTER_DTYPES)
+    provenance = capture.description.provenance
+    dtypes = provenance.dtypes
+    expected = router_dtypes(_spec_of(capture), dtypes.get("weights", ""))
+    found = ", ".join(f"{name} {dtypes.get(name, 'unknown')}" for name in expected)
+    is_right = all(dtypes.get(name) == dtype for name, dtype in expected.items())
     return claim("float32_router", is_right=is_right, found=found)
 
 

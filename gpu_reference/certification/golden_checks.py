@@ -16,6 +16,7 @@ import torch
 from minimax_tools.capture.manifest import Check, Outcome
 from minimax_tools.errors import list_faults
 from minimax_tools.json_codec import finite_or_none
+from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 
 
@@ -188,25 +189,24 @@ def norm_spread(projected: torch.Tensor, normed: torch.Tensor, real: torch.Tenso
 
 
 def find_router_faults(
-    captured: Mapping[Site, torch.Tensor], bias: torch.Tensor, real: torch.Tensor
+    captured: Mapping[Site, torch.Tensor], router: Router, real: torch.Tensor
 ) -> RouterFaults:
-    """Check that experts and weights follow from the router's logits and the float32 bias.
+    """Check that experts and weights follow from the router's logits.
 
     Args:
         captured: Router logits [B,S,E], experts [B,S,k], and router weights [B,S,k] if they were captured.
-        bias: float32 [E].
+        router: The layer's router.
         real: bool [B,S], false on padding.
     """
-    scores = captured[Site.ROUTER_LOGITS][real].double().sigmoid()
-    biased = scores + bias.double()
+    scores = router.scores(captured[Site.ROUTER_LOGITS][real].double())
+    biased = router.biased(scores)
     experts = captured[Site.ROUTER_EXPERTS][real].long()
     worst_chosen = biased.gather(-1, experts).amin(dim=-1)
     best_other = biased.scatter(-1, experts, -torch.inf).amax(dim=-1)
     num_wrong_tokens = int((best_other > worst_chosen + _TIE * biased.abs().amax()).sum())
     if Site.ROUTER_WEIGHTS not in captured:
         return RouterFaults(num_wrong_tokens, 0.0)
-    chosen = scores.gather(-1, experts)
-    weights = chosen / chosen.sum(-1, keepdim=True)
+    weights = router.shares(scores, experts)
     weight_error = (captured[Site.ROUTER_WEIGHTS][real].double() - weights).abs().max()
     return RouterFaults(num_wrong_tokens, float(weight_error))
 

@@ -16,10 +16,10 @@ from minimax_tools.model.inputs import Inputs, num_tokens_left
 from minimax_tools.text.tokenizer import decode_if_possible
 
 if TYPE_CHECKING:
-    from transformers import MiniMaxM2ForCausalLM
+    from transformers import PreTrainedModel
 
 
-def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *, folder: Path) -> Generation:
+def generate(model: PreTrainedModel, inputs: Inputs, sampling: Sampling, *, folder: Path) -> Generation:
     """Generate tokens after every row of `inputs`; `folder` has the tokenizer.
 
     Rows run one by one, without padding, and each starts from the seed, so that no row depends on another. A row ends
@@ -59,7 +59,7 @@ class _LikeliestKeeper:
 
 
 def _continue_row(
-    model: MiniMaxM2ForCausalLM,
+    model: PreTrainedModel,
     row: list[int],
     positions: list[int],
     sampling: Sampling,

@@ -27,13 +27,14 @@ from gpu_reference.streaming.streaming import OnceReader, Streaming, open_stream
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
-from minimax_tools.checkpoint.fingerprint import FINGERPRINTED_NAMES, fingerprint_model
+from minimax_tools.checkpoint.fingerprint import fingerprint_model, fingerprinted_names
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_faults import verify_layer, warn_of_rounded_router
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.router import router_dtypes
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.weight_names import layer_prefix
@@ -43,7 +44,7 @@ from minimax_tools.slices.stored_weights import read_slice_index
 from minimax_tools.stored_dtype import dtype_name
 
 if TYPE_CHECKING:
-    from transformers import MiniMaxM2ForCausalLM
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ class Golden:
     """A golden model, loaded or streamed, proved and ready to run; made by `open_golden`."""
 
     request: GoldenRequest
-    model: MiniMaxM2ForCausalLM  # transformers' model
+    model: PreTrainedModel  # transformers' model
     reader: CheckpointReader  # reader of its checkpoint, which counts the bytes read
     weights: TwinWeights  # weights that the model computes with
     proved: tuple[str, ...]  # names of the proofs that the model passed
@@ -116,8 +117,7 @@ class Golden:
                 device=devices,
                 dtypes={
                     "weights": dtype_name(request.model.dtype),
-                    "router_gate": "float32",
-                    "correction_bias": "float32",
+                    **router_dtypes(request.model.spec, dtype_name(request.model.dtype)),
                 },
                 target="transformers",
                 options=options,
@@ -152,7 +152,12 @@ class Golden:
 
         run, inputs = self.request.run, self.request.inputs
         with recording_layers(
-            self.model, tuple(run.span), sites=frozenset(run.sites), inputs=inputs, sink=keep
+            self.model,
+            tuple(run.span),
+            sites=frozenset(run.sites),
+            inputs=inputs,
+            graph=self.request.model.spec.graph,
+            sink=keep,
         ):
             self.forward(with_head=bool(run.model_sites))
         return layers
@@ -209,7 +214,9 @@ class Golden:
         if isinstance(self.reader, OnceReader):
             # Both the fingerprint and the layers read these tensors.
             self.reader.expect_again(
-                layer_prefix(layer) + name for layer in layers for name in FINGERPRINTED_NAMES
+                layer_prefix(layer) + name
+                for layer in layers
+                for name in fingerprinted_names(self.request.model.spec)
             )
         return fingerprint_model(self.reader, self.request.model.spec, layers)
 
@@ -235,6 +242,7 @@ class Golden:
                 pending,
                 sites=golden_writer.wanted_sites,
                 inputs=self.request.inputs,
+                graph=self.request.model.spec.graph,
                 sink=golden_writer.write_layer,
             ),
             recording_model(self.model, run.model_sites) as model_tensors,

@@ -13,15 +13,16 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.machine.memory import give_back_freed_pages
 from minimax_tools.metrics.noise_floor import error_norms, floor_statistics, variant_statistics
 from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.router import Router
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import CORRECTION_BIAS, FINAL_NORM, head_name
+from minimax_tools.model.weight_names import FINAL_NORM, head_name
 from minimax_tools.reference.rounded_layer import run_variants
 from minimax_tools.reference.rounding import Float32Head
 from minimax_tools.reference.twin import Float32Twin
 
 if TYPE_CHECKING:
-    from transformers import MiniMaxM2Config
+    from transformers import PretrainedConfig
 
 
 class TwinWeights(Protocol):
@@ -74,7 +75,7 @@ class NoiseFloor:
     Variants are other correct ways to compute a layer in BF16; their errors widen the floor.
     """
 
-    config: MiniMaxM2Config  # transformers' config of the golden
+    config: PretrainedConfig  # transformers' config of the golden
     weights: TwinWeights  # the weights that the golden computes with
     spec: ModelSpec
     inputs: Inputs
@@ -97,19 +98,18 @@ class NoiseFloor:
             device: Device to compute the twin and the variants on.
         """
         weights = self.weights.layer(layer)
-        twin = Float32Twin(self.config, weights, layer=layer, device=device).run(
+        twin = Float32Twin(self.config, weights, spec=self.spec, layer=layer, device=device).run(
             captured[Site.INPUT],
             self.inputs,
             router_experts=captured[Site.ROUTER_EXPERTS],
             sites=tuple(site for site in Site if site in (*sites, Site.ROUTER_LOGITS)),
         )
-        bias, judged = weights[CORRECTION_BIAS].cpu(), self.inputs.is_kept.long()
+        router, judged = Router.of(self.spec, weights), self.inputs.is_kept.long()
         statistics = floor_statistics(
             captured,
             twin,
             attention_mask=judged,
-            correction_bias=bias,
-            num_experts_per_tok=self.spec.num_experts_per_tok,
+            router=router,
         )
         if self.variants:
             computed = run_variants(
@@ -126,8 +126,7 @@ class NoiseFloor:
                 {name: {site: found[site].cpu() for site in wanted} for name, found in computed.items()},
                 twin,
                 attention_mask=judged,
-                correction_bias=bias,
-                num_experts_per_tok=self.spec.num_experts_per_tok,
+                router=router,
                 golden=captured,
             )
             # Freed memory of the variants lies in pieces too small for a layer: return it to the system.

@@ -22,9 +22,11 @@ import torch
 from gpu_reference.model.model_checks import weight_of
 from minimax_tools.capture.recorder import copy_to_host, shape_to_batch
 from minimax_tools.errors import GoldenRefusedError, install_command
+from minimax_tools.model.graph import ModelGraph, RouterScores
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.reference.modules import recording_layer
+from minimax_tools.model.weight_names import CORRECTION_BIAS
+from minimax_tools.reference.modules import module_name, recording_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,14 +55,16 @@ _RIDGE = 1e-4
 
 
 @contextmanager
-def setting_expert_tokens(layer: torch.nn.Module, inputs: Inputs) -> Iterator[None]:
+def setting_expert_tokens(layer: torch.nn.Module, inputs: Inputs, graph: ModelGraph) -> Iterator[None]:
     """During the block, set the states of the expert tokens whenever transformers' decoder layer runs."""
 
     def set_states(
         module: torch.nn.Module, arguments: tuple[torch.Tensor, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         hidden_states, *others = arguments
-        states = _make_states(_LayerFront(layer=module, keywords=keywords), hidden_states, inputs)
+        states = _make_states(
+            _LayerFront(layer=module, graph=graph, keywords=keywords), hidden_states, inputs
+        )
         hidden_states = hidden_states.clone()
         hidden_states[inputs.is_expert_token.to(hidden_states.device)] = states.to(hidden_states)
         return (hidden_states, *others), keywords
@@ -77,6 +81,7 @@ class _LayerFront:
     """A decoder layer up to its router, called with `keywords` for all rows."""
 
     layer: Any  # transformers' decoder layer
+    graph: ModelGraph
     keywords: Mapping[str, Any]
 
     def residual(self, hidden_states: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -100,8 +105,12 @@ class _LayerFront:
         mlp = self.layer.mlp
         gate, norm = weight_of(mlp.gate, "weight"), weight_of(self.layer.post_attention_layernorm, "weight")
         gain = (gate.double() * norm.to(gate.device).double()).cpu()
-        bias = weight_of(mlp, "e_score_correction_bias").double().cpu()
-        return _Router(gain=gain, bias=bias, num_chosen=mlp.gate.top_k)
+        bias = torch.zeros(len(gain), dtype=torch.float64)
+        if self.graph.has_correction_bias:
+            path, _, name = module_name(CORRECTION_BIAS).rpartition(".")
+            bias = weight_of(self.layer.get_submodule(path), name).double().cpu()
+        is_linear = self.graph.router_scores is RouterScores.SOFTMAX
+        return _Router(gain=gain, bias=bias, num_chosen=mlp.gate.top_k, is_linear=is_linear)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +120,13 @@ class _Router:
     gain: torch.Tensor  # [E,H]: the gate's rows times the weight of the norm before it
     bias: torch.Tensor  # correction bias [E]
     num_chosen: int  # k
+    # Whether logits choose as scores do, since a softmax keeps their order: margins are then of logits.
+    is_linear: bool
+
+    @property
+    def unit(self) -> float:
+        """The factor on all margins: a sigmoid's slope is at most 1/4, and half of that near the scores of choice."""
+        return 8.0 if self.is_linear else 1.0
 
     @property
     def num_experts(self) -> int:
@@ -118,7 +134,13 @@ class _Router:
 
     def biased_scores(self, states: torch.Tensor) -> torch.Tensor:
         """Return the scores [T,E] of states [T,H] by which experts are chosen."""
-        return self.logits(states).sigmoid() + self.bias
+        return self._score(self.logits(states)) + self.bias
+
+    def _score(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.is_linear else logits.sigmoid()
+
+    def _unscore(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores if self.is_linear else scores.clamp(_LOWEST, 1 - _LOWEST).logit()
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits [T,E] of states [T,H] of any RMS."""
@@ -140,7 +162,7 @@ class _Router:
             The experts that each expert token is to choose, bool [n,E]: of each about as many, and at most k.
         """
         best = biased.topk(min(self.num_chosen + 1, self.num_experts), dim=-1).values
-        is_reached = (biased >= best[:, -1:] + _LEAD).any(0)
+        is_reached = (biased >= best[:, -1:] + self.unit * _LEAD).any(0)
         missing = () if len(self.bias) == self.num_chosen else (~is_reached).nonzero().flatten().tolist()
         most = min(math.ceil(len(missing) / len(places)), self.num_chosen)
         wanted = torch.zeros(len(places), self.num_experts, dtype=torch.bool)
@@ -167,15 +189,14 @@ class _Router:
     def _missing_logits(self, states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Return what the logits [n,E] lack, so that the experts to choose score clearly higher than all others."""
         logits = self.logits(states)
-        biased = logits.sigmoid() + self.bias
+        biased, aim = self._score(logits) + self.bias, self.unit * _AIM
         chosen = self.choose(biased, wanted)
         # The border lies above the other experts, as far as the scores of the chosen ones can pass it.
-        reachable = (self.bias + _HIGHEST).expand_as(biased).masked_fill(~chosen, torch.inf).amin(-1)
+        highest = torch.inf if self.is_linear else _HIGHEST
+        reachable = (self.bias + highest).expand_as(biased).masked_fill(~chosen, torch.inf).amin(-1)
         others = biased.masked_fill(chosen, -torch.inf).amax(-1)
-        border = torch.minimum(others + _AIM / 2, reachable - _AIM / 2)[:, None]
-        least, most = (
-            (border + side * _AIM / 2 - self.bias).clamp(_LOWEST, 1 - _LOWEST).logit() for side in (1, -1)
-        )
+        border = torch.minimum(others + aim / 2, reachable - aim / 2)[:, None]
+        least, most = (self._unscore(border + side * aim / 2 - self.bias) for side in (1, -1))
         return torch.where(chosen, (least - logits).clamp(min=0.0), (most - logits).clamp(max=0.0))
 
 
@@ -206,7 +227,7 @@ def _are_clear(router: _Router, residual: torch.Tensor, wanted: torch.Tensor) ->
     biased = router.biased_scores(residual)
     chosen = router.choose(biased, wanted)
     lowest = biased.masked_fill(~chosen, torch.inf).amin(-1)
-    return bool((lowest - biased.masked_fill(chosen, -torch.inf).amax(-1) >= _MARGIN).all())
+    return bool((lowest - biased.masked_fill(chosen, -torch.inf).amax(-1) >= router.unit * _MARGIN).all())
 
 
 def _rms(states: torch.Tensor) -> torch.Tensor:
@@ -236,6 +257,7 @@ def recording_layers(
     *,
     sites: frozenset[Site],
     inputs: Inputs,
+    graph: ModelGraph,
     sink: LayerSink,
 ) -> Iterator[None]:
     """During the block, give the sites of each of `layers` to `sink` as soon as the layer has run, then drop them.
@@ -250,7 +272,7 @@ def recording_layers(
     def record(number: int, stack: ExitStack) -> None:
         layer = model.get_submodule(f"model.layers.{number}")
         if inputs.expert_tokens is not None:
-            stack.enter_context(setting_expert_tokens(layer, inputs))
+            stack.enter_context(setting_expert_tokens(layer, inputs, graph))
         tensors = stack.enter_context(
             recording_layer(layer, sites=sites, attn_implementation=attn_implementation)
         )

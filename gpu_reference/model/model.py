@@ -19,11 +19,11 @@ from minimax_tools.errors import CheckpointError, MissingExtraError, UsageError
 from minimax_tools.machine.importing import importing
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
-from minimax_tools.reference.modules import read_config, require_golden_extra
+from minimax_tools.model.weight_names import CORRECTION_BIAS, float32_names, layer_prefix
+from minimax_tools.reference.modules import modeling_class, module_name, read_config, require_golden_extra
 
 if TYPE_CHECKING:
-    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+    from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -35,24 +35,24 @@ class GoldenModelRequest:
     folder: Path
     spec: ModelSpec
     num_hidden_layers: int  # number of layers to load, from the first on
-    dtype: torch.dtype  # dtype of weights and activations; the router stays float32
+    dtype: torch.dtype  # dtype of weights and activations; a float32 router stays so
     placement: Placement  # devices that hold the parts of the model
     attn_implementation: str
     experts_implementation: str
 
 
-def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> MiniMaxM2ForCausalLM:
-    """Load transformers' model, with FP8 dequantised, and router gate and correction bias in float32 as stored.
+def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> PreTrainedModel:
+    """Load transformers' model, with FP8 dequantised, and a float32 router as stored.
 
     Raises:
-        MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
+        MissingExtraError: transformers or accelerate is missing, or too old to know the model.
         UsageError: The device map does not fit the model, or the model the devices.
         CheckpointError: transformers could not load the checkpoint.
     """
     require_golden_extra("a golden capture")
     _set_exact_arithmetic()
     logger.info("Loading %d layers of %s in %s.", request.num_hidden_layers, request.folder, request.dtype)
-    model_class = _golden_class()
+    model_class = _golden_class(request.spec)
     with _following_quiet(), _loading_errors_translated(request), watched_memory():
         with torch.device("meta"):
             verify_device_map(request.placement.device_map, model_class(_read_config(request)))
@@ -66,24 +66,24 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
             **request.placement.loading_arguments(),
         )
     _cast_weights(model, request.dtype)
-    restore_router(model, reader)  # the cast has rounded it too
+    restore_router(model, reader, request.spec)  # the cast has rounded it too
     for line in describe_placement(model):
         logger.info("  %s", line)
-    golden: MiniMaxM2ForCausalLM = model.eval()
+    golden: PreTrainedModel = model.eval()
     return golden
 
 
-def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> MiniMaxM2ForCausalLM:
+def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> PreTrainedModel:
     """Build transformers' model for streaming: its weights are on the meta device, to be bound layer by layer.
 
-    Router gates are float32, and the rotary embedding is on `device`.
+    A float32 router is float32, and the rotary embedding is on `device`.
 
     Raises:
-        MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
+        MissingExtraError: transformers or accelerate is missing, or too old to know the model.
     """
     require_golden_extra("a golden capture")
     _set_exact_arithmetic()
-    model_class, config = _golden_class(), _read_config(request)
+    model_class, config = _golden_class(request.spec), _read_config(request)
     with torch.device("meta"):
         model = model_class._from_config(
             config,
@@ -93,25 +93,35 @@ def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> 
         )
     model.requires_grad_(False)
     for layer in model.model.layers:
-        layer.mlp.gate.to(torch.float32)
-        layer.mlp.e_score_correction_bias = layer.mlp.e_score_correction_bias.to(torch.float32)
+        for name in float32_names(request.spec):
+            path, _, tensor = module_name(name).rpartition(".")
+            owner = layer.get_submodule(path)
+            setattr(owner, tensor, _cast(getattr(owner, tensor), torch.float32))
     # The rotary embedding has frequencies, not weights. As in from_pretrained, they are computed on the CPU.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     # As from_pretrained does; `placement` reads from it where the model runs. "" is the whole model.
     model.hf_device_map = {"": str(device)}
-    golden: MiniMaxM2ForCausalLM = model.eval()
+    golden: PreTrainedModel = model.eval()
     return golden
 
 
-def restore_router(model: torch.nn.Module, reader: CheckpointReader) -> None:
+def restore_router(model: torch.nn.Module, reader: CheckpointReader, spec: ModelSpec) -> None:
     """Restore the checkpoint's float32 router gates and correction biases, which loading in BF16 rounded."""
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
-        moe = layer.get_submodule("mlp")
-        gate, bias = (
-            reader.read_weight(layer_prefix(index) + name, torch.float32) for name in (GATE, CORRECTION_BIAS)
-        )
-        hold_weight(moe.get_submodule("gate"), "weight", gate)
-        moe.e_score_correction_bias = bias.to(moe.get_buffer("e_score_correction_bias").device)
+        for name in float32_names(spec):
+            path, _, tensor = module_name(name).rpartition(".")
+            owner = layer.get_submodule(path)
+            value = reader.read_weight(layer_prefix(index) + name, torch.float32)
+            if name == CORRECTION_BIAS:
+                setattr(owner, tensor, value.to(owner.get_buffer(tensor).device))
+            else:
+                hold_weight(owner, tensor, value)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a parameter or buffer in another dtype, of the same kind."""
+    cast = tensor.detach().to(dtype)
+    return torch.nn.Parameter(cast, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else cast
 
 
 @contextmanager
@@ -130,7 +140,7 @@ def _loading_errors_translated(request: GoldenModelRequest) -> Iterator[None]:
         ) from error
 
 
-def _read_config(request: GoldenModelRequest) -> MiniMaxM2Config:
+def _read_config(request: GoldenModelRequest) -> PretrainedConfig:
     # Read anew for each model, because a model writes into its config.
     return read_config(request.folder, num_hidden_layers=request.num_hidden_layers)
 
@@ -143,13 +153,12 @@ def _cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _golden_class() -> Any:
+def _golden_class(spec: ModelSpec) -> Any:
     try:
         with importing():
-            from transformers import MiniMaxM2ForCausalLM
+            return modeling_class(spec.family, "ForCausalLM")
     except ImportError:
         raise MissingExtraError("transformers>=5.23", extra="golden", needed_for="a golden capture") from None
-    return MiniMaxM2ForCausalLM
 
 
 @contextmanager

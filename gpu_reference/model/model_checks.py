@@ -23,8 +23,10 @@ from minimax_tools.model.weight_names import (
     EXPERT_UP,
     GATE,
     expert_weight,
+    float32_names,
     scale_name,
 )
+from minimax_tools.reference.modules import module_name
 
 
 def weight_of(module: torch.nn.Module, name: str) -> torch.Tensor:
@@ -62,7 +64,6 @@ def _hook(module: torch.nn.Module) -> Any:
 
 
 _UPGRADE = f"Install the transformers that mm2 knows: {install_command('golden')}"
-_ROUTER_GATE = "mlp.gate.weight"
 # Names of the proofs, as the manifest records them.
 _PROVED = ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
 # Names, relative to a layer, that its proofs read from the checkpoint beside experts. Not every layer has scales.
@@ -89,7 +90,7 @@ def prove_model(
     proved = prove_bare_model(model, spec=spec, dtype=dtype)
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
         tensors = LayerTensors.open(reader, spec, index, dtype)
-        prove_float32_router(layer, tensors, index)
+        prove_float32_router(layer, tensors, index, spec=spec)
         prove_weights(layer, tensors, index)
     return proved
 
@@ -104,7 +105,7 @@ def prove_bare_model(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dt
         GoldenRefusedError: One of the proofs failed; the trap is named.
     """
     prove_no_fp8(model)
-    prove_dtype(model, dtype)
+    prove_dtype(model, dtype, spec=spec)
     prove_rotary_width(model, spec)
     return _PROVED
 
@@ -141,10 +142,11 @@ def prove_no_fp8(model: torch.nn.Module) -> None:
             )
 
 
-def prove_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Raise GoldenRefusedError if a weight has another dtype than requested, router gates excepted."""
+def prove_dtype(model: torch.nn.Module, dtype: torch.dtype, *, spec: ModelSpec) -> None:
+    """Raise GoldenRefusedError if a weight has another dtype than requested, a float32 router excepted."""
+    in_float32 = tuple(map(module_name, float32_names(spec)))
     for name, parameter in model.named_parameters():
-        if parameter.dtype != dtype and not name.endswith(_ROUTER_GATE):
+        if parameter.dtype != dtype and not name.endswith(in_float32):
             raise GoldenRefusedError(
                 f"{name} was loaded in another dtype than was asked for",
                 expected=str(dtype),
@@ -175,14 +177,13 @@ def prove_rotary_width(model: torch.nn.Module, spec: ModelSpec) -> None:
         )
 
 
-def prove_float32_router(layer: torch.nn.Module, tensors: LayerTensors, index: int) -> None:
-    """Raise GoldenRefusedError if gate or correction bias are not bit-equal to the checkpoint's float32 values."""
-    moe = layer.get_submodule("mlp")
-    loaded = {
-        GATE: weight_of(moe.get_submodule("gate"), "weight"),
-        CORRECTION_BIAS: weight_of(moe, "e_score_correction_bias"),
-    }
-    for name, value in loaded.items():
+def prove_float32_router(
+    layer: torch.nn.Module, tensors: LayerTensors, index: int, *, spec: ModelSpec
+) -> None:
+    """Raise GoldenRefusedError if a float32 router is not bit-equal to the checkpoint's values."""
+    for name in float32_names(spec):
+        path, _, tensor = module_name(name).rpartition(".")
+        value = weight_of(layer.get_submodule(path), tensor)
         if value.dtype != torch.float32:
             raise GoldenRefusedError(
                 f"layer {index}: {name} was rounded",
@@ -206,7 +207,11 @@ def prove_weights(
     Attention and norms are compared whole. Of the experts only the first and the last are compared: all have the same
     shapes. `experts` are the numbers of the loaded experts; None for all.
     """
+    in_float32 = tensors.in_float32
     for name, value in _weights(layer, experts):
+        # `prove_float32_router` has compared these.
+        if name in in_float32:
+            continue
         expected = tensors[name]
         if not torch.equal(value.cpu(), expected):
             raise GoldenRefusedError(
@@ -223,9 +228,9 @@ def proved_expert_names(experts: Sequence[int]) -> tuple[str, ...]:
 
 
 def _weights(layer: torch.nn.Module, loaded: tuple[int, ...] | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights to compare, by the hub's names; `loaded` are the numbers of the loaded experts, None for all."""
-    for name in ATTENTION_AND_NORM_NAMES:
-        path, _, weight = name.rpartition(".")
+    """Yield weights to compare, by mm2's names; `loaded` are the numbers of the loaded experts, None for all."""
+    for name in (*ATTENTION_AND_NORM_NAMES, GATE):
+        path, _, weight = module_name(name).rpartition(".")
         yield name, weight_of(layer.get_submodule(path), weight)
     experts = layer.get_submodule("mlp.experts")
     gate_up, down = _matrices(experts, "gate_up_proj"), _matrices(experts, "down_proj")

@@ -209,6 +209,7 @@ class _RankRun:
                 pending,
                 sites=self._golden_writer.wanted_sites,
                 inputs=self._golden.request.inputs,
+                graph=self._golden.request.model.spec.graph,
                 sink=self._write_later if streaming.holds_part else self._write_layer,
             ),
             recording_model(self._golden.model, model_sites) as model_tensors,

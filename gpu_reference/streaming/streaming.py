@@ -49,7 +49,7 @@ from minimax_tools.model.weight_names import (
 from minimax_tools.partition.plan import Slice
 
 if TYPE_CHECKING:
-    from transformers import MiniMaxM2ForCausalLM
+    from transformers import PreTrainedModel
 
 
 class OnceReader(CheckpointReader):
@@ -164,7 +164,7 @@ class StreamedModel:
     """A model whose modules fetch their weights just before they run; as `TwinWeights` it lends them to the twins."""
 
     request: GoldenModelRequest
-    model: MiniMaxM2ForCausalLM  # transformers' model on the meta device
+    model: PreTrainedModel  # transformers' model on the meta device
     reader: OnceReader
     loader: LayerLoader
     streaming: Streaming
@@ -316,7 +316,7 @@ class StreamedModel:
     def _prove(self, module: torch.nn.Module, number: int, *, experts: tuple[int, ...] | None) -> None:
         """Prove the first layer against the checkpoint; all others are read in the same way."""
         tensors = LayerTensors.open(self.reader, self.request.spec, number, self.request.dtype)
-        prove_float32_router(module, tensors, number)
+        prove_float32_router(module, tensors, number, spec=self.request.spec)
         prove_weights(module, tensors, number, experts=experts)
         self._is_proved = True
 

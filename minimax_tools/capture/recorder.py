@@ -384,9 +384,17 @@ def shape_to_batch(
     """
     if site.has_heads_dim:
         return _put_heads_first(_split_heads(tensor, batch_shape, head_dim), batch_shape)
+    tensor = _join_heads(tensor, batch_shape)
     # [B, S, …] with S = 1 has B·S in front too, and stays.
     if tensor.ndim >= 1 and tensor.shape[0] == math.prod(batch_shape) and tensor.shape[:2] != batch_shape:
         return tensor.reshape(*batch_shape, *tensor.shape[1:])
+    return tensor
+
+
+def _join_heads(tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
+    """Return [B, S, heads, D] as [B, S, heads·D]: norms of each head give it so; any other shape stays."""
+    if tensor.ndim == 4 and tensor.shape[:2] == batch_shape and tensor.shape[2] != batch_shape[1]:
+        return tensor.flatten(2)
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a MiniMax-M2's checkpoint, known from config.json before anything is downloaded or written."""
+"""The tensors of a checkpoint, known from config.json before anything is downloaded or written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     EMBEDDING,
     FINAL_NORM,
-    FLOAT32_NAMES,
     LM_HEAD,
     expected_layer_shapes,
+    float32_names,
     layer_prefix,
     scale_name,
 )
@@ -62,17 +62,18 @@ def model_tensors(
 ) -> Iterator[TensorSize]:
     """Yield the tensors of a model: layers' matrices in `matrix_dtype`, with block scales if that is FP8.
 
-    Router gate and correction bias are float32, all other tensors `plain_dtype`.
+    Tensors of a float32 router are float32, all others `plain_dtype`. Names are those that the family stores.
     """
     vocabulary = (spec.vocab_size, spec.hidden_size)
     yield TensorSize(name=EMBEDDING, shape=vocabulary, dtype=plain_dtype)
     yield TensorSize(name=FINAL_NORM, shape=(spec.hidden_size,), dtype=plain_dtype)
     if not spec.tie_word_embeddings:
         yield TensorSize(name=LM_HEAD, shape=vocabulary, dtype=plain_dtype)
+    in_float32 = float32_names(spec)
     for layer in range(spec.num_hidden_layers):
         for relative, shape in expected_layer_shapes(spec).items():
-            name = layer_prefix(layer) + relative
-            if relative in FLOAT32_NAMES:
+            name = layer_prefix(layer) + spec.family.stored_names.stored(relative)
+            if relative in in_float32:
                 yield TensorSize(name=name, shape=shape, dtype=FLOAT32)
             elif len(shape) == 2:
                 yield TensorSize(name=name, shape=shape, dtype=matrix_dtype)

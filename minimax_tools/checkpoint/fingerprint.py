@@ -25,6 +25,7 @@ from minimax_tools.model.weight_names import (
     K_NORM,
     POST_NORM,
     Q_NORM,
+    expected_layer_shapes,
     layer_prefix,
 )
 from minimax_tools.provenance import ModelFingerprint
@@ -68,7 +69,11 @@ def _blocks(size_bytes: int) -> list[tuple[int, int]]:
     return [(start, _BLOCK_BYTES) for start in starts]
 
 
-FINGERPRINTED_NAMES = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_BIAS)
+def fingerprinted_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the names of the tensors whose values tell models apart, relative to a layer."""
+    names = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_BIAS)
+    shapes = expected_layer_shapes(spec)
+    return tuple(name for name in names if name in shapes)
 
 
 def fingerprint_model(reader: CheckpointReader, spec: ModelSpec, layers: Span | range) -> ModelFingerprint:
@@ -83,16 +88,16 @@ def fingerprint_model(reader: CheckpointReader, spec: ModelSpec, layers: Span | 
     return ModelFingerprint(
         spec_digest=spec.digest(),
         tensors_digest=reader.index.digest(None),
-        layers=MappingProxyType({layer: _digest_values(reader, layer) for layer in layers}),
+        layers=MappingProxyType({layer: _digest_values(reader, spec, layer) for layer in layers}),
         layer_tensors=MappingProxyType(
             {layer: digest for layer, digest in shape_digests.items() if digest is not None}
         ),
     )
 
 
-def _digest_values(reader: CheckpointReader, layer: int) -> str:
+def _digest_values(reader: CheckpointReader, spec: ModelSpec, layer: int) -> str:
     digest = hashlib.sha256()
-    for name in FINGERPRINTED_NAMES:
+    for name in fingerprinted_names(spec):
         # float32 holds BF16 exactly: copies in either dtype give the same bytes.
         values = reader.read_weight(layer_prefix(layer) + name, torch.float32)
         digest.update(f"{name} {list(values.shape)}\n".encode())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,8 @@ from minimax_tools.checkpoint.weight_files import (
 )
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.quantisation import scale_shape
-from minimax_tools.model.spec import refuse_gguf
+from minimax_tools.model.spec import refuse_gguf, stored_names_in
+from minimax_tools.model.stored_names import StoredNames
 from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix, scale_name
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT8_E4M3FN, FLOAT16, FLOAT32
 
@@ -40,20 +41,28 @@ WEIGHT_DTYPES = (FLOAT8_E4M3FN, BFLOAT16, FLOAT16, FLOAT32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorIndex:
-    """Stored tensors of a checkpoint folder, by full name, sorted."""
+    """Stored tensors of a checkpoint folder, by full name, sorted.
+
+    Names are mm2's where the family is known; `names` gives the stored ones.
+    """
 
     folder: Path
     entries: Mapping[str, TensorEntry] = field(repr=False)  # tensors of the shards that are here
     # The shard of each tensor that is not here, by the tensor's name.
     absent: Mapping[str, str] = field(repr=False, default_factory=dict)
+    stored_names: StoredNames = field(default_factory=StoredNames, repr=False)
     # What `digest` returned: a command asks for each layer of 100 000 tensors, and always for those outside all layers.
     _digests: dict[int | None, str | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @classmethod
-    def from_folder(cls, folder: Path, *, layers: range | None = None) -> TensorIndex:
+    def from_folder(
+        cls, folder: Path, *, layers: range | None = None, stored_names: StoredNames | None = None
+    ) -> TensorIndex:
         """Read the headers of the folder's shards; no tensor data is read.
+
+        `stored_names` translate the names; None takes those of the family that config.json names.
 
         `layers` are the decoder layers that will be read: shards without any of their tensors may be missing. With
         None every shard must be here.
@@ -64,7 +73,14 @@ class TensorIndex:
         """
         weight_map = _find_weight_map(folder)
         shards = _find_shards(folder) if weight_map is None else sorted(set(weight_map.values()))
-        return read_index(folder, shards, weight_map, may_lack_shards=layers is not None, layers=layers)
+        return read_index(
+            folder,
+            shards,
+            weight_map,
+            may_lack_shards=layers is not None,
+            layers=layers,
+            stored_names=stored_names_in(folder) if stored_names is None else stored_names,
+        )
 
     @classmethod
     def from_file(cls, path: Path) -> TensorIndex:
@@ -73,11 +89,16 @@ class TensorIndex:
 
     @classmethod
     def of(
-        cls, folder: Path, entries: Iterable[TensorEntry], absent: Mapping[str, str] = MappingProxyType({})
+        cls,
+        folder: Path,
+        entries: Iterable[TensorEntry],
+        absent: Mapping[str, str] = MappingProxyType({}),
+        stored_names: StoredNames | None = None,
     ) -> TensorIndex:
-        """Build the index of tensors in any order; no two have the same name."""
+        """Build the index of tensors in any order, by mm2's names; no two have the same name."""
         return cls(
             folder=folder,
+            stored_names=stored_names or StoredNames(),
             entries=MappingProxyType(
                 {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
             ),
@@ -139,14 +160,15 @@ class TensorIndex:
         try:
             return self.entries[name]
         except KeyError:
+            stored = self.stored_names.stored(name)
             if name in self.absent:
                 raise CheckpointError(
-                    f"{name} cannot be read: its shard {self.absent[name]} is not in {self.folder}",
+                    f"{stored} cannot be read: its shard {self.absent[name]} is not in {self.folder}",
                     found=f"{len(self.files)} shards of {_describe_layers(self.layers)}",
                     next_step="Fetch that shard too, or choose layers that this folder holds.",
                 ) from None
             raise CheckpointError(
-                f"{self.folder} holds no tensor {name!r}",
+                f"{self.folder} holds no tensor {stored!r}",
                 found=f"{len(self.entries)} tensors of {_describe_layers(self.layers)}",
                 next_step="Fetch the shards that are missing, or choose layers that this folder holds.",
             ) from None
@@ -189,22 +211,26 @@ def read_index(
     *,
     may_lack_shards: bool = False,
     layers: range | None = None,
+    stored_names: StoredNames | None = None,
 ) -> TensorIndex:
     """Read the headers of a checkpoint's shards, and check them against its index file's weight map.
 
-    Shards may be missing if `may_lack_shards`, but those with tensors of `layers`.
+    Shards may be missing if `may_lack_shards`, but those with tensors of `layers`. `stored_names` translate the names
+    of the result; None leaves them as they are stored.
 
     Raises:
         CheckpointError: There are faults; all are listed.
     """
     missing = {shard for shard in shards if may_lack_shards and not (folder / shard).is_file()}
     headers, faults = _read_headers(folder, [shard for shard in shards if shard not in missing])
-    absent = {name: shard for name, shard in (weight_map or {}).items() if shard in missing}
+    names = stored_names or StoredNames()
+    absent = {names.own(name): shard for name, shard in (weight_map or {}).items() if shard in missing}
     faults += find_header_faults(headers, weight_map)
     faults += _find_missed_shards(absent, layers)
     if faults:
         raise faulty_checkpoint(folder, faults)
-    return TensorIndex.of(folder, chain.from_iterable(headers.values()), absent)
+    entries = (replace(entry, name=names.own(entry.name)) for entry in chain.from_iterable(headers.values()))
+    return TensorIndex.of(folder, entries, absent, names)
 
 
 def _read_headers(

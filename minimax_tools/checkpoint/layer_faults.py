@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex, find_scale
 from minimax_tools.errors import CheckpointError, list_faults
-from minimax_tools.model.family import ORIGINALS
-from minimax_tools.model.quantisation import BLOCK_SIZE
+from minimax_tools.model.quantisation import BLOCK_SIZE, original_step
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
@@ -37,7 +36,6 @@ _PACKED = re.compile(
 )
 _FUSED = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _ROUTER_PARTS = {GATE: "gate", CORRECTION_BIAS: "correction bias"}
-_ORIGINAL_STEP = f"Use the FP8 original ({ORIGINALS}), or a BF16 copy of it."
 _FETCH_STEP = "Check that config.json belongs to these shards, and fetch what is missing."
 
 
@@ -54,7 +52,7 @@ def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
 
     Raises:
         CheckpointError: A tensor or its scales are missing, have another shape or an unreadable dtype, or the layer
-            holds a tensor that no MiniMax-M2 has.
+            holds a tensor that no model of its family has.
     """
     prefix = layer_prefix(layer)
     unexpected = set(index.layer_names(layer))  # expected names are taken out below
@@ -133,13 +131,13 @@ def _find_cause(
         return _Cause(
             found=f"FP8 whose scales have another name and form: {bare}_scale {shape}, for {scale_name(bare)} with one "
             f"scale per {BLOCK_SIZE} × {BLOCK_SIZE} block",
-            next_step=_ORIGINAL_STEP,
+            next_step=original_step(spec.raw),
         )
     packed = next((name for name in sorted(unexpected) if _PACKED.search(name)), None)
     if packed is not None:
         return _Cause(
             found=f"weights packed in a format that config.json does not name: {packed}, {index[packed].dtype}",
-            next_step=_ORIGINAL_STEP,
+            next_step=original_step(spec.raw),
         )
     sizes = {name: index[prefix + name].shape[0] for name in FLOAT32_NAMES if prefix + name in index}
     if any(size != spec.num_local_experts for size in sizes.values()):

@@ -24,9 +24,9 @@ from minimax_tools.model.weight_names import (
     EXPERT_MATRICES,
     EXPERT_UP,
     EXPERTS,
-    FLOAT32_NAMES,
     expected_layer_shapes,
     expert_weight,
+    float32_names,
     layer_prefix,
     scale_name,
 )
@@ -179,8 +179,9 @@ class _Dequantised(Mapping[str, torch.Tensor]):
 
 def _allocate_others(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
     """Allocate all tensors except the experts', by their names relative to the layer."""
+    in_float32 = float32_names(spec)
     return {
-        name: torch.empty(shape, dtype=torch.float32 if name in FLOAT32_NAMES else dtype, device=device)
+        name: torch.empty(shape, dtype=torch.float32 if name in in_float32 else dtype, device=device)
         for name, shape in expected_layer_shapes(spec).items()
         if EXPERTS not in name
     }

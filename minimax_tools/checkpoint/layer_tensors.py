@@ -21,6 +21,7 @@ from minimax_tools.model.weight_names import (
     FLOAT32_NAMES,
     LM_HEAD,
     expected_layer_shapes,
+    float32_names,
     layer_prefix,
 )
 
@@ -29,10 +30,11 @@ Tensors = TypeVar("Tensors", bound="CheckpointTensors")
 
 
 class CheckpointTensors(MutableMapping[str, torch.Tensor]):
-    """Tensors of a checkpoint by the hub's names, relative to `prefix`.
+    """Tensors of a checkpoint by mm2's names, relative to `prefix`.
 
-    FP8 is dequantised, and its scales are no keys. Values come on the CPU in `dtype`, router gates and correction
-    biases in float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set are.
+    FP8 is dequantised, and its scales are no keys. Values come on the CPU in `dtype`, tensors whose names end in one of
+    `in_float32` in float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set
+    are.
     A name that is not there is a KeyError; only `in` and `is_stored` give False.
 
     `present` has the keys that the mapping has now: with the value that was set, or with None for a tensor that is read
@@ -49,6 +51,7 @@ class CheckpointTensors(MutableMapping[str, torch.Tensor]):
         prefix: str,
         dtype: torch.dtype,
         present: Mapping[str, torch.Tensor | None],
+        in_float32: tuple[str, ...] = FLOAT32_NAMES,
     ) -> None:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype}, expected torch.bfloat16 or torch.float32")
@@ -56,13 +59,14 @@ class CheckpointTensors(MutableMapping[str, torch.Tensor]):
         self.reader = reader
         self._prefix = prefix
         self._present = dict(present)
+        self.in_float32 = in_float32
 
     def given_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the value that `[name]` gives."""
         value = self._value_in_memory(name)
         if value is not None:
             return value.dtype
-        return torch.float32 if name.endswith(FLOAT32_NAMES) else self.dtype
+        return torch.float32 if name.endswith(self.in_float32) else self.dtype
 
     def given_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the value that `[name]` gives."""
@@ -152,8 +156,11 @@ class LayerTensors(CheckpointTensors):
         dtype: torch.dtype,
         stored: Mapping[str, torch.dtype],
         present: Mapping[str, torch.Tensor | None],
+        in_float32: tuple[str, ...] = FLOAT32_NAMES,
     ) -> None:
-        super().__init__(reader, prefix=layer_prefix(layer), dtype=dtype, present=present)
+        super().__init__(
+            reader, prefix=layer_prefix(layer), dtype=dtype, present=present, in_float32=in_float32
+        )
         self.layer = layer
         self._stored = stored
 
@@ -163,21 +170,33 @@ class LayerTensors(CheckpointTensors):
 
         Raises:
             CheckpointError: A tensor or its scales are missing, have another shape or an unreadable dtype, or the
-                layer holds a tensor that no MiniMax-M2 has. Every fault is listed.
+                layer holds a tensor that no model of its family has. Every fault is listed.
         """
         verify_layer(reader.index, spec, layer)
-        return cls._of_names(reader, layer, dtype, expected_layer_shapes(spec))
+        return cls._of_names(reader, layer, dtype, expected_layer_shapes(spec), float32_names(spec))
 
     @classmethod
     def _of_names(
-        cls, reader: CheckpointReader, layer: int, dtype: torch.dtype, names: Iterable[str]
+        cls,
+        reader: CheckpointReader,
+        layer: int,
+        dtype: torch.dtype,
+        names: Iterable[str],
+        in_float32: tuple[str, ...],
     ) -> LayerTensors:
         stored = {name: reader.index[layer_prefix(layer) + name].dtype.as_torch() for name in names}
-        return cls(reader, layer=layer, dtype=dtype, stored=stored, present=dict.fromkeys(stored))
+        return cls(
+            reader,
+            layer=layer,
+            dtype=dtype,
+            stored=stored,
+            present=dict.fromkeys(stored),
+            in_float32=in_float32,
+        )
 
     def of_layer(self, layer: int) -> LayerTensors:
         """Return the tensors of another layer of the same checkpoint, none of them replaced."""
-        return LayerTensors._of_names(self.reader, layer, self.dtype, self._stored)
+        return LayerTensors._of_names(self.reader, layer, self.dtype, self._stored, self.in_float32)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the checkpoint stores a tensor, also after it was popped or replaced."""
@@ -187,7 +206,7 @@ class LayerTensors(CheckpointTensors):
 
 
 class ModelTensors(CheckpointTensors):
-    """Tensors of a whole model by the hub's full names; `open` builds the mapping."""
+    """Tensors of a whole model by mm2's full names; `open` builds the mapping."""
 
     @classmethod
     def open(
@@ -204,7 +223,9 @@ class ModelTensors(CheckpointTensors):
         for layer in range(spec.num_hidden_layers if with_layers else 0):
             verify_layer(reader.index, spec, layer)
             names += (layer_prefix(layer) + name for name in expected_layer_shapes(spec))
-        return cls(reader, prefix="", dtype=dtype, present=dict.fromkeys(names))
+        return cls(
+            reader, prefix="", dtype=dtype, present=dict.fromkeys(names), in_float32=float32_names(spec)
+        )
 
 
 def copy_weight(name: str, value: torch.Tensor, out: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from minimax_tools.errors import format_count
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub
 from minimax_tools.machine.size import format_size
 from minimax_tools.machine.streams import align_columns
-from minimax_tools.model.family import MODEL_TYPE
+from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.quantisation import find_other_format, find_side_format
 from minimax_tools.model.rope import warn_of_rotary_width
 from minimax_tools.model.span import Span
@@ -108,9 +108,11 @@ def plan_command(
     nodes += read_nodes(nodes_file) if nodes_file is not None else ()
     check_nodes(nodes)
     source = open_source(model, headers=True)
-    if source.config["model_type"] == MODEL_TYPE:
+    family = FAMILIES.get(source.config["model_type"])
+    if family is not None:
         warn_of_rounded_router(source.headers_known)
-        warn_of_rotary_width(source.config, where=source.model)
+        if family.names_rotary_width:
+            warn_of_rotary_width(source.config, where=source.model)
     _warn_of_other_format(source)
     workload = Workload(context_length=context_length, batch_size=batch_size, dtype=dtype)
     # Asked once: a source that has config.json alone builds the list of tensors on every access.

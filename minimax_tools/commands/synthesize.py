@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,7 +90,7 @@ def synthesize_command(
         from minimax_tools.synthetic.checkpoint import synthesize
 
     chosen = {name: size for name, size in sizes.items() if size is not None}
-    model = replace(PRESETS[preset_name], **chosen)
+    model = PRESETS[preset_name].resized(**chosen)
     made = synthesize(output, model=model, dtype=dtype, shard_size_bytes=shard_size_bytes, seed=seed)
     following = (make_golden(str(made.folder)),)
     if as_json:

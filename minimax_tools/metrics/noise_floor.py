@@ -12,7 +12,7 @@ Names in a layer's floor file, float32 [B,S] with zeros on padding unless said o
 | `<variant>/<site>.structure` | float32 [4], the variant's averages over the golden's (`Structure.figures`) |
 
 A variant is another correct way to compute the layer in BF16, with the golden's choice of experts. A biased score is
-the sigmoid of a router logit plus the correction bias: the k experts with the highest are chosen.
+an expert's score plus its correction bias, if it has one: the k experts with the highest are chosen.
 `Structure` holds averages in which rounding cancels and a systematic mistake (a scale, an offset, a channel) does not.
 Shapes: B prompts, S positions, T tokens that are no padding, F channels of a site, E experts, k experts for each token.
 """
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from minimax_tools.metrics.error_sums import ErrorSums, square_by_channel, sum_errors
+from minimax_tools.model.router import Router
 from minimax_tools.model.sites import ModelSite, Site
 
 # Least divisor: keeps a channel of zeros from dividing by zero.
@@ -156,8 +157,7 @@ def floor_statistics(
     twin: Mapping[Site, torch.Tensor],
     *,
     attention_mask: torch.Tensor,
-    correction_bias: torch.Tensor,
-    num_experts_per_tok: int,
+    router: Router,
     golden: Mapping[Site, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Measure the floor statistics of one layer: of the golden itself, or of one variant.
@@ -166,8 +166,7 @@ def floor_statistics(
         computed: BF16 tensors by site, the golden's or the variant's. Sites that it lacks are left out.
         twin: Float32 tensors by site, computed from the same input with the same choice of experts.
         attention_mask: int64 [B,S].
-        correction_bias: float32 [E].
-        num_experts_per_tok: k.
+        router: The layer's router.
         golden: None for the golden itself. For a variant, the golden's BF16 tensors by site: they decide which channels
             are massive, and the variant's `structure` is relative to their error.
     """
@@ -190,9 +189,7 @@ def floor_statistics(
         )
         if structure is not None:
             statistics[structure_name(site)] = torch.tensor(structure.figures)
-    return statistics | _router_statistics(
-        computed, twin, real=real, correction_bias=correction_bias, k=num_experts_per_tok
-    )
+    return statistics | _router_statistics(computed, twin, real=real, router=router)
 
 
 def variant_statistics(
@@ -260,13 +257,15 @@ def _router_statistics(
     twin: Mapping[Site, torch.Tensor],
     *,
     real: torch.Tensor,
-    correction_bias: torch.Tensor,
-    k: int,
+    router: Router,
 ) -> dict[str, torch.Tensor]:
     if Site.ROUTER_LOGITS not in twin or Site.ROUTER_LOGITS not in computed:
         return {}
-    exact = twin[Site.ROUTER_LOGITS].sigmoid() + correction_bias
-    noisy = computed[Site.ROUTER_LOGITS].to(torch.float32).sigmoid() + correction_bias
+    exact, noisy = (
+        router.biased(router.scores(sites[Site.ROUTER_LOGITS].to(torch.float32)))
+        for sites in (twin, computed)
+    )
+    k = router.spec.num_experts_per_tok
     return {
         ROUTER_MARGIN: _zero_padding(choice_margin(exact, k), real),
         ROUTER_NOISE: _zero_padding(_competing_error(exact, noisy, k), real),

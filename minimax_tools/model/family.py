@@ -1,19 +1,20 @@
-"""The family of MiniMax-M2: M2, M2.1, M2.5, M2.7 and copies of them, which all compute one graph.
+"""Family: models that compute one graph, as a description; and the keys of config.json that describe another.
 
-Keys of config.json that describe another graph are refused by name. Neutral values, which change nothing, pass. So do
-keys of heads that predict further tokens (`use_mtp`, `num_mtp_modules`): the originals set them and ship no such
-tensors.
+Neutral values of such keys, which change nothing, pass. So do keys of heads that predict further tokens (`use_mtp`,
+`num_mtp_modules`): the originals set them and ship no such tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.errors import UnsupportedModelError, list_names
+from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.stored_names import StoredNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +47,42 @@ def refuse_faults(faults: Sequence[ConfigFault], *, where: Path | str) -> None:
     )
 
 
-MODEL_TYPE = "minimax_m2"
-ORIGINALS = "MiniMaxAI/MiniMax-M2, -M2.1, -M2.5 or -M2.7"
-# Settings that every MiniMax-M2 has; config.json may leave them out. Other values describe another computation.
-FIXED_VALUES: Mapping[str, Any] = MappingProxyType(
-    {
-        "scoring_func": "sigmoid",
-        "use_qk_norm": True,
-        "qk_norm_type": "per_layer",
-        "use_routing_bias": True,
-        "hidden_act": "silu",
-    }
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of models: how its config.json, its checkpoints and transformers' module of it are read."""
+
+    model_type: str  # its name in config.json
+    title: str  # its name in sentences
+    originals: str  # the models of it that are published, in words
+    # Settings that every model of it has; config.json may leave them out. Other values describe another computation.
+    fixed_values: Mapping[str, Any] = field(default_factory=dict)
+    # Keys of `NEUTRAL_VALUES` that it reads: any value of them is its own.
+    read_keys: frozenset[str] = frozenset()
+    read_graph: Callable[[Mapping[str, Any]], ModelGraph]  # from the content of config.json
+    # The key of config.json of each size that is not named as `ModelSpec` names it.
+    size_keys: Mapping[str, str] = field(default_factory=dict)
+    # Whether all its models name how many dims of a head are rotated; a copy that does not has lost the key.
+    names_rotary_width: bool = False
+    stored_names: StoredNames = field(default_factory=StoredNames)
+    transformers_prefix: str  # of the names of transformers' classes, such as `MiniMaxM2`
+    # For synthetic models:
+    preset: str  # name of the preset of true sizes
+    toy_preset: str  # name of the toy's
+    true_sizes: Mapping[str, int]  # of a published model, named as `ModelSpec` names them
+    # What its config.json holds beside sizes and token ids, from the number of layers.
+    other_keys: Callable[[int], Mapping[str, Any]]
+    toy_sizes: Mapping[str, int] = field(default_factory=dict)  # those that differ from the common toy's
+    derived_sizes: frozenset[str] = frozenset()  # sizes that no key of config.json holds
+
+    def size_key(self, name: str) -> str:
+        """Return the key of config.json that holds a size, named as `ModelSpec` names it."""
+        return self.size_keys.get(name, name)
+
+
 _ZERO = (0,)
 _ONE = (1,)
-# Values that leave MiniMax-M2's graph as it is; null does too.
-_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+# Values that change nothing of what the other keys describe, by key; null does too.
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         # Experts that every token takes, and layers without routed experts.
         "shared_intermediate_size": _ZERO,
@@ -101,27 +122,27 @@ _FULL_ATTENTION: Mapping[str, object] = MappingProxyType(
     {"attn_type_list": 1, "decoder_attention_types": 1, "layer_types": "full_attention"}
 )
 _NUM_LAYERS_SHOWN = 6
-_NEXT_STEP = (
-    "mm2 knows the MiniMax-M2 graph only. If the model's code does not read this key, remove it from a copy of "
-    "config.json."
-)
 
 
-def find_graph_faults(config: Mapping[str, Any]) -> list[ConfigFault]:
-    """Find the keys of a `minimax_m2`'s config.json that describe another graph than MiniMax-M2's."""
+def find_graph_faults(family: Family, config: Mapping[str, Any]) -> list[ConfigFault]:
+    """Find the keys of a config.json of the family that describe another graph than the family's."""
+    next_step = (
+        f"mm2 knows {family.title}'s graph only. If the model's code does not read this key, remove it from a copy of "
+        "config.json."
+    )
     return [
-        ConfigFault(key=key, expected=expected, found=found, next_step=_NEXT_STEP)
-        for key, expected, found in (*_find_other_values(config), *_find_other_attention(config))
+        ConfigFault(key=key, expected=expected, found=found, next_step=next_step)
+        for key, expected, found in (*_find_other_values(family, config), *_find_other_attention(config))
     ]
 
 
-def _find_other_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for key, value in FIXED_VALUES.items():
+def _find_other_values(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for key, value in family.fixed_values.items():
         if config.get(key, value) != value:
             yield key, repr(value), repr(config[key])
-    for key, neutral in _NEUTRAL_VALUES.items():
+    for key, neutral in NEUTRAL_VALUES.items():
         found = config.get(key)
-        if found is not None and found not in neutral:
+        if key not in family.read_keys and found is not None and found not in neutral:
             yield key, " or ".join(map(repr, neutral)), repr(found)
 
 

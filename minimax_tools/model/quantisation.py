@@ -13,7 +13,8 @@ from typing import Any
 
 from minimax_tools.errors import UnsupportedModelError
 from minimax_tools.machine.json_file import read_json
-from minimax_tools.model.family import ORIGINALS, ConfigFault
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.family import ConfigFault
 
 BLOCK_SIZE = 128  # rows and columns of a weight that share a scale
 
@@ -34,7 +35,6 @@ _DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "modules_to_convert": ([],),
 }
 _EXPECTED = f"weights in BF16, FP16 or float32, or in FP8 with blocks of {BLOCK_SIZE} × {BLOCK_SIZE}"
-_NEXT_STEP = f"Use the FP8 original ({ORIGINALS}), or a BF16 copy of it."
 
 
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -42,13 +42,21 @@ def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK_SIZE) for size in weight_shape)
 
 
+def original_step(config: Mapping[str, Any]) -> str:
+    """Return the next step where a checkpoint has weights in another format: the models that mm2 reads."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    originals = "" if family is None else f" ({family.originals})"
+    return f"Use the original{originals}, or a BF16 copy of it."
+
+
 def find_quantisation_faults(config: Mapping[str, Any]) -> list[ConfigFault]:
-    """Find the keys of a MiniMax-M2's config.json that name another quantisation than that of the originals."""
+    """Find the keys of a config.json that name another quantisation than FP8 in blocks."""
     other = find_other_format(config)
     if other is not None:
         return [other]
+    next_step = original_step(config)
     return [
-        ConfigFault(key=f"{_KEY}.{name}", expected=expected, found=found, next_step=_NEXT_STEP)
+        ConfigFault(key=f"{_KEY}.{name}", expected=expected, found=found, next_step=next_step)
         for name, expected, found in _find_other_fp8(config.get(_KEY) or {})
     ]
 
@@ -57,17 +65,17 @@ def find_other_format(config: Mapping[str, Any]) -> ConfigFault | None:
     """Find the key of any model's config.json that names another quantisation than FP8; None if there is none."""
     for key, format_name in _OTHER_KEYS.items():
         if config.get(key):
-            return _other_format(key, f"the format of {format_name}{_describe(config[key])}")
+            return _other_format(config, key, f"the format of {format_name}{_describe(config[key])}")
     stored = config.get(_KEY)
     if stored is None:
         return None
     if not isinstance(stored, Mapping):
-        return _other_format(_KEY, repr(stored))
+        return _other_format(config, _KEY, repr(stored))
     method = stored.get("quant_method")
     if method == "fp8":
         return None
     return _other_format(
-        _KEY, (f"quant_method {method!r}" if method else "no quant_method") + _describe(stored)
+        config, _KEY, (f"quant_method {method!r}" if method else "no quant_method") + _describe(stored)
     )
 
 
@@ -95,8 +103,8 @@ def refuse_side_format(folder: Path, config: Mapping[str, Any]) -> None:
             f"{found[0]} names the format of the weights, which config.json does not",
             expected=_EXPECTED,
             found=found[1],
-            next_step=f"{_NEXT_STEP} If the shards hold such weights all the same, as a dequantised copy does, "
-            "remove the file from a copy.",
+            next_step=f"{original_step(config)} If the shards hold such weights all the same, as a dequantised copy "
+            "does, remove the file from a copy.",
         )
 
 
@@ -120,13 +128,8 @@ def _find_other_fp8(stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
             yield name, " or ".join(map(repr, known)), repr(value)
 
 
-def _other_format(key: str, found: str) -> ConfigFault:
-    return ConfigFault(
-        key=key,
-        expected=_EXPECTED,
-        found=found,
-        next_step=_NEXT_STEP,
-    )
+def _other_format(config: Mapping[str, Any], key: str, found: str) -> ConfigFault:
+    return ConfigFault(key=key, expected=_EXPECTED, found=found, next_step=original_step(config))
 
 
 def _describe(stored: object, names: Sequence[str] = _DETAILS) -> str:

@@ -1,4 +1,4 @@
-"""The quantities of a MiniMax-M2 in config.json, checked when they are read; and the JSON files of a checkpoint."""
+"""The quantities of a model in config.json, checked when they are read; and the JSON files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Any
 
 from minimax_tools.errors import CheckpointError, UnsupportedModelError, shorten
 from minimax_tools.machine.json_file import read_json
-from minimax_tools.model.family import MODEL_TYPE, ORIGINALS, find_graph_faults, refuse_faults
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.family import Family, find_graph_faults, refuse_faults
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.quantisation import find_quantisation_faults, refuse_side_format
 from minimax_tools.model.rope import find_rope_faults, read_rope_theta, read_rotary_dim, warn_of_rotary_width
+from minimax_tools.model.stored_names import StoredNames
 
 CONFIG_FILE = "config.json"
 # Sizes under the names of the architectures that mm2 knows; a size beyond these limits is no model's.
@@ -100,9 +103,9 @@ _COPIED_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The quantities of a MiniMax-M2, under Hugging Face's names.
+    """The quantities of a model, under the names of MiniMax-M2's config.json, and the graph that it computes.
 
-    `raw` is the whole of config.json; all other fields are read from it.
+    `raw` is the whole of config.json; all other fields are read from it. `intermediate_size` is an expert's width.
 
     Raises:
         CheckpointError: A size is not a positive integer, or two sizes contradict each other.
@@ -122,6 +125,8 @@ class ModelSpec:
     vocab_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    graph: ModelGraph
+    family: Family = field(repr=False, compare=False)
     raw: Mapping[str, Any] = field(repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +139,7 @@ class ModelSpec:
         # Only valid sizes can be divided and compared.
         faults = faults or self._contradictions()
         if faults:
-            raise CheckpointError("config.json describes no MiniMax-M2", found="; ".join(faults))
+            raise CheckpointError(f"config.json describes no {self.family.title}", found="; ".join(faults))
 
     def _contradictions(self) -> list[str]:
         faults = []
@@ -162,7 +167,7 @@ class ModelSpec:
         config = read_checkpoint_config(folder)
         spec = cls.from_config(config, where=folder / CONFIG_FILE)
         refuse_side_format(folder, config)
-        warn_of_rotary_width(config, where=folder / CONFIG_FILE)
+        spec.warn_of_rotary_width(where=folder / CONFIG_FILE)
         return spec
 
     @classmethod
@@ -171,24 +176,26 @@ class ModelSpec:
 
         Raises:
             UnsupportedModelError: A key describes another computation or weight format than mm2 knows.
-            CheckpointError: A key is missing or has a value that no MiniMax-M2 has.
+            CheckpointError: A key is missing or has a value that no model of the family has.
         """
-        _refuse_other_models(config, where)
+        family = find_family(config, where=where)
         try:
             head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
             faults = (
-                *find_graph_faults(config),
+                *find_graph_faults(family, config),
                 *find_rope_faults(config, head_dim=head_dim),
                 *find_quantisation_faults(config),
             )
             refuse_faults(faults, where=where)
             return cls(
-                **{name: config[name] for name in _COPIED_FIELDS},
+                **{name: config[family.size_key(name)] for name in _COPIED_FIELDS},
                 head_dim=head_dim,
                 rotary_dim=read_rotary_dim(config, head_dim=head_dim),
                 rope_theta=read_rope_theta(config),
                 rms_norm_eps=float(config["rms_norm_eps"]),
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+                graph=family.read_graph(config),
+                family=family,
                 raw=MappingProxyType(dict(config)),
             )
         except KeyError as error:
@@ -220,16 +227,45 @@ class ModelSpec:
         return hashlib.sha256(json.dumps(self.quantities(), sort_keys=True).encode()).hexdigest()
 
     def quantities(self) -> dict[str, int | float | bool]:
-        """Return every field but `raw`, by name."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "raw"}
+        """Return every size by name, and each option of the graph that is not MiniMax-M2's."""
+        sizes = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name not in ("graph", "family", "raw")
+        }
+        return sizes | self.graph.other_options()
+
+    def resized(self, **sizes: int) -> ModelSpec:
+        """Return the model with other sizes, by their names here."""
+        keys = {self.family.size_key(name): size for name, size in sizes.items()}
+        return ModelSpec.from_config({**self.raw, "head_dim": self.head_dim, **keys})
+
+    def warn_of_rotary_width(self, *, where: Path | str) -> None:
+        """Log a warning if a config.json, the file `where`, has lost its rotary width."""
+        if self.family.names_rotary_width:
+            warn_of_rotary_width(self.raw, where=where)
 
 
-def _refuse_other_models(config: Mapping[str, Any], where: Path | str) -> None:
+def stored_names_in(folder: Path) -> StoredNames:
+    """Return the names under which a checkpoint's folder stores its tensors: mm2's if the family is unknown."""
+    try:
+        family = FAMILIES.get(str(read_config_file(folder / CONFIG_FILE).get("model_type")))
+    except CheckpointError:
+        # Who needs config.json reads it, and says what is wrong with it.
+        family = None
+    return StoredNames() if family is None else family.stored_names
+
+
+def find_family(config: Mapping[str, Any], *, where: Path | str) -> Family:
+    """Find the family of a config.json; raise CheckpointError, which names the file `where`, for another model's."""
     found = config.get("model_type")
-    if found != MODEL_TYPE:
+    family = FAMILIES.get(found) if isinstance(found, str) else None
+    if family is None:
+        known = "; ".join(f"{family.title} ({family.originals})" for family in FAMILIES.values())
         raise CheckpointError(
             f"{where} describes another model",
-            expected=f"model_type {MODEL_TYPE!r}",
+            expected="model_type " + " or ".join(repr(name) for name in FAMILIES),
             found=repr(found),
-            next_step=f"mm2 knows MiniMax-M2's family only: {ORIGINALS}, and copies of them.",
+            next_step=f"mm2 knows these families only, and copies of their models: {known}.",
         )
+    return family

@@ -1,4 +1,6 @@
-"""Names and shapes of a MiniMax-M2 checkpoint's tensors, as on the hub.
+"""Names and shapes of a checkpoint's tensors, as MiniMax-M2's are named on the hub.
+
+Other families' tensors have these names in mm2 too; `stored_names` translates them.
 
 A layer's tensors are named relative to the layer (`self_attn.q_proj.weight`); `layer_prefix` makes them full.
 H hidden, N heads, K kv heads, D head_dim, E experts, I intermediate.
@@ -12,6 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -25,19 +28,19 @@ Q_PROJ = "self_attn.q_proj.weight"  # [N·D,H]
 K_PROJ = "self_attn.k_proj.weight"  # [K·D,H]
 V_PROJ = "self_attn.v_proj.weight"  # [K·D,H]
 O_PROJ = "self_attn.o_proj.weight"  # [H,N·D]
-Q_NORM = "self_attn.q_norm.weight"  # [N·D]
-K_NORM = "self_attn.k_norm.weight"  # [K·D]
+Q_NORM = "self_attn.q_norm.weight"  # [N·D], or [D] if it norms each head
+K_NORM = "self_attn.k_norm.weight"  # [K·D], or [D]
 INPUT_NORM = "input_layernorm.weight"  # [H]
 POST_NORM = "post_attention_layernorm.weight"  # [H]
 GATE = "block_sparse_moe.gate.weight"  # [E,H]
-CORRECTION_BIAS = "block_sparse_moe.e_score_correction_bias"  # [E]
+CORRECTION_BIAS = "block_sparse_moe.e_score_correction_bias"  # [E], where the graph has one
 
 # Every expert tensor's name contains this, and no other tensor's does.
 EXPERTS = ".experts."
 ATTENTION_MATRICES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ)
 ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
 
-# The router computes in float32: these two tensors are never rounded to the run's dtype.
+# Where the router computes in float32, these two tensors are never rounded to the run's dtype.
 FLOAT32_NAMES = (GATE, CORRECTION_BIAS)
 _FLOAT32_BYTES = 4
 
@@ -75,21 +78,30 @@ def scale_name(weight_name: str) -> str:
     return weight_name + "_scale_inv"
 
 
+def float32_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the tensors of a layer that are float32 in a BF16 model: those of a float32 router, or none."""
+    if not spec.graph.has_float32_router:
+        return ()
+    return FLOAT32_NAMES if spec.graph.has_correction_bias else (GATE,)
+
+
 def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of a layer's tensors by relative name, without FP8 scales, experts in numeric order."""
     hidden, intermediate = spec.hidden_size, spec.intermediate_size
+    is_per_head = spec.graph.qk_norm is QkNorm.PER_HEAD
     shapes: dict[str, tuple[int, ...]] = {
         Q_PROJ: (spec.query_width, hidden),
         K_PROJ: (spec.key_value_width, hidden),
         V_PROJ: (spec.key_value_width, hidden),
         O_PROJ: (hidden, spec.query_width),
-        Q_NORM: (spec.query_width,),
-        K_NORM: (spec.key_value_width,),
+        Q_NORM: (spec.head_dim if is_per_head else spec.query_width,),
+        K_NORM: (spec.head_dim if is_per_head else spec.key_value_width,),
         INPUT_NORM: (hidden,),
         POST_NORM: (hidden,),
         GATE: (spec.num_local_experts, hidden),
-        CORRECTION_BIAS: (spec.num_local_experts,),
     }
+    if spec.graph.has_correction_bias:
+        shapes[CORRECTION_BIAS] = (spec.num_local_experts,)
     for expert in range(spec.num_local_experts):
         shapes[expert_weight(expert, EXPERT_GATE)] = (intermediate, hidden)
         shapes[expert_weight(expert, EXPERT_DOWN)] = (hidden, intermediate)
@@ -98,9 +110,10 @@ def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 
 
 def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of a decoder layer in `dtype`, with router gate and correction bias in float32."""
+    """Return the bytes of a decoder layer in `dtype`, with a float32 router in float32."""
+    in_float32 = float32_names(spec)
     return sum(
-        math.prod(shape) * (_FLOAT32_BYTES if name in FLOAT32_NAMES else dtype.itemsize)
+        math.prod(shape) * (_FLOAT32_BYTES if name in in_float32 else dtype.itemsize)
         for name, shape in expected_layer_shapes(spec).items()
     )
 

@@ -1,4 +1,4 @@
-"""Stages: MiniMax-M2's decoder layer in float32 as a graph, with one function for each site.
+"""Stages: a decoder layer in float32 as a graph, with one function for each site.
 
 No code is shared with transformers' layer or with a port.
 B batch, S sequence, N heads, K kv heads, D head_dim, E experts, k experts per token, T tokens, Q queries of a block.
@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from minimax_tools.model import weight_names
+from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 
@@ -42,7 +43,7 @@ class LayerValues(Protocol):
         """Return the values of a site, float32 (experts int64)."""
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight by the hub's name relative to the layer, float32."""
+        """Return a weight by mm2's name relative to the layer, float32."""
 
 
 Stage = Callable[[LayerValues], torch.Tensor]
@@ -62,7 +63,9 @@ def choose_tokens(layer: LayerValues, values: torch.Tensor) -> torch.Tensor:
 
 
 def normalise(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Apply RMSNorm over the last dim."""
+    """Apply RMSNorm over the last dim; over each head of it where the weight is of one head."""
+    if len(weight) < states.shape[-1]:
+        return normalise(states.unflatten(-1, (-1, len(weight))), weight, eps).flatten(-2)
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -110,7 +113,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention's context at the chosen tokens: [T,N·D].
 
-    The defaults are MiniMax-M2's attention; the diagnosis tries mistakes by other values.
+    The defaults are the model's attention; the diagnosis tries mistakes by other values.
 
     Args:
         layer: The layer's values.
@@ -209,13 +212,19 @@ def expert_shares(scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     return chosen / chosen.sum(dim=-1, keepdim=True)
 
 
+def router_of(layer: LayerValues) -> Router:
+    """Return the layer's router."""
+    has_bias = layer.spec.graph.has_correction_bias
+    return Router(spec=layer.spec, bias=correction_bias(layer) if has_bias else None)
+
+
 def router_scores(layer: LayerValues) -> torch.Tensor:
-    """Return the sigmoid of the router's logits, [T,E]."""
-    return layer[Site.ROUTER_LOGITS].sigmoid()
+    """Return the scores that the router makes of its logits, [T,E]."""
+    return router_of(layer).scores(layer[Site.ROUTER_LOGITS])
 
 
 def correction_bias(layer: LayerValues) -> torch.Tensor:
-    """Return the correction bias, [E]."""
+    """Return the correction bias, [E], of a graph that has one."""
     return layer.weight(weight_names.CORRECTION_BIAS)
 
 
@@ -242,7 +251,7 @@ def rope_stage(source: Site) -> Stage:
 
 
 def _choose(layer: LayerValues) -> torch.Tensor:
-    return choose_experts(router_scores(layer) + correction_bias(layer), layer.spec.num_experts_per_tok)
+    return router_of(layer).choose(router_scores(layer))
 
 
 # Input and weight of each norm and of each projection.
@@ -272,7 +281,9 @@ STAGES: Mapping[Site, Stage] = MappingProxyType(
         Site.ATTN_CONTEXT: attend,
         Site.ATTN_RESIDUAL: lambda layer: choose_tokens(layer, layer[Site.INPUT]) + layer[Site.ATTN_DELTA],
         Site.ROUTER_EXPERTS: _choose,
-        Site.ROUTER_WEIGHTS: lambda layer: expert_shares(router_scores(layer), layer[Site.ROUTER_EXPERTS]),
+        Site.ROUTER_WEIGHTS: lambda layer: router_of(layer).shares(
+            router_scores(layer), layer[Site.ROUTER_EXPERTS]
+        ),
         Site.OUTPUT: lambda layer: layer[Site.ATTN_RESIDUAL] + layer[Site.MOE_DELTA],
     }
 )

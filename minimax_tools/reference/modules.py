@@ -1,4 +1,4 @@
-"""Recording of mm2's sites in transformers' MiniMax-M2, and what comes before it: installed packages and config.
+"""Recording of mm2's sites in transformers' model, and what comes before it: installed packages and config.
 
 `transformers` is imported inside the functions, so that this file can be imported on a host without it.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,10 +19,11 @@ import torch
 from minimax_tools.capture.recorder import Recorder, copy_to_host
 from minimax_tools.capture.taps import Tap
 from minimax_tools.errors import MissingExtraError
+from minimax_tools.model.family import Family
 from minimax_tools.model.sites import Site
 
 if TYPE_CHECKING:
-    from transformers import MiniMaxM2Config
+    from transformers import PretrainedConfig
 
 # The module that shows each site, relative to a decoder layer. q_rope and k_rope are inputs of no module: only the
 # attention function gets them (see `_recording_attention`).
@@ -64,11 +66,25 @@ def require_golden_extra(needed_for: str) -> None:
     os.environ.setdefault("USE_TORCH_XLA", "0")
 
 
-def read_config(folder: Path, *, num_hidden_layers: int) -> MiniMaxM2Config:
-    """Read transformers' config of a checkpoint, cut to its first layers."""
-    from transformers import MiniMaxM2Config
+def modeling_class(family: Family, name: str) -> Any:
+    """Return a class of transformers for a family, by the name that follows its prefix, such as `DecoderLayer`."""
+    return getattr(_modeling(family), family.transformers_prefix + name)
 
-    config = MiniMaxM2Config.from_pretrained(folder)
+
+def _modeling(family: Family) -> Any:
+    return importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
+
+
+def module_name(name: str) -> str:
+    """Return the name in transformers' decoder layer of a tensor, by mm2's name; experts aside, which it fuses."""
+    return name.replace("block_sparse_moe.", "mlp.")
+
+
+def read_config(folder: Path, *, num_hidden_layers: int) -> PretrainedConfig:
+    """Read transformers' config of a checkpoint, cut to its first layers."""
+    from transformers import AutoConfig
+
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder)
     config.num_hidden_layers = num_hidden_layers
     return config
 
@@ -103,8 +119,8 @@ def _recording_attention(
 ) -> Iterator[None]:
     """Call `record` with the queries and keys of one attention module, just before attention uses them."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.models.minimax_m2.modeling_minimax_m2 import eager_attention_forward
 
+    eager_attention_forward = importlib.import_module(type(module).__module__).eager_attention_forward
     # `eager` has no entry: it is the modeling file's own function, until an entry takes its place. Other names without
     # an entry are refused: the entry made below would hide the mistake.
     before = ALL_ATTENTION_FUNCTIONS.get(attn_implementation)

@@ -2,7 +2,7 @@
 
 An exact copy is the layer's true value. The others are samples of the noise that BF16 adds to a correct layer: one kind
 is rounded to the nearest BF16 number, the other moved at random by up to half a BF16 step. They round wherever any
-correct implementation does; the router is float32 in every correct implementation, and never rounded. A golden computes
+correct implementation does; a float32 router is float32 in every one, and never rounded. A golden computes
 them as the variants `nearest`, `random_1`, `random_2` … of its own prompts: a port may be as far from the float32 twin
 as the farthest variant, at each site and token.
 B batch, S sequence, R rows of all copies (copies · B), H hidden, N heads, K kv heads, D head_dim, E experts,
@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from minimax_tools.model import weight_names
 from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.float32_stages import split_heads
@@ -135,13 +136,12 @@ class _Pass:
     ) -> None:
         """Add the sites after `post_norm`."""
         states = sites[Site.POST_NORM]
-        sites[Site.ROUTER_LOGITS] = linear(states, self._weight(weight_names.GATE, states))
-        scores = sites[Site.ROUTER_LOGITS].sigmoid()
-        biased = scores + self._weight(weight_names.CORRECTION_BIAS, states)
-        sites[Site.ROUTER_EXPERTS] = biased.topk(self.layer.spec.num_experts_per_tok, dim=-1).indices
-        experts = choose(biased)
-        chosen = scores.gather(-1, experts)
-        sites[Site.ROUTER_WEIGHTS] = chosen / chosen.sum(-1, keepdim=True)
+        router = Router.of(self.layer.spec, self.layer.tensors)
+        sites[Site.ROUTER_LOGITS] = self._of_router(linear(states, self._weight(weight_names.GATE, states)))
+        scores = router.scores(sites[Site.ROUTER_LOGITS])
+        sites[Site.ROUTER_EXPERTS] = router.choose(scores)
+        experts = choose(router.biased(scores))
+        sites[Site.ROUTER_WEIGHTS] = self._of_router(router.shares(scores, experts))
         is_real = mask_rs.bool()
         delta = torch.zeros_like(states)
         delta[is_real] = upcast_experts(
@@ -170,9 +170,16 @@ class _Pass:
         """Round values [R,…] in place, each row by its kind, and return them: nothing else may use the tensor."""
         return Rounding(seed=self.layer.seed).apply(values, self.rounded, draw=next(self.draws))
 
-    def _norm(self, states: torch.Tensor, weight: str) -> torch.Tensor:
-        normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.layer.spec.rms_norm_eps)
-        return self._round(self._round(normed).mul_(self._weight(weight, states)))
+    def _of_router(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.layer.spec.graph.has_float32_router else self._round(values)
+
+    def _norm(self, states: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self._weight(name, states)
+        # The states of a token, or those of each of its heads.
+        parts = states.unflatten(-1, (-1, len(weight)))
+        mean_square = parts.square().mean(-1, keepdim=True)
+        normed = parts * torch.rsqrt(mean_square + self.layer.spec.rms_norm_eps)
+        return self._round(self._round(normed.flatten(-2)).mul_(weight.repeat(parts.shape[-2])))
 
     def _rotation(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of every position, [R,1,S,rotary_dim/2]; all heads share their rounding errors."""

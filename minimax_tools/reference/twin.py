@@ -14,13 +14,15 @@ import torch
 
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import ATTENTION_MATRICES, EXPERTS
-from minimax_tools.reference.modules import LAYER_TAPS, recording_layer
+from minimax_tools.reference.modules import LAYER_TAPS, modeling_class, module_name, recording_layer
 from minimax_tools.reference.upcast import upcast_experts
 
 if TYPE_CHECKING:
-    from transformers import MiniMaxM2Config
+    from transformers import PretrainedConfig
 
 
 _ATTN_IMPLEMENTATION = "sdpa"
@@ -33,30 +35,29 @@ _TENSORS = "mm2_tensors"
 class Float32Twin:
     """The float32 twin of one decoder layer of transformers.
 
-    `tensors` are the layer's weights by the hub's relative names, in the dtype that the golden computes in; `config` is
+    `tensors` are the layer's weights by mm2's relative names, in the dtype that the golden computes in; `config` is
     transformers' config of the checkpoint.
     """
 
     def __init__(
         self,
-        config: MiniMaxM2Config,
+        config: PretrainedConfig,
         tensors: Mapping[str, torch.Tensor],
         *,
+        spec: ModelSpec,
         layer: int,
         device: torch.device,
     ) -> None:
-        from transformers.models.minimax_m2.modeling_minimax_m2 import (
-            MiniMaxM2DecoderLayer,
-            MiniMaxM2RotaryEmbedding,
-        )
-
+        self._router = Router.of(spec, tensors)
         self._config = _twin_config(config)
         self._device = device
         with torch.device("meta"):
-            self._module: torch.nn.Module = MiniMaxM2DecoderLayer(self._config, layer).eval()
-        self._rotary = MiniMaxM2RotaryEmbedding(self._config).to(device)
+            self._module: torch.nn.Module = modeling_class(spec.family, "DecoderLayer")(
+                self._config, layer
+            ).eval()
+        self._rotary = modeling_class(spec.family, "RotaryEmbedding")(self._config).to(device)
         norms_and_router = {
-            name.replace("block_sparse_moe.", "mlp."): tensors[name].to(device, torch.float32)
+            module_name(name): tensors[name].to(device, torch.float32)
             for name in tensors
             if EXPERTS not in name and name not in ATTENTION_MATRICES
         }
@@ -88,7 +89,7 @@ class Float32Twin:
             self._module, sites=sites, attn_implementation=str(self._config._attn_implementation)
         )
         # Hooks fire in the order of registration: `own_choice` records the choice before `_replaying` replaces it.
-        with torch.no_grad(), own_choice, _replaying(self._module, router_experts), recording as tensors:
+        with torch.no_grad(), own_choice, self._replaying(router_experts), recording as tensors:
             self._forward(hidden_states.to(self._device, torch.float32), inputs)
         recorded = {**tensors, **own_choice.tensors}
         return {site: shape_to_batch(site, recorded[site], inputs.batch_shape) for site in sites}
@@ -111,28 +112,29 @@ class Float32Twin:
             position_embeddings=self._rotary(hidden_states, position_ids=position_ids),
         )
 
+    @contextlib.contextmanager
+    def _replaying(self, router_experts: torch.Tensor | None) -> Iterator[None]:
+        """Replace the gate's choice of experts in the block, weighted by the gate's own scores; None keeps it."""
+        if router_experts is None:
+            yield
+            return
+        chosen = router_experts
 
-@contextlib.contextmanager
-def _replaying(layer: torch.nn.Module, router_experts: torch.Tensor | None) -> Iterator[None]:
-    """Replace the gate's choice of experts in the block, weighted by the gate's own scores; None keeps it."""
-    if router_experts is None:
-        yield
-        return
+        def replace(
+            _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, ...]:
+            logits, _weights, choice = output
+            experts = chosen.reshape(choice.shape).to(choice.device, choice.dtype)
+            return logits, self._router.shares(self._router.scores(logits), experts), experts
 
-    def replace(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        logits, _weights, choice = output
-        experts = router_experts.reshape(choice.shape).to(choice.device, choice.dtype)
-        scores = logits.sigmoid().gather(1, experts)
-        return logits, scores / scores.sum(dim=-1, keepdim=True), experts
-
-    handle = layer.get_submodule("mlp.gate").register_forward_hook(replace)
-    try:
-        yield
-    finally:
-        handle.remove()
+        handle = self._module.get_submodule("mlp.gate").register_forward_hook(replace)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
-def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:
+def _twin_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy of the config that names `_upcast_experts`, which is registered with transformers here."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

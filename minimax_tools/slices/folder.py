@@ -30,6 +30,7 @@ from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES
 from minimax_tools.machine.files import new_folder, remove_abandoned, sync_path
 from minimax_tools.machine.progress import NoProgress, Progress
 from minimax_tools.model.spec import CONFIG_FILE
+from minimax_tools.model.stored_names import StoredNames
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.description import (
     PTH_FILE,
@@ -210,7 +211,10 @@ def read_slice_folder(folder: Path) -> TensorIndex:
         CheckpointError: Its files are missing or damaged, or contradict its index.
     """
     pth = folder / PTH_FILE
-    return TensorIndex.from_file(pth) if pth.is_file() else TensorIndex.from_folder(folder)
+    if pth.is_file():
+        return TensorIndex.from_file(pth)
+    # A slice keeps the names that its checkpoint stores.
+    return TensorIndex.from_folder(folder, stored_names=StoredNames())
 
 
 def _write_new_slice(cut: SliceCut, output: Path, *, with_digests: bool, progress: Progress) -> SliceFolder:

@@ -33,7 +33,7 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import Source, described_source, find_shards
 from minimax_tools.hub.snapshot import HubSnapshot, NoRangesError, NotCachedError, run_all
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
-from minimax_tools.model.family import MODEL_TYPE
+from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.quantisation import refuse_side_format
 from minimax_tools.model.spec import CONFIG_FILE, ModelSpec, read_checkpoint_config, require_sizes
 from minimax_tools.partition.cost import Workload, measure_costs
@@ -94,7 +94,7 @@ class SliceSource(StoredWeights):
         """Return all tensors of the checkpoint, or None if they are not known."""
         if self.entries is not None:
             return tuple(self.entries.values())
-        if self.config["model_type"] != MODEL_TYPE:
+        if self.config["model_type"] not in FAMILIES:
             return None
         try:
             refuse_side_format(self.folder, self.config)
@@ -115,7 +115,7 @@ class SliceSource(StoredWeights):
             files = sorted(set((self.weight_map or {}).values()))
             absent = [file for file in files if not (self.folder / file).is_file()]
             kind = self.config["model_type"]
-            if kind == MODEL_TYPE:
+            if kind in FAMILIES:
                 kind += " in another format, or with another graph,"
             raise CheckpointError(
                 f"the tensors of {self.model} are not known: the config.json of a {kind} lists none",

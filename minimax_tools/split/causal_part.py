@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from minimax_tools.errors import CheckpointError, Mm2Error, list_faults
-from minimax_tools.model.family import MODEL_TYPE, find_graph_faults, refuse_faults
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.family import find_graph_faults, refuse_faults
 from minimax_tools.model.quantisation import find_other_format, find_quantisation_faults, refuse_side_format
 from minimax_tools.model.spec import CONFIG_FILE, read_config_file
 from minimax_tools.split.parts import Part
@@ -86,12 +87,13 @@ def read_causal_config(folder: Path) -> PreTrainedConfig:
 def _refuse_unread(folder: Path) -> None:
     """Raise UnsupportedModelError if a config.json names a format or a graph that would be read wrongly, unnoticed.
 
-    transformers computes every kind of RoPE, but ignores the keys of other graphs than MiniMax-M2's.
+    transformers computes every kind of RoPE, but ignores the keys of other graphs than the family's.
     """
     path = folder / CONFIG_FILE
     values = read_config_file(path)
-    if values.get("model_type") == MODEL_TYPE:
-        refuse_faults([*find_graph_faults(values), *find_quantisation_faults(values)], where=path)
+    family = FAMILIES.get(str(values.get("model_type")))
+    if family is not None:
+        refuse_faults([*find_graph_faults(family, values), *find_quantisation_faults(values)], where=path)
     other = find_other_format(values)
     if other is not None:
         refuse_faults([replace(other, next_step=_QUANTISED_STEP)], where=path)

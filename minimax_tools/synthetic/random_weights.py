@@ -1,4 +1,4 @@
-"""Weights of a synthetic MiniMax-M2, distributed so that the model behaves as if trained.
+"""Weights of a synthetic model, distributed so that the model behaves as if trained.
 
 | tensor | distribution |
 |---|---|
@@ -189,7 +189,7 @@ class ResidualStream:
 
 
 class SyntheticWeights:
-    """Maker of the tensors of the model `spec` by their full names; each is made anew, none is kept."""
+    """Maker of the tensors of the model `spec` by their stored full names; each is made anew, none is kept."""
 
     def __init__(self, spec: ModelSpec, *, seed: int) -> None:
         self._spec = spec
@@ -202,6 +202,7 @@ class SyntheticWeights:
         Copies in all dtypes are one model. Linear layers hold the same FP8 values, dequantised in BF16 and float32
         copies. Tensors that FP8 copies hold in BF16 are rounded to BF16 in float32 copies.
         """
+        name = self._spec.family.stored_names.own(name)
         layer = weight_names.layer_of(name)
         # The name in its layer, as `weight_names` has it; tensors outside the layers keep theirs.
         kind = name if layer is None else name.removeprefix(weight_names.layer_prefix(layer))
@@ -257,6 +258,10 @@ class SyntheticWeights:
 
     def _gate(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor:
         weight = _ROUTER_LOGIT_STD / math.sqrt(shape[1]) * self._random(name).draw_normal(*shape)
+        if not self._spec.graph.has_correction_bias:
+            # Massive channels are nearly constant: they would add the same to an expert's logit at each token.
+            weight[:, list(self._stream.channels)] = 0.0
+            return weight
         bias = self._correction_bias(
             name.replace(weight_names.GATE, weight_names.CORRECTION_BIAS), count=shape[0]
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
+from minimax_tools.model.family import Family
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 
@@ -18,15 +21,13 @@ if TYPE_CHECKING:
 
 # Widths are multiples of 8, so that every tensor of a shard begins at a multiple of 8 bytes.
 _ALIGNMENT = 8
-# As in MiniMax-M2's config.json.
-_MAX_POSITION_EMBEDDINGS = 196608
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticModel:
-    """Quantities of a synthetic MiniMax-M2, under Hugging Face's names; UsageError if they describe none.
+    """Quantities of a synthetic model, named as `ModelSpec` names them; UsageError if they describe none.
 
-    The defaults are a toy of 15 MB in FP8.
+    The defaults are a toy of MiniMax-M2, 15 MB in FP8. Sizes that the family derives from others are not written.
     """
 
     num_hidden_layers: int = 4
@@ -39,12 +40,15 @@ class SyntheticModel:
     num_experts_per_tok: int = 4
     intermediate_size: int = 128
     vocab_size: int = 512
+    model_type: str = "minimax_m2"
 
     def __post_init__(self) -> None:
         try:
             self.spec()
         except CheckpointError as error:
-            raise UsageError("these quantities describe no MiniMax-M2", found=error.found) from error
+            raise UsageError(
+                f"these quantities describe no {self.family.title}", found=error.found
+            ) from error
         for name in ("hidden_size", "head_dim", "intermediate_size"):
             if getattr(self, name) % _ALIGNMENT:
                 raise UsageError(
@@ -52,21 +56,29 @@ class SyntheticModel:
                     expected=f"a multiple of {_ALIGNMENT}: tensors lie aligned",
                 )
 
+    @property
+    def family(self) -> Family:
+        """The model's family."""
+        return FAMILIES[self.model_type]
+
+    @classmethod
+    def of_true_size(cls, family: Family) -> SyntheticModel:
+        """Return the true dimensions of a family's model."""
+        return cls(model_type=family.model_type, **family.true_sizes)
+
     @classmethod
     def m2(cls) -> SyntheticModel:
         """Return the true dimensions of MiniMax-M2: 230 GB in FP8."""
-        return cls(
-            num_hidden_layers=62,
-            hidden_size=3072,
-            num_attention_heads=48,
-            num_key_value_heads=8,
-            head_dim=128,
-            rotary_dim=64,
-            num_local_experts=256,
-            num_experts_per_tok=8,
-            intermediate_size=1536,
-            vocab_size=200064,
-        )
+        return cls.of_true_size(MINIMAX_M2)
+
+    @classmethod
+    def toy(cls, family: Family) -> SyntheticModel:
+        """Return a toy of a family."""
+        return cls(model_type=family.model_type, **family.toy_sizes)
+
+    def resized(self, **sizes: int) -> SyntheticModel:
+        """Return the model with other sizes."""
+        return SyntheticModel(**{**asdict(self), **sizes})
 
     def spec(self) -> ModelSpec:
         """Return the spec that config.json describes."""
@@ -94,31 +106,28 @@ class SyntheticModel:
         return config
 
     def _config(self) -> dict[str, Any]:
+        family = self.family
+        sizes = {
+            entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "model_type"
+        }
+        keys = {
+            family.size_key(name): size for name, size in sizes.items() if name not in family.derived_sizes
+        }
         return {
-            "architectures": ["MiniMaxM2ForCausalLM"],
-            "model_type": "minimax_m2",
-            **asdict(self),
-            "attn_type_list": [1] * self.num_hidden_layers,
-            "attention_dropout": 0.0,
-            "hidden_act": "silu",
-            "initializer_range": 0.02,
-            "max_position_embeddings": _MAX_POSITION_EMBEDDINGS,
-            "mtp_transformer_layers": 1,
-            "num_mtp_modules": 3,
-            "output_router_logits": False,
-            "qk_norm_type": "per_layer",
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 5000000,
-            "router_aux_loss_coef": 0.001,
-            "router_jitter_noise": 0.0,
-            "scoring_func": "sigmoid",
-            "shared_intermediate_size": 0,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-            "use_mtp": True,
-            "use_qk_norm": True,
-            "use_routing_bias": True,
+            "architectures": [f"{family.transformers_prefix}ForCausalLM"],
+            "model_type": family.model_type,
+            **keys,
+            **family.other_keys(self.num_hidden_layers),
         }
 
 
-PRESETS: Mapping[str, SyntheticModel] = MappingProxyType({"toy": SyntheticModel(), "m2": SyntheticModel.m2()})
+PRESETS: Mapping[str, SyntheticModel] = MappingProxyType(
+    {
+        name: model
+        for family in FAMILIES.values()
+        for name, model in (
+            (family.toy_preset, SyntheticModel.toy(family)),
+            (family.preset, SyntheticModel.of_true_size(family)),
+        )
+    }
+)

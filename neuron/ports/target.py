@@ -25,7 +25,6 @@ from minimax_tools.checkpoint.filling import unchanged
 from minimax_tools.checkpoint.layer_tensors import CheckpointTensors, LayerTensors, ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import Mm2Error, TargetError
-from minimax_tools.model.family import FIXED_VALUES
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend
@@ -430,7 +429,7 @@ def target_config(spec: ModelSpec, *, ranks: Ranks | None = None) -> SimpleNames
     """
     # The originals set these keys; a copy that transformers wrote may lack them.
     values = {
-        **FIXED_VALUES,
+        **spec.family.fixed_values,
         "attn_type_list": [1] * spec.num_hidden_layers,
         "shared_intermediate_size": 0,
         **copy.deepcopy(dict(spec.raw)),

@@ -84,7 +84,7 @@ def _with(spec: ModelSpec, **changes: int) -> ModelSpec:
     experts = changes.get("num_local_experts", spec.num_local_experts)
     if experts != spec.num_local_experts:
         changes["num_experts_per_tok"] = min(spec.num_experts_per_tok, max(1, experts // 4))
-    return ModelSpec.from_config({**spec.raw, "head_dim": spec.head_dim, **changes})
+    return spec.resized(**changes)
 
 
 # Share of the layer's bytes from which temporaries are worth a line: a single matrix takes less.

@@ -22,9 +22,13 @@ from minimax_tools.model.sites import ModelSite, Site
 
 def recorded_logits(golden: Golden, request: GoldenRequest) -> torch.Tensor:
     """The logits of a forward that is recorded at every site, for nobody."""
-    options: dict[str, Any] = {"sites": frozenset(Site), "inputs": request.inputs, "sink": lambda *_: None}
+    options: dict[str, Any] = {
+        "sites": frozenset(Site),
+        "inputs": request.inputs,
+        "graph": request.model.spec.graph,
+    }
     with (
-        recording_layers(golden.model, tuple(request.run.span), **options),
+        recording_layers(golden.model, tuple(request.run.span), sink=lambda *_: None, **options),
         recording_model(golden.model, tuple(ModelSite)),
     ):
         return golden.forward()
@@ -62,6 +66,7 @@ def test_layer_is_handed_over_before_the_next_runs(ask: Any) -> None:
             (1, 2),
             sites=frozenset((Site.OUTPUT,)),
             inputs=request.inputs,
+            graph=request.model.spec.graph,
             sink=lambda layer, tensors, device: events.append(f"hand {layer}"),
         ):
             golden.forward()

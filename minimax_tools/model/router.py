@@ -1,0 +1,56 @@
+"""Router: what a router makes of its logits: scores, the choice of experts, and their weights.
+
+E experts, k experts per token; leading dims are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minimax_tools.model.graph import RouterScores
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import CORRECTION_BIAS
+
+if TYPE_CHECKING:
+    import torch
+
+
+def router_dtypes(spec: ModelSpec, dtype: str) -> dict[str, str]:
+    """Return the dtypes of gate and correction bias, as far as there is one, in a model of a dtype, by name."""
+    own = "float32" if spec.graph.has_float32_router else dtype
+    return {"router_gate": own} | ({"correction_bias": own} if spec.graph.has_correction_bias else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Router:
+    """The router of a layer, its logits aside."""
+
+    spec: ModelSpec
+    bias: torch.Tensor | None  # correction bias, float32 [E]; None where the graph has none
+
+    @classmethod
+    def of(cls, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> Router:
+        """Return the router of a layer with these weights, by mm2's relative names."""
+        has_bias = spec.graph.has_correction_bias
+        return cls(spec=spec, bias=tensors[CORRECTION_BIAS].float() if has_bias else None)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the score of each expert, [...,E] as the logits."""
+        if self.spec.graph.router_scores is RouterScores.SOFTMAX:
+            return logits.softmax(-1)
+        return logits.sigmoid()
+
+    def biased(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the numbers [...,E] whose k largest choose the experts."""
+        return scores if self.bias is None else scores + self.bias.to(scores.device)
+
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the chosen experts, int64 [...,k], best first."""
+        return self.biased(scores).topk(self.spec.num_experts_per_tok, dim=-1).indices
+
+    def shares(self, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Return the weights [...,k] of chosen experts [...,k]."""
+        chosen = scores.gather(-1, experts)
+        return chosen / chosen.sum(-1, keepdim=True) if self.spec.graph.normalises_shares else chosen

@@ -1,0 +1,59 @@
+"""StoredNames: the names under which a family's checkpoints store what mm2 knows by MiniMax-M2's names.
+
+mm2 has one name for each tensor of a layer, whatever its family (`weight_names`). Only where a checkpoint is read or
+written, where a port takes its weights, and where a name is shown does the family's own name count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_LAYER = re.compile(r"(model\.layers\.\d+\.)(.*)", re.DOTALL)
+# Endings that a quantised weight's own tensors add to its name.
+_SCALE = "_scale_inv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredNames:
+    """The pairs of names of a family.
+
+    `layer` has the stored name of each tensor whose name is another, relative to the layer, with `#` for an expert's
+    number. Names that it leaves out are the same. Two names that are stored as one are a ValueError.
+    """
+
+    layer: Mapping[str, str] = field(default_factory=dict)
+    _own: Mapping[str, str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        own = {stored: name for name, stored in self.layer.items()}
+        if len(own) < len(self.layer):
+            raise ValueError(f"two tensors are stored under one name: {self.layer}")
+        object.__setattr__(self, "_own", MappingProxyType(own))
+
+    def stored(self, name: str) -> str:
+        """Return the stored name of a tensor, full or relative to its layer."""
+        return _translate(name, self.layer)
+
+    def own(self, stored: str) -> str:
+        """Return mm2's name of a stored tensor, full or relative to its layer; unknown names stay."""
+        return _translate(stored, self._own)
+
+
+def _translate(name: str, names: Mapping[str, str]) -> str:
+    if not names:
+        return name
+    match = _LAYER.fullmatch(name)
+    prefix, relative = (match[1], match[2]) if match else ("", name)
+    is_scale = relative.endswith(_SCALE)
+    expert = _EXPERT.search(relative)
+    kind = _EXPERT.sub(".experts.#.", relative.removesuffix(_SCALE))
+    found = names.get(kind)
+    if found is None:
+        return name
+    if expert is not None:
+        found = found.replace("#", expert[1])
+    return prefix + found + (_SCALE if is_scale else "")
