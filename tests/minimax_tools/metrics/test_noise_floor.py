@@ -19,7 +19,9 @@ from minimax_tools.metrics.noise_floor import (
     ordinary_error_name,
     token_rows,
 )
+from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 BATCH, LENGTH, HEADS, DIM, EXPERTS = 2, 5, 2, 4, 16
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -34,7 +36,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def statistics(
     reference: dict[Site, torch.Tensor], twin: dict[Site, torch.Tensor], *, k: int = 4
 ) -> dict[str, torch.Tensor]:
-    return floor_statistics(reference, twin, attention_mask=MASK, correction_bias=BIAS, num_experts_per_tok=k)
+    spec = SyntheticModel(num_local_experts=EXPERTS, num_experts_per_tok=k).spec()
+    router = Router(spec=spec, bias=BIAS)
+    return floor_statistics(reference, twin, attention_mask=MASK, router=router)
 
 
 def biased(logits: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from minimax_tools.model.family import FIXED_VALUES, find_graph_faults
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
+from minimax_tools.model.family import find_graph_faults
 
 CONFIG: dict[str, Any] = {"num_hidden_layers": 4}
 
@@ -13,7 +14,7 @@ CONFIG: dict[str, Any] = {"num_hidden_layers": 4}
     "changes",
     [
         {},
-        dict(FIXED_VALUES),
+        dict(MINIMAX_M2.fixed_values),
         {"attn_type_list": [1, 1, 1, 1], "layer_types": ["full_attention"] * 4},
         {"attn_type_list": None, "sliding_window": None, "shared_intermediate_size": None},
         # The originals announce heads that predict further tokens, and ship none.
@@ -33,7 +34,7 @@ CONFIG: dict[str, Any] = {"num_hidden_layers": 4}
     ],
 )
 def test_neutral_values_pass(changes: dict[str, Any]) -> None:
-    assert find_graph_faults({**CONFIG, **changes}) == []
+    assert find_graph_faults(MINIMAX_M2, {**CONFIG, **changes}) == []
 
 
 @pytest.mark.parametrize(
@@ -68,13 +69,13 @@ def test_neutral_values_pass(changes: dict[str, Any]) -> None:
     ],
 )
 def test_another_graph_is_named(key: str, value: object, found: str) -> None:
-    (fault,) = find_graph_faults({**CONFIG, key: value})
+    (fault,) = find_graph_faults(MINIMAX_M2, {**CONFIG, key: value})
     assert (fault.key, fault.found) == (key, found)
     assert fault.expected != found
 
 
 def test_long_lists_of_layers_are_cut_short() -> None:
     kinds = [1 if layer % 8 == 7 else 0 for layer in range(80)]
-    (fault,) = find_graph_faults({"num_hidden_layers": 80, "attn_type_list": kinds})
+    (fault,) = find_graph_faults(MINIMAX_M2, {"num_hidden_layers": 80, "attn_type_list": kinds})
     assert fault.found == "0 in layers 0, 1, 2, 3, 4, 5 and 64 more"
     assert fault.expected == "1 (softmax attention) for each of 80 layers"

@@ -31,9 +31,10 @@ def test_weights_as_in_the_originals_and_plain_ones_pass(quantised: dict[str, An
 
 
 def check_other_format(config: dict[str, Any], *, key: str, found: str) -> None:
+    config = {"model_type": "minimax_m2", **config}
     (fault,) = find_quantisation_faults(config)
     assert (fault.key, fault.found) == (key, found)
-    assert "Use the FP8 original (MiniMaxAI/MiniMax-M2" in fault.next_step
+    assert "Use the original (MiniMaxAI/MiniMax-M2" in fault.next_step
     assert find_other_format(config) == fault
 
 

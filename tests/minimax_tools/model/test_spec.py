@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 CONFIG = {name: value for name, value in SyntheticModel.m2().spec().raw.items() if name != "attn_type_list"}
+KNOWN_TYPES = " or ".join(map(repr, FAMILIES))
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def test_digest_knows_quantities_only() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "another model: expected model_type 'minimax_m2', found 'llama'"),
+        ({"model_type": "llama"}, f"another model: expected model_type {KNOWN_TYPES}, found 'llama'"),
         ({"scoring_func": "softmax"}, "sets scoring_func: expected 'sigmoid', found 'softmax'"),
         ({"vocab_size": "absent"}, "has no 'vocab_size'"),
         ({"rope_theta": "absent"}, "has no 'rope_theta'"),

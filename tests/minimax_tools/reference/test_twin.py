@@ -64,8 +64,9 @@ Make = Callable[[int], Float32Twin]
 
 
 @pytest.fixture(scope="module")
-def make_twin(config: Any, open_layer: Any) -> Make:
-    return lambda layer: Float32Twin(config, open_layer(layer), layer=layer, device=torch.device("cpu"))
+def make_twin(config: Any, open_layer: Any, toy: Path) -> Make:
+    options: dict[str, Any] = {"spec": ModelSpec.from_folder(toy), "device": torch.device("cpu")}
+    return lambda layer: Float32Twin(config, open_layer(layer), layer=layer, **options)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

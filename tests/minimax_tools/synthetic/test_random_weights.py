@@ -67,7 +67,7 @@ def load(folder: Path) -> Model:
     )
     assert not any(loading.values()), loading
     with CheckpointReader(folder) as reader:
-        restore_router(model, reader)
+        restore_router(model, reader, MODEL.spec())
     assert model.model.layers[0].mlp.gate.weight.dtype == torch.float32
     assert model.model.layers[0].mlp.e_score_correction_bias.dtype == torch.float32
     return model.eval()
