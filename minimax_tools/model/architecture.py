@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from minimax_tools.errors import UsageError
+from minimax_tools.model.families import FAMILIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         **{
             model_type: _llama_like(model_type)
-            for model_type in ("minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+            for model_type in (*FAMILIES, "llama", "qwen2", "qwen3", "mixtral")
         },
         "gpt2": _GPT2,
     }

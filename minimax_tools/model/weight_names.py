@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from minimax_tools.model.graph import QkNorm
+from minimax_tools.model.graph import ModelGraph, QkNorm
 from minimax_tools.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -80,9 +80,14 @@ def scale_name(weight_name: str) -> str:
 
 def float32_names(spec: ModelSpec) -> tuple[str, ...]:
     """Return the tensors of a layer that are float32 in a BF16 model: those of a float32 router, or none."""
-    if not spec.graph.has_float32_router:
+    return float32_names_of(spec.graph)
+
+
+def float32_names_of(graph: ModelGraph) -> tuple[str, ...]:
+    """Return `float32_names` of a graph."""
+    if not graph.has_float32_router:
         return ()
-    return FLOAT32_NAMES if spec.graph.has_correction_bias else (GATE,)
+    return FLOAT32_NAMES if graph.has_correction_bias else (GATE,)
 
 
 def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -19,7 +19,8 @@ from minimax_tools.model.architecture import (
     ParamMapper,
     part_of,
 )
-from minimax_tools.model.weight_names import EXPERTS, FLOAT32_NAMES, SCALE_SUFFIX
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.weight_names import EXPERTS, SCALE_SUFFIX, float32_names_of
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT32, StoredDtype
 
 
@@ -114,9 +115,6 @@ class ModelCost:
         return cost.without(self.shared) if has_embedding and has_head else cost
 
 
-_FLOAT32_ENDINGS = tuple(f".{name}" for name in FLOAT32_NAMES)
-
-
 def measure_costs(
     tensors: Iterable[TensorSize],
     architecture: Architecture,
@@ -172,6 +170,7 @@ class _ConfigSizes:
     intermediate_size: int
     num_experts_per_tok: int
     num_experts: int
+    float32_endings: tuple[str, ...]  # of the names of tensors that are float32 in a model of any dtype
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _ConfigSizes:
@@ -183,9 +182,11 @@ class _ConfigSizes:
             query_width=num_heads * head_dim,
             key_value_width=(_first_value(config, "num_key_value_heads") or num_heads) * head_dim,
             vocab_size=_first_value(config, "vocab_size"),
-            intermediate_size=_first_value(config, "intermediate_size", "n_inner") or 4 * hidden_size,
+            intermediate_size=_first_value(config, "moe_intermediate_size", "intermediate_size", "n_inner")
+            or 4 * hidden_size,
             num_experts_per_tok=_first_value(config, "num_experts_per_tok") or 1,
             num_experts=_first_value(config, "num_local_experts", "num_experts") or 1,
+            float32_endings=tuple(f".{name}" for name in _float32_names(config)),
         )
 
     def layer_running_cost(self, workload: Workload) -> PartCost:
@@ -205,6 +206,13 @@ class _ConfigSizes:
             kv_bytes=2 * self.key_value_width * workload.num_tokens * itemsize,
             activation_bytes=(block_values + expert_values) * workload.num_tokens * itemsize,
         )
+
+
+def _float32_names(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the stored names of a float32 router; none if mm2 does not know the family."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None:
+        yield from map(family.stored_names.stored, float32_names_of(family.read_graph(config)))
 
 
 def _first_value(config: Mapping[str, Any], *keys: str) -> int:
@@ -227,7 +235,7 @@ def _weights_cost(
             continue
         size = math.prod(tensor.shape)
         num_parameters += size
-        loaded_bytes += size * _loaded_dtype(tensor, workload).itemsize
+        loaded_bytes += size * _loaded_dtype(tensor, sizes, workload).itemsize
         # Only matrices of layers are multiplied; the embedding is looked up, and `measure_costs` counts lm_head.
         if isinstance(part, int) and len(tensor.shape) > 1:
             # On average: a token goes through some of the experts only.
@@ -241,10 +249,10 @@ def _weights_cost(
     )
 
 
-def _loaded_dtype(tensor: TensorSize, workload: Workload) -> StoredDtype:
+def _loaded_dtype(tensor: TensorSize, sizes: _ConfigSizes, workload: Workload) -> StoredDtype:
     if not tensor.dtype.is_floating_point:
         return tensor.dtype
-    return FLOAT32 if tensor.name.endswith(_FLOAT32_ENDINGS) else workload.dtype
+    return FLOAT32 if tensor.name.endswith(sizes.float32_endings) else workload.dtype
 
 
 def _count_layers(parts: Container[int | str], architecture: Architecture) -> int:

@@ -18,17 +18,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from minimax_tools.errors import CheckpointError, Mm2Error, list_faults
+from minimax_tools.model.architecture import ARCHITECTURES
 from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.family import find_graph_faults, refuse_faults
 from minimax_tools.model.quantisation import find_other_format, find_quantisation_faults, refuse_side_format
 from minimax_tools.model.spec import CONFIG_FILE, read_config_file
+from minimax_tools.model.weight_names import float32_names_of
+from minimax_tools.reference.modules import module_name
 from minimax_tools.split.parts import Part
 
 if TYPE_CHECKING:
@@ -37,10 +39,6 @@ if TYPE_CHECKING:
     # For annotations in modules that do not import transformers.
     CausalConfig: TypeAlias = PreTrainedConfig
 
-# Parameters by model_type that stay float32: the router, as the checkpoint stores it. transformers would round it.
-_FLOAT32_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"minimax_m2": ("mlp.gate.weight", "mlp.e_score_correction_bias")}
-)
 # Buffers that older checkpoints store and today's models compute.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.masked_bias$")
 _IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -80,20 +78,23 @@ def read_causal_config(folder: Path) -> PreTrainedConfig:
             found=f"{type(error).__name__}: {error}",
             next_step="Check the path. Models that need code from their repository are not run.",
         ) from error
-    _refuse_unread(folder)
+    _refuse_unread(folder, config)
     return config
 
 
-def _refuse_unread(folder: Path) -> None:
+def _refuse_unread(folder: Path, config: PreTrainedConfig) -> None:
     """Raise UnsupportedModelError if a config.json names a format or a graph that would be read wrongly, unnoticed.
 
-    transformers computes every kind of RoPE, but ignores the keys of other graphs than the family's.
+    transformers computes every kind of RoPE, and what the keys of its own config of the model describe. It ignores
+    other keys, such as those of the hub's code.
     """
     path = folder / CONFIG_FILE
     values = read_config_file(path)
     family = FAMILIES.get(str(values.get("model_type")))
     if family is not None:
-        refuse_faults([*find_graph_faults(family, values), *find_quantisation_faults(values)], where=path)
+        known = type(config)().to_dict()
+        faults = [fault for fault in find_graph_faults(family, values) if fault.key not in known]
+        refuse_faults([*faults, *find_quantisation_faults(values)], where=path)
     other = find_other_format(values)
     if other is not None:
         refuse_faults([replace(other, next_step=_QUANTISED_STEP)], where=path)
@@ -348,7 +349,7 @@ class Division:
     ) -> PreTrainedModel:
         """Let transformers build the model with stand-ins, and fill it."""
         base, in_tuple = self.model_class, self.in_tuple
-        float32_names = _FLOAT32_NAMES.get(self.config.model_type, ())
+        float32_names = _float32_names(self.config)
 
         def build(model: Any, config: PreTrainedConfig) -> None:
             base.__init__(model, config)
@@ -391,6 +392,14 @@ class Division:
             raise unfit_checkpoint(where, faults)
         filled: PreTrainedModel = model
         return filled
+
+
+def _float32_names(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return transformers' names of what stays float32 as the checkpoint stores it; transformers would round it."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return ()
+    return tuple(map(module_name, float32_names_of(family.read_graph(config.to_dict()))))
 
 
 def unfit_checkpoint(where: Path, faults: list[str]) -> CheckpointError:
@@ -467,5 +476,5 @@ def _indivisible(model: PreTrainedModel, *, expected: str, found: str) -> Checkp
         f"{type(model).__name__} cannot be split",
         expected=expected,
         found=found,
-        next_step="Proved to work: minimax_m2, llama, qwen2, qwen3, qwen3_moe, mixtral, gpt2.",
+        next_step=f"Proved to work: {', '.join(ARCHITECTURES)}.",
     )

@@ -20,7 +20,7 @@ from minimax_tools.machine.memory import MemoryBudgetError
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory, logging_to_stderr
 
-ARCHITECTURES = ("minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2")
+ARCHITECTURES = ("minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "olmoe", "mixtral", "gpt2")
 OTHERS = ("bloom", "cohere", "falcon", "gemma2", "gpt_neox", "gpt_oss", "mistral", "opt", "phi")
 Q_PROJ, UP_PROJ, NORM, EXPERT = (
     f"model.layers.2.{name}.weight"

@@ -191,7 +191,7 @@ def test_layer_1_does_not_bring_the_files_of_layer_10() -> None:
         ("middle", (0, 1), "llama", ValueError, "component is 'middle', expected one of bottom, trunk, top"),
         ("trunk", (2, 1), "llama", ValueError, "expected 0 <= first <= end"),
         ("trunk", (-1, 1), "llama", ValueError, "expected 0 <= first <= end"),
-        ("trunk", (0, 1), "t5", UsageError, "model_type 't5'.*one of minimax_m2, llama"),
+        ("trunk", (0, 1), "t5", UsageError, "model_type 't5'.*one of minimax_m2, .*llama"),
     ],
 )
 def test_bad_argument_is_named(
