@@ -117,7 +117,7 @@ class Golden:
                 device=devices,
                 dtypes={
                     "weights": dtype_name(request.model.dtype),
-                    **router_dtypes(request.model.spec, dtype_name(request.model.dtype)),
+                    **router_dtypes(request.model.spec.graph, dtype_name(request.model.dtype)),
                 },
                 target="transformers",
                 options=options,

@@ -64,9 +64,11 @@ class Family:
     # Whether all its models name how many dims of a head are rotated; a copy that does not has lost the key.
     names_rotary_width: bool = False
     stored_names: StoredNames = field(default_factory=StoredNames)
+    originals_are_fp8: bool = False  # whether its originals store their linear layers in FP8; else in BF16
     transformers_prefix: str  # of the names of transformers' classes, such as `MiniMaxM2`
     # For synthetic models:
     preset: str  # name of the preset of true sizes
+    preset_words: str  # the published model that has these sizes, in words
     toy_preset: str  # name of the toy's
     true_sizes: Mapping[str, int]  # of a published model, named as `ModelSpec` names them
     # What its config.json holds beside sizes and token ids, from the number of layers.

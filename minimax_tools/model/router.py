@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minimax_tools.model.graph import RouterScores
+from minimax_tools.model.graph import ModelGraph, RouterScores
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import torch
 
 
-def router_dtypes(spec: ModelSpec, dtype: str) -> dict[str, str]:
+def router_dtypes(graph: ModelGraph, dtype: str) -> dict[str, str]:
     """Return the dtypes of gate and correction bias, as far as there is one, in a model of a dtype, by name."""
-    own = "float32" if spec.graph.has_float32_router else dtype
-    return {"router_gate": own} | ({"correction_bias": own} if spec.graph.has_correction_bias else {})
+    own = "float32" if graph.has_float32_router else dtype
+    return {"router_gate": own} | ({"correction_bias": own} if graph.has_correction_bias else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

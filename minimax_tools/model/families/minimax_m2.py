@@ -49,8 +49,10 @@ MINIMAX_M2 = Family(
     ),
     read_graph=lambda config: ModelGraph(),
     names_rotary_width=True,
+    originals_are_fp8=True,
     transformers_prefix="MiniMaxM2",
     preset="m2",
+    preset_words="MiniMax-M2",
     toy_preset="toy",
     true_sizes=MappingProxyType(
         {

@@ -31,6 +31,7 @@ OLMOE = Family(
     stored_names=QWEN_NAMES,
     transformers_prefix="Olmoe",
     preset="olmoe",
+    preset_words="OLMoE-1B-7B",
     toy_preset="toy-olmoe",
     derived_sizes=frozenset(("rotary_dim", "head_dim")),
     true_sizes=MappingProxyType(

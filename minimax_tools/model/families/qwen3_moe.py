@@ -48,9 +48,9 @@ QWEN3_MOE = Family(
     stored_names=QWEN_NAMES,
     transformers_prefix="Qwen3Moe",
     preset="qwen3-moe",
+    preset_words="Qwen3-30B-A3B",
     toy_preset="toy-qwen3-moe",
     derived_sizes=frozenset(("rotary_dim",)),
-    # Qwen3-30B-A3B.
     true_sizes=MappingProxyType(
         {
             "num_hidden_layers": 48,
