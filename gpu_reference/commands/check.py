@@ -18,6 +18,7 @@ from minimax_tools.command_line.options import (
     output_options,
     parse_lengths,
     parse_size_option,
+    true_size_option,
 )
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.hub.checkpoint_folder import is_in_bucket, is_on_hub, resolve_config
@@ -27,7 +28,7 @@ from minimax_tools.machine.size import format_size, parse_size
 from minimax_tools.machine.streams import align_columns
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
-from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_model import PRESETS
 from minimax_tools.text.input_request import InputRequest
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ _CONFIGURATIONS = (
     "Before renting: mm2-gpu check --gpus 8x80GB --memory 1TB",
 )
 @optional_model_option
+@true_size_option
 @click.option(
     "--gpus", metavar="8x80GB|24GB|0", help="Describe a machine by its GPUs. Default: this machine."
 )
@@ -83,6 +85,7 @@ _CONFIGURATIONS = (
 @output_options
 def check_command(
     model: str | None,
+    preset: str,
     gpus: str | None,
     memory: int | None,
     disk_speed: int | None,
@@ -93,8 +96,8 @@ def check_command(
 ) -> None:
     """Report what this machine is, and which options make a golden on it, with the memory and about the time of each.
 
-    With --gpus it is about a machine that you describe. Without --model the golden is MiniMax-M2's. The last table is
-    of usual machines. Exits with 3 if no way works.
+    With --gpus it is about a machine that you describe. Without --model the golden is that of a published
+    model. The last table is of usual machines. Exits with 3 if no way works.
     """
     with loading():
         from gpu_reference.readiness.golden_way import GpuMachine, find_ways
@@ -104,8 +107,8 @@ def check_command(
     if memory is not None and gpus is None:
         raise UsageError("--memory describes a machine", next_step="Give --gpus too, such as --gpus 8x80GB.")
     machine = GpuMachine.current() if gpus is None else GpuMachine.parse(gpus, memory)
-    spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
-    job = _build_job(spec, seq_lens, dtype, is_fp8=model is None)
+    spec = PRESETS[preset].spec() if model is None else ModelSpec.from_folder(resolve_config(model))
+    job = _build_job(spec, seq_lens, dtype, is_fp8=model is None and spec.family.originals_are_fp8)
     folder = None if model is None or is_on_hub(model) or is_in_bucket(model) else Path(model)
     speeds = _find_speeds(folder if machine.is_here else None, disk_speed, is_here=machine.is_here)
     ways = find_ways(machine, job, speeds)
@@ -135,7 +138,7 @@ def check_command(
 
 
 def _build_job(spec: ModelSpec, seq_lens: tuple[int, ...], dtype: torch.dtype, *, is_fp8: bool) -> Job:
-    """Build the golden to make: the usual one, of random rows; `is_fp8` for MiniMax-M2 itself, without a checkpoint."""
+    """Build the golden to make: the usual one, of random rows; `is_fp8` for originals in FP8, without a checkpoint."""
     import torch
 
     from gpu_reference.model.footprint import Footprint
@@ -153,7 +156,7 @@ def _build_job(spec: ModelSpec, seq_lens: tuple[int, ...], dtype: torch.dtype, *
         floor_variants=() if dtype is torch.float32 else variant_names(DEFAULT_NUM_VARIANTS),
     )
     stored_bytes = sum(tensor.size_bytes for tensor in expected_tensors(spec))
-    # The hub's MiniMax-M2 is in FP8: half of BF16.
+    # FP8 is half of BF16.
     return Job(footprint=footprint, stored_bytes=stored_bytes // 2 if is_fp8 else stored_bytes)
 
 

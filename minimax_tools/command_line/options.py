@@ -26,6 +26,8 @@ from minimax_tools.dumps.format_names import FORMAT_NAMES
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.importing import importing
 from minimax_tools.machine.size import parse_size
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from minimax_tools.model.sites import SITE_LEVELS
 from minimax_tools.model.span import Span
 from minimax_tools.remote.address import RemoteAddress, is_remote
@@ -211,6 +213,15 @@ def _model_option(*, required: bool) -> Callable[[Command], Command]:
 model_option = _model_option(required=True)
 # For commands that can learn the model from a plan, or do without one.
 optional_model_option = _model_option(required=False)
+true_size_option = click.option(
+    "--preset",
+    type=click.Choice([family.preset for family in FAMILIES.values()]),
+    default=MINIMAX_M2.preset,
+    show_default=True,
+    help="Published model that is meant without --model: "
+    + ", ".join(f"{family.preset_words} ({family.preset})" for family in FAMILIES.values())
+    + ".",
+)
 captures_option = click.option(
     "--captures",
     type=click.Path(path_type=Path, file_okay=False),

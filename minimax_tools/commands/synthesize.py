@@ -12,6 +12,7 @@ from minimax_tools.command_line.console import Mm2Command, loading, print_json, 
 from minimax_tools.command_line.options import output_options, read_dtype, stack_options
 from minimax_tools.commands.options import shard_size_option
 from minimax_tools.errors import format_count
+from minimax_tools.model.families import FAMILIES
 from minimax_tools.synthetic.toy_model import PRESETS
 
 if TYPE_CHECKING:
@@ -58,7 +59,12 @@ _size_options = stack_options(
     type=click.Choice(list(PRESETS)),
     default="toy",
     show_default=True,
-    help="Model that gives every size not chosen below.",
+    help="Model that gives every size not chosen below: "
+    + "; ".join(
+        f"{family.toy_preset}, a toy of {family.title}, or {family.preset}, {family.preset_words}"
+        for family in FAMILIES.values()
+    )
+    + ".",
 )
 @_size_options
 @click.option(

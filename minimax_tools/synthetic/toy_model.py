@@ -77,7 +77,14 @@ class SyntheticModel:
         return cls(model_type=family.model_type, **family.toy_sizes)
 
     def resized(self, **sizes: int) -> SyntheticModel:
-        """Return the model with other sizes."""
+        """Return the model with other sizes; UsageError for one that the family derives from others."""
+        derived = self.family.derived_sizes & sizes.keys()
+        if derived:
+            raise UsageError(
+                f"the {' and '.join(sorted(derived))} of a model of {self.family.title} cannot be chosen",
+                expected="sizes that its config.json names",
+                next_step="Leave it out: it follows from the other sizes.",
+            )
         return SyntheticModel(**{**asdict(self), **sizes})
 
     def spec(self) -> ModelSpec:

@@ -14,12 +14,13 @@ from minimax_tools.command_line.options import (
     optional_model_option,
     output_options,
     parse_lengths,
+    true_size_option,
 )
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config
 from minimax_tools.machine.finding import Level, render_findings, worst_level
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_model import PRESETS
 from neuron.options import backend_option
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 @click.command("check", cls=Mm2Command, epilog="\b\nExample: mm2-test check --model DIR --seq-len 128,2048")
 @optional_model_option
+@true_size_option
 @backend_option
 @click.option(
     "--seq-len",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 @output_options
 def check_command(
     model: str | None,
+    preset: str,
     backend: str,
     seq_lens: tuple[int, ...],
     profile_of: Path | None,
@@ -56,14 +59,14 @@ def check_command(
 ) -> None:
     """Report what this machine is, what changes numbers on it, and whether a layer fits.
 
-    Without --model, the layer is one of MiniMax-M2's. Exits with 3 if no run can work.
+    Without --model, the layer is one of a published model's. Exits with 3 if no run can work.
     """
     with loading():
         from minimax_tools.capture.run_commands import judge_port_of
         from neuron.check import check_machine
         from neuron.runs.run_profile import RunProfile
 
-    spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
+    spec = PRESETS[preset].spec() if model is None else ModelSpec.from_folder(resolve_config(model))
     if max(seq_lens) > spec.max_position_embeddings:
         raise UsageError(
             f"--seq-len is {max(seq_lens)}",

@@ -39,7 +39,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {**_EXPERTS, "num_experts": 11, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
-    "olmoe": {"num_experts_per_tok": 2, "num_experts": 11, "num_attention_heads": 4, "num_key_value_heads": 4},
+    "olmoe": {
+        "num_experts_per_tok": 2,
+        "num_experts": 11,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
     "mixtral": {**_EXPERTS, "num_local_experts": 11},
     "gpt2": {"tie_word_embeddings": True},
     # mm2 does not know these by heart.
