@@ -290,7 +290,7 @@ def _streamed_index(request: GoldenRequest) -> TensorIndex:
 
 
 def _verify_layers(index: TensorIndex, request: GoldenRequest) -> None:
-    warn_of_rounded_router(index.entries)
+    warn_of_rounded_router(index.entries, request.model.spec.graph)
     part = request.part
     for layer in range(request.model.num_hidden_layers) if part is None else part.stage.layers:
         verify_layer(index, request.model.spec, layer)

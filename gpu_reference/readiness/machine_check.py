@@ -220,7 +220,7 @@ def _check_shards(folder: Path, spec: ModelSpec) -> Iterator[MachineFinding]:
         f", and tensors of {word_layers(further)} beyond config.json, which are not read" if further else ""
     )
     yield MachineFinding(Level.OK, "shards", f"all {number} are in {folder}{unread}")
-    if rounded := describe_rounded_router(index.entries):
+    if rounded := describe_rounded_router(index.entries, spec.graph):
         yield MachineFinding(Level.WARN, "router", rounded, "Take gate and correction bias of the original.")
 
 

@@ -384,18 +384,30 @@ def shape_to_batch(
     """
     if site.has_heads_dim:
         return _put_heads_first(_split_heads(tensor, batch_shape, head_dim), batch_shape)
-    tensor = _join_heads(tensor, batch_shape)
+    tensor = _join_heads(site, tensor, batch_shape)
     # [B, S, …] with S = 1 has B·S in front too, and stays.
     if tensor.ndim >= 1 and tensor.shape[0] == math.prod(batch_shape) and tensor.shape[:2] != batch_shape:
         return tensor.reshape(*batch_shape, *tensor.shape[1:])
     return tensor
 
 
-def _join_heads(tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
-    """Return [B, S, heads, D] as [B, S, heads·D]: norms of each head give it so; any other shape stays."""
-    if tensor.ndim == 4 and tensor.shape[:2] == batch_shape and tensor.shape[2] != batch_shape[1]:
+def _join_heads(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
+    """Return [B, S, heads, D], and of a norm [B, heads, S, D], as [B, S, heads·D]; any other shape stays.
+
+    Norms of each head give them so. With as many heads as tokens, tokens come first.
+    """
+    if tensor.ndim != 4:
+        return tensor
+    if tensor.shape[:2] == batch_shape:
         return tensor.flatten(2)
-    return tensor
+    return tensor.transpose(1, 2).flatten(2) if _is_normed_by_head(site, tensor, batch_shape) else tensor
+
+
+def _is_normed_by_head(site: Site | ModelSite, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> bool:
+    """Decide whether a tensor is surely what a norm of queries or keys gives for each head: [B, heads, S, D]."""
+    if site not in (Site.Q_NORM, Site.K_NORM) or tensor.ndim != 4:
+        return False
+    return tensor.shape[:3:2] == batch_shape and tensor.shape[1] != batch_shape[1]
 
 
 def puts_tokens_first(tensor: torch.Tensor, num_tokens: int) -> bool:
@@ -427,6 +439,8 @@ def _fit(site: Site | ModelSite, replacement: torch.Tensor, tapped: torch.Tensor
     if site.has_heads_dim and replacement.ndim == 4:
         return _fit_heads(site, replacement, tapped)
     if replacement.numel() == tapped.numel():
+        if replacement.ndim == 3 and _is_normed_by_head(site, tapped, tuple(replacement.shape[:2])):
+            return replacement.unflatten(-1, (-1, tapped.shape[-1])).transpose(1, 2).contiguous()
         return replacement.reshape(tapped.shape)
     if replacement.numel() > tapped.numel():
         raise TargetError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import WEIGHT_DTYPES, TensorIndex, find_scale
 from minimax_tools.errors import CheckpointError, list_faults
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.quantisation import BLOCK_SIZE, original_step
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
@@ -71,7 +72,7 @@ def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
         if entry.dtype == FLOAT8_E4M3FN:
             unexpected.discard(scale_name(full_name))
             faults += _scale_faults(index, entry)
-    faults += [f"{name}: no MiniMax-M2 layer has it" for name in sorted(unexpected)]
+    faults += [f"{name}: no {spec.family.title} layer has it" for name in sorted(unexpected)]
     if not faults:
         return
     cause = _find_cause(index, spec, layer, unexpected)
@@ -82,8 +83,10 @@ def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
     )
 
 
-def describe_rounded_router(entries: Mapping[str, TensorEntry]) -> str:
-    """Return in which dtypes the headers hold the router, if not in float32, and what that does; empty otherwise."""
+def describe_rounded_router(entries: Mapping[str, TensorEntry], graph: ModelGraph) -> str:
+    """Return in which dtypes the headers hold a float32 router, if in others, and what that does; empty otherwise."""
+    if not graph.has_float32_router:
+        return ""
     held: dict[str, str] = {}
     for name, entry in entries.items():
         part = next((text for ending, text in _ROUTER_PARTS.items() if name.endswith(ending)), None)
@@ -99,9 +102,9 @@ def describe_rounded_router(entries: Mapping[str, TensorEntry]) -> str:
     )
 
 
-def warn_of_rounded_router(entries: Mapping[str, TensorEntry]) -> None:
+def warn_of_rounded_router(entries: Mapping[str, TensorEntry], graph: ModelGraph) -> None:
     """Log what `describe_rounded_router` returns, if anything."""
-    if rounded := describe_rounded_router(entries):
+    if rounded := describe_rounded_router(entries, graph):
         logger.warning("%s%s.", rounded[0].upper(), rounded[1:])
 
 

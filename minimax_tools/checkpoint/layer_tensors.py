@@ -57,7 +57,7 @@ class CheckpointTensors(MutableMapping[str, torch.Tensor]):
             raise ValueError(f"dtype is {dtype}, expected torch.bfloat16 or torch.float32")
         self.dtype = dtype
         self.reader = reader
-        self._prefix = prefix
+        self.prefix = prefix
         self._present = dict(present)
         self.in_float32 = in_float32
 
@@ -71,7 +71,7 @@ class CheckpointTensors(MutableMapping[str, torch.Tensor]):
     def given_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the value that `[name]` gives."""
         value = self._value_in_memory(name)
-        return self.reader.index[self._prefix + name].shape if value is None else tuple(value.shape)
+        return self.reader.index[self.prefix + name].shape if value is None else tuple(value.shape)
 
     def is_stored(self, name: str) -> bool:
         """Decide whether a tensor is read from the checkpoint: no value was set in its place."""
@@ -89,7 +89,7 @@ class CheckpointTensors(MutableMapping[str, torch.Tensor]):
         """
         value = self._value_in_memory(name)
         if value is None:
-            self.reader.read_weight_into(self._prefix + name, out, rows=rows, columns=columns)
+            self.reader.read_weight_into(self.prefix + name, out, rows=rows, columns=columns)
             return
         if rows is not None:
             check_range(rows, value.shape[0], name=name, unit="rows")
@@ -109,7 +109,7 @@ class CheckpointTensors(MutableMapping[str, torch.Tensor]):
         value = self._value_in_memory(name)
         if value is not None:
             return value
-        return self.reader.read_weight(self._prefix + name, self.given_dtype(name))
+        return self.reader.read_weight(self.prefix + name, self.given_dtype(name))
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         self._present[name] = value
@@ -129,7 +129,7 @@ class CheckpointTensors(MutableMapping[str, torch.Tensor]):
         return len(self._present)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._prefix}*, dtype={self.dtype}, {len(self)} tensors)"
+        return f"{type(self).__name__}({self.prefix}*, dtype={self.dtype}, {len(self)} tensors)"
 
     def _value_in_memory(self, name: str) -> torch.Tensor | None:
         """Return the value that was set for a name; None if it must be read from the checkpoint."""
@@ -138,7 +138,7 @@ class CheckpointTensors(MutableMapping[str, torch.Tensor]):
         return self._present[name]
 
     def _unknown(self, name: str) -> KeyError:
-        relative = f" (names are relative to {self._prefix})" if self._prefix else ""
+        relative = f" (names are relative to {self.prefix})" if self.prefix else ""
         return KeyError(f"there is no tensor {name!r}{relative}")
 
 

@@ -110,7 +110,7 @@ def plan_command(
     source = open_source(model, headers=True)
     family = FAMILIES.get(source.config["model_type"])
     if family is not None:
-        warn_of_rounded_router(source.headers_known)
+        warn_of_rounded_router(source.headers_known, family.read_graph(source.config))
         if family.names_rotary_width:
             warn_of_rotary_width(source.config, where=source.model)
     _warn_of_other_format(source)

@@ -228,12 +228,15 @@ class ModelSpec:
 
     def quantities(self) -> dict[str, int | float | bool]:
         """Return every size by name, and each option of the graph that is not MiniMax-M2's."""
-        sizes = {
+        return self.sizes() | self.graph.other_options()
+
+    def sizes(self) -> dict[str, int | float | bool]:
+        """Return every size by its name here."""
+        return {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
             if entry.name not in ("graph", "family", "raw")
         }
-        return sizes | self.graph.other_options()
 
     def resized(self, **sizes: int) -> ModelSpec:
         """Return the model with other sizes, by their names here."""

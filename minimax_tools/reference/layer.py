@@ -1,6 +1,7 @@
-"""ReferenceLayer: MiniMax-M2's decoder layer in plain PyTorch, written to be read; every site is exposed.
+"""ReferenceLayer: a decoder layer in plain PyTorch, written to be read; every site is exposed.
 
-Parameters have the hub's names, so a checkpoint's layer loads unchanged. `config` is transformers' config.
+Parameters have mm2's names, which are MiniMax-M2's on the hub: its layers load unchanged. `config`
+is a port's, or a `ModelSpec`.
 B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token. The end
 of a name such as `q_bnsd` gives its dims: [B,N,S,D].
 """
@@ -14,11 +15,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from minimax_tools.model.graph import QkNorm
+from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 
 
+def expert_width_of(config: Any) -> int:
+    """Return the intermediate size of an expert: config.json may have another one beside it."""
+    width: int = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    return width
+
+
+def router_dtype_of(config: Any) -> torch.dtype:
+    """Return the dtype of the router's tensors in a layer that is being built under torch's default dtype."""
+    return torch.float32 if config.graph.has_float32_router else torch.get_default_dtype()
+
+
 class ReferenceNorm(nn.Module):
-    """RMSNorm with float32 statistics."""
+    """RMSNorm with float32 statistics, over parts of the last dim that are as long as the weight."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -26,15 +40,17 @@ class ReferenceNorm(nn.Module):
         self.eps = eps
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., width] over its last dim."""
-        states_f32 = states.float()
-        normed = states_f32 * torch.rsqrt(states_f32.pow(2).mean(-1, keepdim=True) + self.eps)
+        """Normalise [..., width], or each head of [..., heads·width]."""
+        width = len(self.weight)
+        parts = states if states.shape[-1] == width else states.unflatten(-1, (-1, width))
+        parts_f32 = parts.float()
+        normed = parts_f32 * torch.rsqrt(parts_f32.pow(2).mean(-1, keepdim=True) + self.eps)
         weighted: torch.Tensor = self.weight * normed.to(states.dtype)
-        return weighted
+        return weighted.reshape(states.shape)
 
 
 class ReferenceAttention(nn.Module):
-    """Attention: q_norm and k_norm span all heads, and RoPE rotates the first dims of each head."""
+    """Attention: q_norm and k_norm span all heads or each one, and RoPE rotates the first dims of each head."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -45,8 +61,9 @@ class ReferenceAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
-        self.q_norm = ReferenceNorm(query_width, config.rms_norm_eps)
-        self.k_norm = ReferenceNorm(key_width, config.rms_norm_eps)
+        is_per_head = config.graph.qk_norm is QkNorm.PER_HEAD
+        self.q_norm = ReferenceNorm(config.head_dim if is_per_head else query_width, config.rms_norm_eps)
+        self.k_norm = ReferenceNorm(config.head_dim if is_per_head else key_width, config.rms_norm_eps)
         self.q_rope, self.k_rope = nn.Identity(), nn.Identity()
 
     def forward(
@@ -99,9 +116,10 @@ class ReferenceExpert(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        width = expert_width_of(config)
+        self.w1 = nn.Linear(config.hidden_size, width, bias=False)
+        self.w2 = nn.Linear(width, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, width, bias=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Run the expert on [T,H]: [T,H]."""
@@ -110,16 +128,17 @@ class ReferenceExpert(nn.Module):
 
 
 class ReferenceGate(nn.Module):
-    """The router's float32 projection."""
+    """The router's projection, in float32 or in the dtype of the states."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.is_float32 = config.graph.has_float32_router
         shape = (config.num_local_experts, config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=router_dtype_of(config)))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Compute the logits [T,E], float32, of [T,H]."""
-        return states.float() @ self.weight.T
+        """Compute the logits [T,E] of [T,H]: float32, or in the dtype of the states."""
+        return (states.float() if self.is_float32 else states) @ self.weight.T
 
 
 class ReferenceRouter(nn.Module):
@@ -130,13 +149,14 @@ class ReferenceRouter(nn.Module):
         self.config = config
 
     def forward(
-        self, logits: torch.Tensor, correction_bias: torch.Tensor
+        self, logits: torch.Tensor, correction_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return experts [T,k] and their weights [T,k], float32 with sum 1, from logits [T,E]."""
-        scores = logits.sigmoid()
-        experts = (scores + correction_bias).topk(self.config.num_experts_per_tok, dim=-1).indices
-        weights = scores.gather(-1, experts)
-        return experts, weights / weights.sum(-1, keepdim=True)
+        """Return experts [T,k] and their weights [T,k], in the dtype of the logits [T,E]."""
+        router = Router(spec=self.config, bias=correction_bias)
+        # Scores are float32, even where logits are not.
+        scores = router.scores(logits if self.config.graph.has_float32_router else logits.float())
+        experts = router.choose(scores)
+        return experts, router.shares(scores, experts).to(logits.dtype)
 
 
 class ReferenceMoe(nn.Module):
@@ -146,7 +166,9 @@ class ReferenceMoe(nn.Module):
         super().__init__()
         self.gate = ReferenceGate(config)
         self.router = ReferenceRouter(config)
-        self.e_score_correction_bias = nn.Buffer(torch.empty(config.num_local_experts, dtype=torch.float32))
+        has_bias = config.graph.has_correction_bias
+        bias = torch.empty(config.num_local_experts, dtype=router_dtype_of(config)) if has_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
         self.experts = nn.ModuleList(ReferenceExpert(config) for _ in range(config.num_local_experts))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -167,6 +189,8 @@ class ReferenceLayer(nn.Module):
     `sites` names the module that shows each site, in the notation of a port's `sites`. The layer's own input and output
     need no name.
     """
+
+    takes_own_names = True  # in all families its weights come by mm2's names
 
     sites: Mapping[str, str] = MappingProxyType(
         {

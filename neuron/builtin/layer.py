@@ -17,6 +17,7 @@ from torch import nn
 
 from minimax_tools.checkpoint.filling import unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.site_layouts import Sharded
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import (
@@ -45,7 +46,10 @@ _WHOLE_NAMES = (INPUT_NORM, POST_NORM, GATE, CORRECTION_BIAS)
 
 
 class RMSNorm(nn.Module):
-    """RMS norm: float32 statistics, one rounding, then the weight in the run's dtype."""
+    """RMS norm: float32 statistics, one rounding, then the weight in the run's dtype.
+
+    It norms parts of the states that are as long as the weight: all of their width, or each head.
+    """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -59,15 +63,17 @@ class RMSNorm(nn.Module):
             states: The states [..., width]; on several ranks, this rank's part of their width.
             mean_square: Mean square [..., 1] over all ranks; None to compute it from `states`.
         """
-        exact = states.float()
+        width = len(self.weight)
+        parts = states if states.shape[-1] == width else states.unflatten(-1, (-1, width))
+        exact = parts.float()
         if mean_square is None:
             mean_square = exact.square().mean(dim=-1, keepdim=True)
         exact = exact * torch.rsqrt(mean_square + self.eps)
-        return self.weight * exact.to(states.dtype)
+        return (self.weight * exact.to(states.dtype)).reshape(states.shape)
 
 
 class DeviceAttention(nn.Module):
-    """Grouped-query attention with a norm over the whole width of q and k, and partial rotary embedding."""
+    """Grouped-query attention with norms over all heads of q and k or over each one, and partial rotary embedding."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -86,12 +92,13 @@ class DeviceAttention(nn.Module):
         self.k_proj = UndrawnLinear(config.hidden_size, key_width)
         self.v_proj = UndrawnLinear(config.hidden_size, key_width)
         self.o_proj = UndrawnLinear(query_width, config.hidden_size)
-        self.q_norm = RMSNorm(query_width, config.rms_norm_eps)
-        self.k_norm = RMSNorm(key_width, config.rms_norm_eps)
+        self._norms_heads = config.graph.qk_norm is QkNorm.PER_HEAD
+        self.q_norm = RMSNorm(self.head_dim if self._norms_heads else query_width, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim if self._norms_heads else key_width, config.rms_norm_eps)
         # Modules of no effect: sites where the rotated queries and keys are captured.
         self.q_rope = nn.Identity()
         self.k_rope = nn.Identity()
-        if self._ranks.are_several:
+        if self._ranks.are_several and not self._norms_heads:
             # For each index of this rank's keys: 1 if the sum over all ranks counts it here; 0 for padding, and for a
             # kv head of which another copy counts.
             is_first = torch.tensor(self._layout.is_first_copy(self._ranks.rank), dtype=torch.float32)
@@ -102,11 +109,16 @@ class DeviceAttention(nn.Module):
         query_rows = RankCut.of_heads(self._heads, head_dim=self.head_dim, dim=0)
         key_rows = RankCut.of_heads(self._kv_heads, head_dim=self.head_dim, dim=0)
         cuts = {
-            **dict.fromkeys((Q_PROJ, Q_NORM), query_rows),
-            **dict.fromkeys((K_PROJ, K_NORM, V_PROJ), key_rows),
+            Q_PROJ: query_rows,
+            **dict.fromkeys((K_PROJ, V_PROJ), key_rows),
             O_PROJ: RankCut.of_heads(self._heads, head_dim=self.head_dim, dim=1),
         }
-        return {name: cut.weight(tensors, name) for name, cut in cuts.items()}
+        norms: dict[str, Weight] = {
+            # A norm of each head has one weight for all of them.
+            name: unchanged(tensors, name) if self._norms_heads else rows.weight(tensors, name)
+            for name, rows in ((Q_NORM, query_rows), (K_NORM, key_rows))
+        }
+        return {name: cut.weight(tensors, name) for name, cut in cuts.items()} | norms
 
     def site_layouts(self) -> dict[Site, Sharded]:
         """Return how the ranks' parts of a site join, for each site that is divided; {} on one rank.
@@ -150,8 +162,8 @@ class DeviceAttention(nn.Module):
     def _mean_squares(
         self, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return mean squares over the width of all ranks, [B,S,1] float32; None on one rank."""
-        if not self._ranks.are_several:
+        """Return mean squares over the width of all ranks, [B,S,1] float32; None on one rank, or for each head."""
+        if self._norms_heads or not self._ranks.are_several:
             # Each norm computes its own.
             return None, None
         # Padding is zero. Of a kv head that several ranks hold, one copy counts.
@@ -218,6 +230,7 @@ class DeviceLayer(nn.Module):
     """
 
     reuse = True
+    takes_own_names = True  # see `neuron.ports.hub_names`
     # Submodules have the reference layer's names, except that the router is a single submodule here.
     sites: Mapping[str, str] = MappingProxyType(
         {
@@ -257,7 +270,7 @@ class DeviceLayer(nn.Module):
         experts = self.block_sparse_moe.expert_weights(tensors)
         return {
             **self.self_attn.weights(tensors),
-            **{name: unchanged(tensors, name) for name in _WHOLE_NAMES},
+            **{name: unchanged(tensors, name) for name in _WHOLE_NAMES if name in tensors},
             **{f"block_sparse_moe.{name}": weight for name, weight in experts.items()},
         }
 

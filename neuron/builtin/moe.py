@@ -1,4 +1,4 @@
-"""Mixture of experts of the device layer: a float32 router, and experts grouped in chunks of equal shape.
+"""Mixture of experts of the device layer: a router, and experts grouped in chunks of equal shape.
 
 Every expert computes every token, and those that are not chosen get weight zero. So no shape depends on the routing,
 and one graph serves all chunks of all layers. Each of several ranks has the whole router, a part of the experts, and a
@@ -18,6 +18,8 @@ from minimax_tools.checkpoint.filling import Gathered
 from minimax_tools.checkpoint.layer_loader import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import UsageError
+from minimax_tools.model.router import Router
+from minimax_tools.reference.layer import expert_width_of, router_dtype_of
 from neuron.builtin.rank_cut import RankCut, part_size
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import cut_graph
@@ -29,24 +31,27 @@ from neuron.devices.weights import Weight
 CHUNK_SIZE_BYTES = 1 << 29
 
 
-class Router(nn.Module):
-    """Router: sigmoid scores in float32; the correction bias changes the choice of experts, not their weights."""
+class DeviceRouter(nn.Module):
+    """Router: logits in float32 or in the dtype of the states, scores in float32.
+
+    The correction bias changes the choice of experts, not their weights.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.num_experts_per_tok = config.num_experts_per_tok
+        self.config = config
         shape = (config.num_local_experts, config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=router_dtype_of(config)), requires_grad=False)
 
     def forward(
-        self, states_th: torch.Tensor, correction_bias: torch.Tensor
+        self, states_th: torch.Tensor, correction_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logits [T,E] float32, weights [T,k] float32 and experts [T,k] for states [T,H]."""
-        logits = torch.matmul(states_th.float(), self.weight.T)
-        scores = logits.sigmoid()
-        experts = (scores + correction_bias).topk(self.num_experts_per_tok, dim=-1).indices
-        weights = scores.gather(-1, experts)
-        return logits, weights / weights.sum(dim=-1, keepdim=True), experts
+        """Return logits [T,E], weights [T,k] in their dtype, and experts [T,k] for states [T,H]."""
+        logits = torch.matmul(states_th.to(self.weight.dtype), self.weight.T)
+        router = Router(spec=self.config, bias=correction_bias)
+        scores = router.scores(logits.float())
+        experts = router.choose(scores)
+        return logits, router.shares(scores, experts).to(logits.dtype), experts
 
 
 class ExpertChunk(nn.Module):
@@ -58,9 +63,9 @@ class ExpertChunk(nn.Module):
     def __init__(self, num_experts: int, config: Any) -> None:
         super().__init__()
         self._ranks = ranks_of(config)
-        self._intermediate_size = config.intermediate_size
+        self._intermediate_size = expert_width_of(config)
         hidden = config.hidden_size
-        intermediate = part_size(config.intermediate_size, self._ranks.ranks_per_expert)
+        intermediate = part_size(self._intermediate_size, self._ranks.ranks_per_expert)
         self.gate_up_proj = _empty_parameter(num_experts, 2 * intermediate, hidden)
         self.down_proj = _empty_parameter(num_experts, hidden, intermediate)
 
@@ -100,8 +105,10 @@ class DeviceMoe(nn.Module):
         first = self._ranks.expert_group * num_experts
         # Numbers of the experts that this rank holds, whole or in part.
         self._held_experts = range(first, first + num_experts)
-        self.gate = Router(config)
-        self.e_score_correction_bias = nn.Buffer(torch.empty(config.num_local_experts, dtype=torch.float32))
+        self.gate = DeviceRouter(config)
+        has_bias = config.graph.has_correction_bias
+        bias = torch.empty(config.num_local_experts, dtype=router_dtype_of(config)) if has_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
         self.chunk_size = experts_per_chunk(
             config, dtype=torch.get_default_dtype(), chunk_size_bytes=chunk_size_bytes
         )
@@ -112,7 +119,7 @@ class DeviceMoe(nn.Module):
         """Return moe_delta [B,S,H] for states [B,S,H]."""
         states_th = states.flatten(0, 1)
         _, weights, experts = self.gate(states_th, self.e_score_correction_bias)
-        affinities_te = self._affinities(weights, experts)
+        affinities_te = self._affinities(weights.float(), experts)
         # One copy per chunk: slices at different offsets would compile into different graphs.
         chunk_affinities = [part_tc.contiguous() for part_tc in affinities_te.split(self.chunk_size, dim=-1)]
         total_th = torch.zeros(states_th.shape, dtype=torch.float32, device=states.device)
@@ -174,7 +181,7 @@ def experts_per_rank(config: Any) -> int:
 
 def experts_per_chunk(config: Any, *, dtype: torch.dtype, chunk_size_bytes: int) -> int:
     """Return the chunk size: the largest divisor of a rank's number of experts whose weights fit in a chunk."""
-    intermediate = part_size(config.intermediate_size, ranks_of(config).ranks_per_expert)
+    intermediate = part_size(expert_width_of(config), ranks_of(config).ranks_per_expert)
     # Gate, up and down.
     expert_size_bytes = 3 * config.hidden_size * intermediate * dtype.itemsize
     most = max(1, chunk_size_bytes // expert_size_bytes)

@@ -257,7 +257,7 @@ def _run_port(
         CheckpointReader(folder, layers=layers) as reader,
         LayerProgress(request.num_layers, label="Device") as progress,
     ):
-        warn_of_rounded_router(reader.index.entries)
+        warn_of_rounded_router(reader.index.entries, spec.graph)
         device_run = DeviceRun(request, runtime=runtime, reader=reader, progress=progress)
         directory = options.store.place_run(run.name, device_run.describe())
         report = device_run.capture(directory)

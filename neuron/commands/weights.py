@@ -138,7 +138,7 @@ def weights_command(
         CheckpointReader(folder, layers=layers) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
     ):
-        warn_of_rounded_router(reader.index.entries)
+        warn_of_rounded_router(reader.index.entries, spec.graph)
         found = find_target(target)
 
         def inspect_layers() -> Iterator[WeightInspection]:

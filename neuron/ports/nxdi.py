@@ -31,6 +31,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.weights import Weight
 from neuron.ports.cpu_mode import NXD_CPU_MODE, refuse_other_mode
+from neuron.ports.hub_names import hub_named
 from neuron.ports.nxdi_application import CHOICE, PortApplication, find_application
 from neuron.ports.nxdi_config import make_nxdi_config
 from neuron.ports.nxdi_layout import NxdiLayout
@@ -159,6 +160,7 @@ class Conversion:
     # Returns the weights by the names of the port's layer, from tensors, config and the layer's number.
     make: Callable[[LayerTensors, Any, int], Mapping[str, Weight]]
     reads_in_place: bool = False  # whether weights are read into their storage; see `read_in_place`
+    takes_own_names: bool = False  # see `hub_names`
 
     def __call__(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """Return the weights by the names of an `NxdiLayer`; `config` has the keys of config.json as attributes."""
@@ -177,7 +179,8 @@ def convert_by_application(
         places = layer.state_dict(keep_vars=True)
         layout.warn_of_unused(places, tensors)
         rank, degree = layout.rank, layout.tp_degree
-        found = application.convert(tensors, layer, nxdi_config, rank=rank, tp_degree=degree)
+        given = hub_named(tensors, layout.spec.family.stored_names)
+        found = application.convert(given, layer, nxdi_config, rank=rank, tp_degree=degree)
         missing = [name for name in places if name not in found]
         if missing:
             logger.warning(
@@ -187,7 +190,7 @@ def convert_by_application(
         # NxD drops names that the layer lacks, and NxDI's loader asks for none.
         return {name: found[name] if name in found else _as_built(place) for name, place in places.items()}
 
-    return Conversion(make=make)
+    return Conversion(make=make, takes_own_names=True)
 
 
 def convert_by_table(layer: nn.Module, layout: NxdiLayout) -> Conversion:
@@ -198,7 +201,7 @@ def convert_by_table(layer: nn.Module, layout: NxdiLayout) -> Conversion:
         layout.warn_of_unused(places, tensors)
         return layout.weights(places, tensors)
 
-    return Conversion(make=make, reads_in_place=True)
+    return Conversion(make=make, reads_in_place=True, takes_own_names=True)
 
 
 def find_origin(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.layer_tensors import CheckpointTensors
 from minimax_tools.errors import TargetError, list_faults
 from neuron.ports.target import port_errors
 
@@ -51,7 +51,7 @@ class PortApplication:
             DecoderModelInstance(model_cls=lambda *_, **__: layer, config=nxdi_config).load_module()
 
     def convert(
-        self, tensors: LayerTensors, layer: nn.Module, nxdi_config: Any, *, rank: int, tp_degree: int
+        self, tensors: CheckpointTensors, layer: nn.Module, nxdi_config: Any, *, rank: int, tp_degree: int
     ) -> dict[str, torch.Tensor]:
         """Return this rank's weights of the layer by the layer's names, as far as the conversion gives them.
 

@@ -21,10 +21,9 @@ from neuron.ports.nxdi_stream import stream_replacement, with_stream_points
 from neuron.ports.sources import OPTIONS
 from neuron.ports.target import ModelBatch
 
-# Keys that models and applications on NxDI need and MiniMax-M2's config.json lacks.
+# Keys that models and applications on NxDI need and config.json may lack.
 _ABSENT_KEYS: Mapping[str, object] = {
     "n_shared_experts": 0,
-    "norm_topk_prob": True,
     "pad_token_id": 0,
     "rope_scaling": None,
     "tie_word_embeddings": False,
@@ -34,7 +33,7 @@ _ABSENT_KEYS: Mapping[str, object] = {
     "use_return_dict": True,
 }
 # mm2's additions to config.json.
-_ADDED_KEYS = ("batch", "ranks")
+_ADDED_KEYS = ("batch", "graph", "ranks")
 # The cache's length is a multiple of this: NxDI's kernels take no other.
 _LENGTH_MULTIPLE = 128
 # On the CPU the stages share a module of the largest bucket, because NxDI's mask fits no other; and no kernel runs.
@@ -83,7 +82,10 @@ def _device_options(
     options = {
         "tp_degree": tp_degree,
         "torch_dtype": dtype,
-        "router_config": {"act_fn": config.scoring_func, "dtype": torch.float32},
+        "router_config": {
+            "act_fn": str(config.graph.router_scores),
+            "dtype": torch.float32 if config.graph.has_float32_router else dtype,
+        },
         **further,
         **own,
     }
@@ -94,7 +96,7 @@ def _device_options(
 def _model_keys(config: Any) -> dict[str, object]:
     """Return the keys of NxDI's config of the model."""
     own = {name: value for name, value in vars(config).items() if name not in _ADDED_KEYS}
-    return {**_ABSENT_KEYS, **own}
+    return {**_ABSENT_KEYS, "norm_topk_prob": config.graph.normalises_shares, **own}
 
 
 def _find_config_class(layer_class: Callable[..., Any], module: ModuleType) -> Any:

@@ -29,6 +29,7 @@ from minimax_tools.checkpoint.filling import Gathered, unchanged
 from minimax_tools.checkpoint.layer_loader import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError, list_faults
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
@@ -81,7 +82,8 @@ class NxdiLayout:
         """Warn of tensors that no parameter takes, if the names of all parameters are known."""
         unused = self.unused(parameters, tensors)
         if unused and all(map(_find_rule, parameters)):
-            logger.warning("The port has no place for %s: it computes without.", list_faults(unused))
+            stored = [self.spec.family.stored_names.stored(name) for name in unused]
+            logger.warning("The port has no place for %s: it computes without.", list_faults(stored))
 
     def unused(self, parameters: Mapping[str, torch.Tensor], tensors: LayerTensors) -> list[str]:
         """List the tensors that no parameter takes; experts' only if no rule takes experts."""
@@ -127,10 +129,13 @@ class NxdiLayout:
         # The parameter's length tells whether the port norms over all ranks' heads or over its own. All ranks' heads,
         # in rank order, have copies and padding: they may be more than the hub's. Loading reports any other length.
         which = match["which"]
+        name = Q_NORM if which == "q" else K_NORM
+        if self.spec.graph.qk_norm is QkNorm.PER_HEAD:
+            return unchanged(tensors, name)
         cut = self._cut_heads(which, of_all_ranks=True)
         if shape != (cut.size,):
             cut = self._cut_heads(which)
-        return cut.weight(tensors, Q_NORM if which == "q" else K_NORM)
+        return cut.weight(tensors, name)
 
     def _rank_number(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
         # NxD reads a rank's number from a weight, so that one program serves all ranks. A parameter as long as the

@@ -32,6 +32,7 @@ from neuron.devices.machine import LOWER, is_out_of_device_memory, shorten
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader, reads_in_place
+from neuron.ports.hub_names import hub_named, takes_own_names
 from neuron.process.status import doing
 
 if TYPE_CHECKING:
@@ -312,10 +313,11 @@ class Target(Port):
         self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, ranks: Ranks | None
     ) -> dict[str, Weight]:
         convert = self._conversion(module)
+        given = _named_for(module, convert, tensors, spec)
         if convert is None:
-            return {name: unchanged(tensors, name) for name in tensors}
+            return {name: unchanged(given, name) for name in given}
         return self._convert(
-            lambda: convert(tensors, target_config(spec, ranks=ranks), tensors.layer),
+            lambda: convert(given, target_config(spec, ranks=ranks), tensors.layer),
             part=f"layer {tensors.layer}",
         )
 
@@ -404,16 +406,25 @@ class ModelTarget(Port):
         config = target_config(spec, ranks=ranks)
         # A conversion by layer takes `layer_idx` as its third argument.
         if convert is None or len(inspect.signature(convert).parameters) < 3:
-            tensors = ModelTensors.open(reader, spec, dtype)
+            tensors = _named_for(module, convert, ModelTensors.open(reader, spec, dtype), spec)
             make = (lambda: tensors) if convert is None else (lambda: convert(tensors, config))
             yield everything, self._convert(make, part=everything)
             return
         outer, part = ModelTensors.open(reader, spec, dtype, with_layers=False), "weights outside the layers"
+        outer = _named_for(module, convert, outer, spec)
         yield part, self._convert(lambda: convert(outer, config, None), part=part)
         for layer in range(spec.num_hidden_layers):
-            layer_tensors, part = LayerTensors.open(reader, spec, layer, dtype), f"layer {layer}"
+            opened, part = LayerTensors.open(reader, spec, layer, dtype), f"layer {layer}"
+            layer_tensors = _named_for(module, convert, opened, spec)
             # The lambda is called at once, within this turn of the loop.
             yield part, self._convert(lambda: convert(layer_tensors, config, layer), part=part)  # noqa: B023
+
+
+def _named_for(
+    module: nn.Module, convert: object, tensors: CheckpointTensors, spec: ModelSpec
+) -> CheckpointTensors:
+    """Return tensors by the names under which a port takes them: the hub's, unless it asks for mm2's."""
+    return tensors if takes_own_names(module, convert) else hub_named(tensors, spec.family.stored_names)
 
 
 def eager_module(module: nn.Module) -> nn.Module:
@@ -425,19 +436,20 @@ def eager_module(module: nn.Module) -> nn.Module:
 def target_config(spec: ModelSpec, *, ranks: Ranks | None = None) -> SimpleNamespace:
     """Return a new, writable copy of config.json as attributes, named as on the hub and as in transformers.
 
-    `config.ranks` holds this rank and the number of ranks.
+    `config.ranks` holds this rank and the number of ranks, `config.graph` the options of the model's graph.
     """
-    # The originals set these keys; a copy that transformers wrote may lack them.
+    family, keys = spec.family, spec.family.other_keys(spec.num_hidden_layers)
+    # Where a family's originals set these keys, a copy that transformers wrote may lack them.
     values = {
-        **spec.family.fixed_values,
-        "attn_type_list": [1] * spec.num_hidden_layers,
-        "shared_intermediate_size": 0,
+        **family.fixed_values,
+        **{key: keys[key] for key in ("attn_type_list", "shared_intermediate_size") if key in keys},
         **copy.deepcopy(dict(spec.raw)),
-        **spec.quantities(),
+        **{family.size_key(name): size for name, size in spec.sizes().items()},
     }
     config = SimpleNamespace(**values)
+    config.graph = spec.graph
     config.ranks = ranks or Ranks()
-    config.num_experts = spec.num_local_experts
+    config.num_experts = config.num_local_experts = spec.num_local_experts
     config.moe_intermediate_size = spec.intermediate_size
     config.partial_rotary_factor = spec.rotary_dim / spec.head_dim
     config.rope_parameters = {

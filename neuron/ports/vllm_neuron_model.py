@@ -139,9 +139,10 @@ def _write(tensors: ModelTensors, folder: Path, *, config: dict[str, object]) ->
         layer = layer_of(name)
         file = "model.safetensors" if layer is None else f"model-layer-{layer:03}.safetensors"
         names_of.setdefault(file, []).append(name)
+    stored = tensors.reader.index.stored_names.stored
     for file, names in names_of.items():
-        save_file({name: tensors[name] for name in names}, folder / file)
-    weight_map = {name: file for file, names in names_of.items() for name in names}
+        save_file({stored(name): tensors[name] for name in names}, folder / file)
+    weight_map = {stored(name): file for file, names in names_of.items() for name in names}
     (folder / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config.pop("quantization_config", None)
     (folder / _CONFIG).write_text(json.dumps(config))

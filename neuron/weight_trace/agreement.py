@@ -16,7 +16,9 @@ from types import MappingProxyType
 import torch
 
 from minimax_tools.capture.manifest import WeightMistake
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.stored_names import StoredNames
 from minimax_tools.text_enum import TextEnum
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import (
@@ -139,7 +141,7 @@ def word_unlike(
 ) -> str:
     """Return that some experts lie otherwise than others."""
     experts, others = ([held.expert for held in part] for part in (group, model))
-    weights = word_kinds(_unlike_kinds(group[0], group[0].unlike(model[0], sources)))
+    weights = sources.word(_unlike_kinds(group[0], group[0].unlike(model[0], sources)))
     return f"{weights} of {word_experts(experts)} lie otherwise than of {word_experts(others)}"
 
 
@@ -171,6 +173,7 @@ class _Side:
 
 def find_parted(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator[WeightFinding]:
     """Yield partners that a rank does not hold together, or in another order."""
+    names = spec.family.stored_names
     for first, second in _partners(spec):
         for expert, held in _held(layouts, first).items():
             others = _held(layouts, second).get(expert, ())
@@ -181,7 +184,7 @@ def find_parted(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator[We
             yield WeightFinding(
                 mistake=WeightMistake.ORDER,
                 kinds=(first.kind, second.kind),
-                text=f"{_word_side(first, held)}{of_expert} lie here, with {_word_side(second, others)}",
+                text=f"{_word_side(first, held, names)}{of_expert} lie here, with {_word_side(second, others, names)}",
             )
             break
 
@@ -199,6 +202,9 @@ def _partners(spec: ModelSpec) -> Iterator[tuple[_Side, _Side]]:
         ("w1", "w2", 1, "channels"),
         ("gate", "e_score_correction_bias", 1, "experts"),
     ):
+        if second in ("q_norm", "k_norm") and spec.graph.qk_norm is QkNorm.PER_HEAD:
+            # All heads have one weight of the norm.
+            continue
         yield _Side(kind=first, width=width, unit=unit), _Side(kind=second, width=width, unit=unit)
     # The kv heads are the groups of query heads.
     yield (
@@ -220,9 +226,9 @@ def _held(layouts: Iterable[TensorLayout], side: _Side) -> dict[int | None, tupl
     return {expert: tuple(dict.fromkeys(of_expert)) for expert, of_expert in units.items()}
 
 
-def _word_side(side: _Side, held: Sequence[int]) -> str:
+def _word_side(side: _Side, held: Sequence[int], names: StoredNames) -> str:
     part = "columns" if side.is_columns else "rows"
-    return f"{part} of {word_kinds([side.kind])} of {side.unit} {IndexSequence(indices=torch.tensor(held))}"
+    return f"{part} of {word_kinds([side.kind], names)} of {side.unit} {IndexSequence(indices=torch.tensor(held))}"
 
 
 # A factor that is read in BF16, and its inverse, are each within a BF16 step of the true one.
@@ -248,6 +254,7 @@ class MovedScale:
     read: tuple[torch.Tensor, ...]
     takers: tuple[str, ...]  # kinds that are multiplied by the inverse
     missing: tuple[str, ...]  # kinds that read these channels, and are not
+    names: StoredNames
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -256,10 +263,10 @@ class MovedScale:
 
     def __str__(self) -> str:
         text = (
-            f"{word_kinds([self.giver])} is multiplied by a number for each channel, {_word_range(self.factors)}, "
-            f"and {word_kinds(self.takers)} by the inverse"
+            f"{word_kinds([self.giver], self.names)} is multiplied by a number for each channel, "
+            f"{_word_range(self.factors)}, and {word_kinds(self.takers, self.names)} by the inverse"
         )
-        return f"{text}, {word_kinds(self.missing)} not" if self.missing else text
+        return f"{text}, {word_kinds(self.missing, self.names)} not" if self.missing else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -314,7 +321,7 @@ def find_scaled(scales: Scales) -> Iterator[WeightFinding]:
             yield WeightFinding(
                 mistake=WeightMistake.SCALED,
                 kinds=(kind,),
-                text=f"{word_kinds([kind])} is multiplied by {word_factors(scales.of_kind(kind))}",
+                text=f"{scales.sources.word([kind])} is multiplied by {word_factors(scales.of_kind(kind))}",
             )
 
 
@@ -333,7 +340,14 @@ def _find_moved(scales: Scales, spec: ModelSpec) -> Iterator[MovedScale]:
         takers = tuple(kind for kind in readers if _takes(scales.of_kind(kind), read))
         if takers:
             missing = tuple(kind for kind in readers if kind not in takers)
-            yield MovedScale(giver=giver, factors=given, read=read, takers=takers, missing=missing)
+            yield MovedScale(
+                giver=giver,
+                factors=given,
+                read=read,
+                takers=takers,
+                missing=missing,
+                names=scales.sources.names,
+            )
 
 
 def _takes(factors: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:

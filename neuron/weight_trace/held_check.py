@@ -23,7 +23,6 @@ from torch import nn
 from minimax_tools.capture.manifest import HeldWeights, WeightFault, WeightMistake
 from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.weight_names import FLOAT32_NAMES
 from minimax_tools.stored_dtype import dtype_name
 from neuron.weight_trace.port_tensors import find_port_tensors
 from neuron.weight_trace.source_lines import (
@@ -37,15 +36,15 @@ from neuron.weight_trace.source_lines import (
 )
 from neuron.weight_trace.source_tensors import (
     MAX_EXPERTS_LISTED,
+    ROUTER_NAMES,
     expert_of,
     kind_of,
     word_experts,
-    word_kinds,
 )
 from reports.wording import word_order
 
 _ABSENT = -1
-_ROUTER_KINDS = frozenset(map(kind_of, FLOAT32_NAMES))
+_ROUTER_KINDS = frozenset(map(kind_of, ROUTER_NAMES))
 # What no port means to hold.
 UNUSABLE = _ZEROS, _NONFINITE = ("zeros", "NaN or Inf")
 # Norms of the same numbers in two dtypes differ by less than this share.
@@ -107,7 +106,7 @@ class LoadedPart:
             return ""
         name = self.table.name_of(int(np.sort(lines)[len(lines) // 2]))
         expert = expert_of(name)
-        weights = "those" if kind_of(name) == kind else word_kinds([kind_of(name)])
+        weights = "those" if kind_of(name) == kind else self.table.word([kind_of(name)])
         return weights if expert is None else f"{weights} of expert {expert}"
 
     def _read(self, lines: Numbers, direction: Direction) -> torch.Tensor:
@@ -399,9 +398,9 @@ def conclude(parts: Sequence[HeldPart], table: LineTable) -> HeldWeights:
         not_compared=tuple(others),
         reason=_word_reason({code for part in parts for code in part.codes}) if others else "",
         faults=(
-            *_join([*lost, *_find_nowhere(partial, lost), *held], num_experts=table.num_experts),
+            *_join([*lost, *_find_nowhere(partial, lost), *held], table),
             *_zero_faults(others, parts, table),
-            *_rounded_faults(parts),
+            *_rounded_faults(parts, table),
         ),
     )
 
@@ -463,7 +462,7 @@ def _find_nowhere(
                 )
 
 
-def _join(deviations: Iterable[Deviation], *, num_experts: int) -> Iterator[WeightFault]:
+def _join(deviations: Iterable[Deviation], table: LineTable) -> Iterator[WeightFault]:
     """Yield a fault for each clause: with all experts of a kind, then with all kinds that have the same experts."""
     alike: dict[tuple[str, str], list[Deviation]] = {}
     for deviation in deviations:
@@ -482,10 +481,10 @@ def _join(deviations: Iterable[Deviation], *, num_experts: int) -> Iterator[Weig
         yield WeightFault(
             kinds=kinds,
             experts=experts,
-            text=f"{word_kinds(kinds)}{of_experts}{more}: {what}{where}",
+            text=f"{table.word(kinds)}{of_experts}{more}: {what}{where}",
             mistake=first.mistake,
             is_certain=first.is_certain,
-            is_exception=2 * len(experts) < num_experts,
+            is_exception=2 * len(experts) < table.num_experts,
         )
 
 
@@ -500,15 +499,15 @@ def _zero_faults(kinds: Iterable[str], parts: Sequence[HeldPart], table: LineTab
         size = sum(num_rows * num_columns for num_rows, num_columns in of_kind)
         names = [name for name, of_name in sizes.items() if of_name == size]
         if names:
-            text = f"{word_kinds([kind])}: nowhere, and zeros in {' and '.join(names)} of its size"
+            text = f"{table.word([kind])}: nowhere, and zeros in {' and '.join(names)} of its size"
             yield WeightFault(
                 mistake=WeightMistake.ZERO, kinds=(kind,), experts=(), text=text, is_certain=True
             )
 
 
-def _rounded_faults(parts: Sequence[HeldPart]) -> Iterator[WeightFault]:
+def _rounded_faults(parts: Sequence[HeldPart], table: LineTable) -> Iterator[WeightFault]:
     for kind, place in dict.fromkeys(rounded for part in parts for rounded in part.rounded):
-        text = f"{word_kinds([kind])}: rounded to BF16 ({place}, which is float32)"
+        text = f"{table.word([kind])}: rounded to BF16 ({place}, which is float32)"
         yield WeightFault(mistake=WeightMistake.DTYPE, kinds=(kind,), experts=(), text=text)
 
 

@@ -30,7 +30,7 @@ from minimax_tools.errors import TargetError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_bytes
+from minimax_tools.model.weight_names import expected_layer_shapes, float32_names, layer_bytes
 from minimax_tools.results.results import Verdict
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
@@ -159,8 +159,9 @@ class TracedPort:
             return None
         module = self._build(self.spec, self.dtype)
         # Made beforehand, in the dtypes that a conversion gets: else their making would count.
+        in_float32 = float32_names(self.spec)
         given = {
-            name: torch.rand(shape).to(torch.float32 if name in FLOAT32_NAMES else self.dtype)
+            name: torch.rand(shape).to(torch.float32 if name in in_float32 else self.dtype)
             for name, shape in expected_layer_shapes(self.spec).items()
         }
         with WideAllocations() as allocations:

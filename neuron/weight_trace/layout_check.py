@@ -123,13 +123,14 @@ def _compare_norms(
     expected = _norm(own[name] for name in own if kind_of(name) in kinds)
     ratio = held / expected
     is_scaled = abs(ratio - 1) > _RATIO_SLACK
+    words = word_kinds(kinds, own.reader.index.stored_names)
     what = f"scaled: its norm is {ratio:.4g} times the checkpoint's" if is_scaled else "in other numbers"
     return WeightFinding(
         mistake=WeightMistake.SCALED if is_scaled else WeightMistake.VALUES,
         severity=Severity.WRONG,
         kinds=kinds,
         port_tensors=tuple(names),
-        text=f"as loaded, {', '.join(patterns)} holds {word_kinds(kinds)} {what}",
+        text=f"as loaded, {', '.join(patterns)} holds {words} {what}",
     )
 
 
@@ -162,7 +163,7 @@ def check_layouts(
             *find_parted(layouts, spec),
         ]
         for layout in layouts:
-            of_rank += _find_in_tensor(layout)
+            of_rank += _find_in_tensor(layout, sources)
         for finding in of_rank:
             ranks_with.setdefault(finding, set()).add(rank)
     for finding, ranks in ranks_with.items():
@@ -313,7 +314,7 @@ def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFindin
         )
 
 
-def _find_in_tensor(layout: TensorLayout) -> Iterator[WeightFinding]:
+def _find_in_tensor(layout: TensorLayout, sources: SourceTensors) -> Iterator[WeightFinding]:
     origin, kinds = layout.origin, _kinds_held(layout)
 
     def fault(
@@ -334,7 +335,7 @@ def _find_in_tensor(layout: TensorLayout) -> Iterator[WeightFinding]:
 
     named = _named_kinds(origin)
     if len(named) == 1 and kinds and not named & set(kinds):
-        text = f"is named {word_kinds(named)}, and holds {word_kinds(kinds)}"
+        text = f"is named {sources.word(named)}, and holds {sources.word(kinds)}"
         yield fault(WeightMistake.SWAPPED, text, contradicts_names=True)
     # One finding for each kind, not for each expert.
     disordered: dict[str, LayoutSegment] = {}
@@ -351,13 +352,13 @@ def _find_in_tensor(layout: TensorLayout) -> Iterator[WeightFinding]:
             added = "different numbers are" if origin.offset is None else f"{origin.offset:g} is"
             yield fault(WeightMistake.SCALED, f"{added} added to values")
         if origin.rounding_float32 > _FLOAT32_SLACK:
-            yield fault(WeightMistake.DTYPE, _word_rounded_router(origin, kinds), Severity.WRONG)
+            yield fault(WeightMistake.DTYPE, _word_rounded_router(origin, kinds, sources), Severity.WRONG)
         # A scale rounds too, and has a finding of its own.
         elif origin.rounding > _FLOAT32_SLACK and origin.gain == 1:
             text = f"values are rounded to {_word_bits(origin.rounding)}"
             yield fault(WeightMistake.DTYPE, text, Severity.NOTE)
     if origin.num_computed:
-        yield fault(WeightMistake.COMPUTED, _word_computed(origin))
+        yield fault(WeightMistake.COMPUTED, _word_computed(origin, sources))
 
 
 def _named_kinds(origin: TensorOrigin) -> set[str]:
@@ -372,24 +373,24 @@ def _word_disorder(segment: LayoutSegment) -> tuple[WeightMistake, str]:
         return mistake, f"{segment.within}{segment.description}"
     unit, sequence = ("columns", segment.columns) if segment.rows.is_ascending else ("rows", segment.rows)
     order = "repeated" if sequence.is_repeated else "in another order"
-    return WeightMistake.ORDER, f"{unit} of {word_kinds([segment.source.kind])} {order}: {sequence}"
+    return WeightMistake.ORDER, f"{unit} of {segment.source.word} {order}: {sequence}"
 
 
-def _word_rounded_router(origin: TensorOrigin, kinds: tuple[str, ...]) -> str:
+def _word_rounded_router(origin: TensorOrigin, kinds: tuple[str, ...], sources: SourceTensors) -> str:
     router_kinds = [kind for kind in kinds if kind in ("gate", "e_score_correction_bias")]
     rounded = (
         f"is {str(origin.dtype).removeprefix('torch.')}"
         if origin.dtype != torch.float32
         else f"was rounded to {_word_bits(origin.rounding_float32)} on the way"
     )
-    text = f"{word_kinds(router_kinds)} {rounded}: the router decides in float32"
+    text = f"{sources.word(router_kinds)} {rounded}: the router decides in float32"
     if "e_score_correction_bias" in router_kinds:
         text += ", and near 9, where the bias lies, a bfloat16 is 0.06 from the next"
     return text
 
 
-def _word_computed(origin: TensorOrigin) -> str:
-    kinds = word_kinds(origin.mixed_kinds) or "something"
+def _word_computed(origin: TensorOrigin, sources: SourceTensors) -> str:
+    kinds = sources.word(origin.mixed_kinds) or "something"
     share = "values" if origin.num_computed == origin.numbers.numel() else f"{origin.num_computed} values"
     mixed = origin.num_mixed or 0
     if mixed > 1 and origin.weight_sum is not None:

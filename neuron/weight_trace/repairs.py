@@ -16,7 +16,7 @@ from minimax_tools.capture.manifest import WeightMistake
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight
 from neuron.weight_trace.agreement import ExpertMatrices, Scales, group_experts, word_factors, word_unlike
-from neuron.weight_trace.source_tensors import LazyTensors, SourceTensors, Tensors, word_kinds
+from neuron.weight_trace.source_tensors import LazyTensors, SourceTensors, Tensors, stored_kind, word_kinds
 from neuron.weight_trace.tensor_layout import Disorder, TensorLayout, expert_orders
 from reports.wording import word_order
 
@@ -85,7 +85,7 @@ def _undo_swaps(sources: SourceTensors) -> Iterator[Repair]:
             yield Repair(
                 mistake=WeightMistake.SWAPPED,
                 kinds=pair,
-                text=f"{' and '.join(word_kinds([kind]) for kind in pair)} are swapped",
+                text=f"{' and '.join(sources.word([kind]) for kind in pair)} are swapped",
                 change=_rename(dict(zip(first + second, second + first, strict=True))),
             )
 
@@ -114,7 +114,7 @@ def _undo_transpositions(layouts: Sequence[TensorLayout], sources: SourceTensors
             yield Repair(
                 mistake=WeightMistake.TRANSPOSED,
                 kinds=(kind,),
-                text=f"{word_kinds([kind])} is not transposed as the port's forward wants it",
+                text=f"{sources.word([kind])} is not transposed as the port's forward wants it",
                 change=_change_each(sources, [kind], change),
             )
 
@@ -137,7 +137,7 @@ def _undo_expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Ite
         yield Repair(
             mistake=WeightMistake.ORDER,
             kinds=kinds,
-            text=f"{word_kinds(kinds)}: {word_order(experts, noun='experts')}",
+            text=f"{word_kinds(kinds, spec.family.stored_names)}: {word_order(experts, noun='experts')}",
             change=_rename(partners),
         )
 
@@ -157,7 +157,7 @@ def _undo_row_orders(layouts: Sequence[TensorLayout], sources: SourceTensors) ->
         yield Repair(
             mistake=WeightMistake.ORDER,
             kinds=(kind,),
-            text=f"rows of {word_kinds([kind])} lie in another order",
+            text=f"rows of {sources.word([kind])} lie in another order",
             change=_change_each(sources, [kind], partial(_take_rows, rows=rows.argsort())),
         )
 
@@ -194,7 +194,7 @@ def _undo_scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Ite
         changes = [f"multiplied by {gain:.4g}"] if gain != 1 else []
         changes += [f"shifted by {offset:g}"] if offset != 0 else []
         for kind in layout.source_kinds:
-            text = f"{word_kinds([kind])} is {' and '.join(changes)}"
+            text = f"{sources.word([kind])} is {' and '.join(changes)}"
             if text not in texts:
                 texts.add(text)
                 yield Repair(
@@ -212,7 +212,7 @@ def _undo_factors(scales: Scales) -> Iterator[Repair]:
         yield Repair(
             mistake=WeightMistake.SCALED,
             kinds=(kind,),
-            text=f"{word_kinds([kind])} is multiplied by {word_factors(scales.of_kind(kind))}",
+            text=f"{scales.sources.word([kind])} is multiplied by {word_factors(scales.of_kind(kind))}",
             change=_multiply({name: 1 / factors[name] for name in _names(scales.sources, kind)}),
         )
 
@@ -220,6 +220,7 @@ def _undo_factors(scales: Scales) -> Iterator[Repair]:
 def _take_scales(scales: Scales) -> Iterator[Repair]:
     """Yield repairs for tensors that read scaled channels, and did not take the scale."""
     for moved in scales.moved:
+        giver = stored_kind(moved.giver, scales.sources.names)
         for kind in moved.missing:
             inverse = {
                 name: 1 / moved.read[number if len(moved.read) > 1 else 0]
@@ -228,8 +229,8 @@ def _take_scales(scales: Scales) -> Iterator[Repair]:
             yield Repair(
                 mistake=WeightMistake.SCALED,
                 kinds=(kind,),
-                text=f"{word_kinds([kind])} does not take the scale that {moved.giver} gave away, as "
-                f"{word_kinds(moved.takers)} {'does' if len(moved.takers) == 1 else 'do'}",
+                text=f"{scales.sources.word([kind])} does not take the scale that {giver} gave away, as "
+                f"{scales.sources.word(moved.takers)} {'does' if len(moved.takers) == 1 else 'do'}",
                 change=_multiply(inverse),
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from minimax_tools.capture.manifest import WeightMistake
@@ -160,7 +160,7 @@ def _word_trial(inspection: WeightInspection) -> str:
         return f"{run} agrees with the reference layer's to {trial.error:.1e} of the delta."
     off = f"{run} is off by {trial.error:.2g} of the delta"
     if trial.refilled_error is not None:
-        missing = word_kinds(dict.fromkeys(_missing_kinds(inspection)))
+        missing = _word_kinds(dict.fromkeys(_missing_kinds(inspection)), inspection)
         if trial.is_right_if_refilled:
             return f"{off}. With {missing} right it agrees to {trial.refilled_error:.1e}: {NOTHING_ELSE}."
         off += f", with {missing} right still by {trial.refilled_error:.2g}"
@@ -193,6 +193,10 @@ def _missing_kinds(inspection: WeightInspection) -> Iterator[str]:
             yield from finding.kinds
 
 
+def _word_kinds(kinds: Iterable[str], inspection: WeightInspection) -> str:
+    return word_kinds(kinds, inspection.spec.family.stored_names)
+
+
 def _word_memory(inspection: WeightInspection) -> list[str]:
     return [f"Memory: {sentence}" for sentence in inspection.memory]
 
@@ -205,8 +209,9 @@ def _word_loaded(inspection: WeightInspection) -> str:
     text = f"Layer {inspection.layer} of the checkpoint was loaded as every run loads it"
     if not not_compared:
         return f"{text}: all its numbers are compared with the checkpoint's."
+    words = _word_kinds(not_compared, inspection)
     return (
-        f"{text}. Not compared are {word_kinds(not_compared)}: found wrong above, or held by the port in other "
+        f"{text}. Not compared are {words}: found wrong above, or held by the port in other "
         "numbers, in parts of rows and columns, or where torch shows no tensor."
     )
 

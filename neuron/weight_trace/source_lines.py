@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
@@ -27,13 +27,12 @@ from minimax_tools.machine.compiled import compiled
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
-    FLOAT32_NAMES,
     K_NORM,
     Q_NORM,
     expected_layer_shapes,
 )
 from neuron.weight_trace.port_tensors import name_numbers, name_pattern
-from neuron.weight_trace.source_tensors import expert_of, kind_of
+from neuron.weight_trace.source_tensors import ROUTER_NAMES, expert_of, kind_of, word_kinds
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
@@ -133,6 +132,7 @@ class LineTable:
         self._stops: dict[tuple[str, Direction], int] = {}
         self.size = 0  # number of lines
         self.num_experts = spec.num_local_experts
+        self._names = spec.family.stored_names
         widths = {CORRECTION_BIAS: 1, Q_NORM: spec.head_dim, K_NORM: spec.head_dim}
         for name, shape in expected_layer_shapes(spec).items():
             if len(shape) == 1:
@@ -154,6 +154,10 @@ class LineTable:
         """Return the tensor of a line."""
         place = bisect_right(tuple(self._starts.values()), number) - 1
         return tuple(self._starts)[place][0]
+
+    def word(self, kinds: Iterable[str]) -> str:
+        """Return kinds as text; see `word_kinds`."""
+        return word_kinds(kinds, self._names)
 
     @property
     def shared(self) -> Iterator[str]:
@@ -183,7 +187,7 @@ class LineTable:
         for name in self.matrices:
             if expert_of(name) is not None:
                 by_kind.setdefault(kind_of(name), []).append(np.r_[self.lines(name, direction)])
-            elif name in FLOAT32_NAMES and direction is Direction.ROWS:
+            elif name in ROUTER_NAMES and direction is Direction.ROWS:
                 yield kind_of(name), np.r_[self.lines(name, direction)][:, None]
         for kind, lines in by_kind.items():
             yield kind, np.stack(lines)

@@ -16,12 +16,15 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes
+from minimax_tools.model.stored_names import StoredNames
+from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, expected_layer_shapes, float32_names
 from minimax_tools.stored_dtype import dtype_name
 from reports.wording import word_order
 
 _EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.")
 _ROLES = {"w1": "w1 (gate)", "w2": "w2 (down)", "w3": "w3 (up)", "gate": "gate (router)"}
+# Tensors of the router, with a row or a number for each expert.
+ROUTER_NAMES = (GATE, CORRECTION_BIAS)
 MAX_EXPERTS_LISTED = 8  # experts that a text lists
 
 
@@ -29,9 +32,11 @@ MAX_EXPERTS_LISTED = 8  # experts that a text lists
 class SourceTensor:
     """A tensor of a checkpoint's layer."""
 
-    name: str  # the hub's name, relative to the layer
+    name: str  # mm2's name, relative to the layer
     shape: tuple[int, ...]  # one dim (norms, correction bias) or two
     start: int  # number of the first element
+    is_float32: bool  # whether the router reads it in float32: no rounding is allowed
+    word: str  # its kind as text; see `word_kinds`
 
     @property
     def size(self) -> int:
@@ -53,11 +58,6 @@ class SourceTensor:
         """The tensor's kind: `q_proj`, `w1`, `e_score_correction_bias`."""
         return kind_of(self.name)
 
-    @property
-    def is_float32(self) -> bool:
-        """True for a tensor that the router reads in float32: no rounding is allowed."""
-        return self.name in FLOAT32_NAMES
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensors:
@@ -65,18 +65,21 @@ class SourceTensors:
 
     all: tuple[SourceTensor, ...]  # the tensors, in the order of their numbers
     starts: torch.Tensor = field(repr=False, compare=False)  # number of each tensor's first element, int64
+    names: StoredNames  # names of the family
 
     @classmethod
     def of(cls, spec: ModelSpec, *, experts: Collection[int] | None = None) -> SourceTensors:
         """Number the tensors of a layer of `spec`; with `experts`, leave out the tensors of all other experts."""
         sources: list[SourceTensor] = []
-        start = 0
+        start, names = 0, spec.family.stored_names
         for name, shape in expected_layer_shapes(spec).items():
-            source = SourceTensor(name=name, shape=shape, start=start)
+            is_float32, word = name in float32_names(spec), word_kinds([kind_of(name)], names)
+            source = SourceTensor(name=name, shape=shape, start=start, is_float32=is_float32, word=word)
             if experts is None or source.expert is None or source.expert in experts:
                 sources.append(source)
                 start += source.size
-        return cls(all=tuple(sources), starts=torch.tensor([source.start for source in sources]))
+        starts = torch.tensor([source.start for source in sources])
+        return cls(all=tuple(sources), starts=starts, names=names)
 
     @property
     def size(self) -> int:
@@ -86,6 +89,10 @@ class SourceTensors:
     def get(self, name: str) -> SourceTensor | None:
         """Return the tensor of that name; None if there is none."""
         return next((source for source in self.all if source.name == name), None)
+
+    def word(self, kinds: Iterable[str]) -> str:
+        """Return kinds as text; see `word_kinds`."""
+        return word_kinds(kinds, self.names)
 
     def find(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the index in `all` of the tensor that holds each numbered element."""
@@ -113,24 +120,31 @@ def kinds_of(sources: Iterable[SourceTensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(source.kind for source in sources))
 
 
-def word_kinds(kinds: Iterable[str]) -> str:
-    """Return the kinds as text, with their role: `w1 (gate), q_proj`."""
-    return ", ".join(_ROLES.get(kind, kind) for kind in kinds)
+def stored_kind(kind: str, names: StoredNames) -> str:
+    """Return a kind as the checkpoint names it: `w1`, or `gate_proj`."""
+    stored = {kind_of(own): kind_of(name) for own, name in names.layer.items()}
+    return stored.get(kind, kind)
+
+
+def word_kinds(kinds: Iterable[str], names: StoredNames) -> str:
+    """Return the kinds as text, as the checkpoint names them, with their role: `w1 (gate), q_proj`."""
+    stored = [stored_kind(kind, names) for kind in kinds]
+    return ", ".join(_ROLES.get(kind, kind) for kind in stored)
 
 
 def word_sources(sources: Iterable[SourceTensor]) -> str:
     """Return the tensors as text, one entry for several experts: `q_proj; w1 (gate) of experts 3, 4`."""
     experts_of: dict[str, list[int]] = {}
     for source in sources:
-        experts = experts_of.setdefault(source.kind, [])
+        experts = experts_of.setdefault(source.word, [])
         if source.expert is not None:
             experts.append(source.expert)
-    kinds_with: dict[tuple[int, ...], list[str]] = {}
-    for kind, experts in experts_of.items():
-        kinds_with.setdefault(tuple(experts), []).append(kind)
+    words_with: dict[tuple[int, ...], list[str]] = {}
+    for word, experts in experts_of.items():
+        words_with.setdefault(tuple(experts), []).append(word)
     return "; ".join(
-        word_kinds(kinds) + (f" of {word_experts(numbers)}" if numbers else "")
-        for numbers, kinds in kinds_with.items()
+        ", ".join(words) + (f" of {word_experts(numbers)}" if numbers else "")
+        for numbers, words in words_with.items()
     )
 
 
@@ -219,8 +233,8 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 class GeneratedTensors(LayerTensors):
     """A stand-in for the checkpoint's `LayerTensors` that generates values and reads nothing.
 
-    `make` makes the values of a tensor in its shape; `dtype` is that of all but the router gate and the correction
-    bias, which are float32. The model of `spec` may be smaller than the checkpoint's.
+    `make` makes the values of a tensor in its shape; `dtype` is that of all but the tensors of a float32 router. The
+    model of `spec` may be smaller than the checkpoint's.
     """
 
     def __init__(
@@ -228,12 +242,14 @@ class GeneratedTensors(LayerTensors):
     ) -> None:
         self._shapes = expected_layer_shapes(spec)
         self._make = make
+        in_float32 = float32_names(spec)
         super().__init__(
             reader,
             layer=layer,
             dtype=dtype,
-            stored={name: torch.float32 if name in FLOAT32_NAMES else dtype for name in self._shapes},
+            stored={name: torch.float32 if name in in_float32 else dtype for name in self._shapes},
             present=dict.fromkeys(self._shapes),  # None for each name: no value is set in place of its tensor
+            in_float32=in_float32,
         )
 
     def given_dtype(self, name: str) -> torch.dtype:

@@ -24,7 +24,6 @@ from neuron.weight_trace.source_tensors import (
     TensorOrigin,
     kinds_of,
     word_experts,
-    word_kinds,
 )
 
 # Runs of indices, or indices besides the last one, that a text lists.
@@ -144,7 +143,7 @@ class LayoutSegment:
         position = f"{self.within}{self._word_lines()}"
         if self.source is None or self.rows is None or self.columns is None:
             return f"{position}{self.description}"
-        text = f"{position}{word_kinds([self.source.kind])}"
+        text = f"{position}{self.source.word}"
         if self.is_transposed:
             text += " transposed"
         if not self.rows.is_ascending or len(self.rows.indices) < self.source.shape[0]:
@@ -229,7 +228,7 @@ def _read_segment(grid: _Grid, lines: range, sources: SourceTensors) -> LayoutSe
     columns = grid.column[chosen]
     if not bool((columns == columns[:1]).all()):
         # The columns lie in another order in each line.
-        return _mixed_segment(lines, num_lines, (source.kind,))
+        return _mixed_segment(lines, num_lines, [source])
     return LayoutSegment(
         lines=lines,
         num_lines=num_lines,
@@ -240,17 +239,18 @@ def _read_segment(grid: _Grid, lines: range, sources: SourceTensors) -> LayoutSe
 
 
 def _mixed_segment(
-    lines: range, num_lines: int, kinds: tuple[str, ...], *, has_computed: bool = False
+    lines: range, num_lines: int, held: Sequence[SourceTensor], *, has_computed: bool = False
 ) -> LayoutSegment:
-    description = f"elements in no order of {word_kinds(kinds) or 'nothing of the checkpoint'}"
-    if kinds and has_computed:
+    words = ", ".join(dict.fromkeys(source.word for source in held))
+    description = f"elements in no order of {words or 'nothing of the checkpoint'}"
+    if held and has_computed:
         description += " and computed values"
     return LayoutSegment(
         lines=lines,
         num_lines=num_lines,
         description=description,
         disorder=Disorder.MIXED,
-        disordered_kinds=kinds,
+        disordered_kinds=kinds_of(held),
     )
 
 
@@ -270,11 +270,11 @@ def _read_disorder(numbers: torch.Tensor, sources: SourceTensors) -> LayoutSegme
                 return LayoutSegment(
                     lines=lines,
                     num_lines=len(lines),
-                    description=f"rows torn: {word_kinds(kinds)} {change}",
+                    description=f"rows torn: {sources.word(kinds)} {change}",
                     disorder=Disorder.RESHAPED,
                     disordered_kinds=kinds,
                 )
-    return _mixed_segment(lines, len(lines), kinds, has_computed=bool((flat == COMPUTED).any()))
+    return _mixed_segment(lines, len(lines), sources_held, has_computed=bool((flat == COMPUTED).any()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,5 +468,5 @@ def _word_continued(matrices: tuple[Matrix, ...]) -> str | None:
             if int(rows.indices[0]) != next_row.get(source.name, 0):
                 return None
             next_row[source.name] = int(rows.indices[0]) + len(rows.indices)
-        sizes.append(f"{len(segments[0].lines)} rows of {word_kinds(kinds_of([source]))}")
+        sizes.append(f"{len(segments[0].lines)} rows of {source.word}")
     return f"{len(matrices)} times the next {', '.join(sizes)}"

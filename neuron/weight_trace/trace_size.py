@@ -143,8 +143,9 @@ def word_memory(
     )
     if wide:
         added = _num_elements(checkpoint_spec, wide) * (torch.float32.itemsize - dtype.itemsize)
+        words = word_kinds(wide, spec.family.stored_names)
         sentences.append(
-            f"{word_kinds(wide)} {'is' if len(wide) == 1 else 'are'} held in float32 though the run is in "
+            f"{words} {'is' if len(wide) == 1 else 'are'} held in float32 though the run is in "
             f"{str(dtype).removeprefix('torch.')}: {format_size(added)} more for each layer of the model."
         )
     share = (peak_bytes or 0) / layer_bytes(spec, dtype)
