@@ -403,11 +403,11 @@ def _join_heads(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) 
     return tensor.transpose(1, 2).flatten(2) if _is_normed_by_head(site, tensor, batch_shape) else tensor
 
 
-def _is_normed_by_head(site: Site | ModelSite, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> bool:
+def _is_normed_by_head(site: Site | ModelSite, tensor: torch.Tensor, batch_shape: Sequence[int]) -> bool:
     """Decide whether a tensor is surely what a norm of queries or keys gives for each head: [B, heads, S, D]."""
     if site not in (Site.Q_NORM, Site.K_NORM) or tensor.ndim != 4:
         return False
-    return tensor.shape[:3:2] == batch_shape and tensor.shape[1] != batch_shape[1]
+    return tensor.shape[:3:2] == tuple(batch_shape) and tensor.shape[1] != batch_shape[1]
 
 
 def puts_tokens_first(tensor: torch.Tensor, num_tokens: int) -> bool:
@@ -439,8 +439,9 @@ def _fit(site: Site | ModelSite, replacement: torch.Tensor, tapped: torch.Tensor
     if site.has_heads_dim and replacement.ndim == 4:
         return _fit_heads(site, replacement, tapped)
     if replacement.numel() == tapped.numel():
-        if replacement.ndim == 3 and _is_normed_by_head(site, tapped, tuple(replacement.shape[:2])):
-            return replacement.unflatten(-1, (-1, tapped.shape[-1])).transpose(1, 2).contiguous()
+        if replacement.ndim == 3 and _is_normed_by_head(site, tapped, replacement.shape[:2]):
+            heads: torch.Tensor = replacement.unflatten(-1, (-1, tapped.shape[-1]))
+            return heads.transpose(1, 2).contiguous()
         return replacement.reshape(tapped.shape)
     if replacement.numel() > tapped.numel():
         raise TargetError(

@@ -410,8 +410,8 @@ class ModelTarget(Port):
             make = (lambda: tensors) if convert is None else (lambda: convert(tensors, config))
             yield everything, self._convert(make, part=everything)
             return
-        outer, part = ModelTensors.open(reader, spec, dtype, with_layers=False), "weights outside the layers"
-        outer = _named_for(module, convert, outer, spec)
+        opened: CheckpointTensors = ModelTensors.open(reader, spec, dtype, with_layers=False)
+        outer, part = _named_for(module, convert, opened, spec), "weights outside the layers"
         yield part, self._convert(lambda: convert(outer, config, None), part=part)
         for layer in range(spec.num_hidden_layers):
             opened, part = LayerTensors.open(reader, spec, layer, dtype), f"layer {layer}"
