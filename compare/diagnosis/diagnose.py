@@ -151,6 +151,7 @@ def diagnose_run(
     return Diagnosis(
         reference=address_of(reference.directory),
         target=address_of(target.directory),
+        graph=reference.graph,
         is_failed=bool(wrong)
         or _has_failing_site(run, layers)
         or _is_any_wrong_on_port_input(run, diagnoses),

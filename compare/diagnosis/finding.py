@@ -13,6 +13,7 @@ from compare.comparer import JudgedRun
 from compare.diagnosis.proof import MistakeProof
 from compare.diagnosis.score import Score
 from compare.noise.yardstick import RIGHT_RHO
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import SHARED_OPERATIONS, ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Blame, Comparison, Untested, Verdict
@@ -137,6 +138,7 @@ class Diagnosis:
     target: str  # folder of the device run
     is_failed: bool  # whether the comparison of the chosen layers fails
     layers: tuple[LayerDiagnosis, ...]  # diagnoses of the layers that were looked at, ascending
+    graph: ModelGraph = ModelGraph()  # what the original's layers compute
     sites: tuple[SiteDiagnosis, ...] = ()  # diagnoses of the sites outside the layers
     weights: tuple[
         Blame, ...

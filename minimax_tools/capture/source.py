@@ -17,6 +17,8 @@ from minimax_tools.capture.manifest import Certificate, Description, Entry, Held
 from minimax_tools.capture.passes import CachePair, Generation, ModelPasses
 from minimax_tools.capture.store import floor_file
 from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.model.families import read_graph
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -125,6 +127,12 @@ class CaptureSource(ABC):
     def known_description(self) -> Description | None:
         """The run that made the capture; None if the layout does not say."""
         return None
+
+    @property
+    def graph(self) -> ModelGraph:
+        """What the model's layers compute; MiniMax-M2's if the layout does not say."""
+        description = self.known_description
+        return ModelGraph() if description is None else read_graph(description.provenance.model_config)
 
     @property
     def keeps_last_tokens(self) -> bool:

@@ -261,10 +261,7 @@ def _router_statistics(
 ) -> dict[str, torch.Tensor]:
     if Site.ROUTER_LOGITS not in twin or Site.ROUTER_LOGITS not in computed:
         return {}
-    exact, noisy = (
-        router.biased(router.scores(sites[Site.ROUTER_LOGITS].to(torch.float32)))
-        for sites in (twin, computed)
-    )
+    exact, noisy = (router.ranking(sites[Site.ROUTER_LOGITS].to(torch.float32)) for sites in (twin, computed))
     k = router.spec.num_experts_per_tok
     return {
         ROUTER_MARGIN: _zero_padding(choice_margin(exact, k), real),

@@ -37,6 +37,11 @@ class ModelGraph:
     has_correction_bias: bool = True  # whether a bias is added to the scores for the choice of experts
     normalises_shares: bool = True  # whether the weights of the chosen experts are divided by their sum
 
+    @property
+    def ranks_logits(self) -> bool:
+        """True if the order of the logits alone chooses the experts."""
+        return self.router_scores is RouterScores.SOFTMAX and not self.has_correction_bias
+
     def other_options(self) -> dict[str, Any]:
         """Return the options that are not MiniMax-M2's, as JSON values by name."""
         return {

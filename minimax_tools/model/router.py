@@ -23,6 +23,19 @@ def router_dtypes(graph: ModelGraph, dtype: str) -> dict[str, str]:
     return {"router_gate": own} | ({"correction_bias": own} if graph.has_correction_bias else {})
 
 
+def score_experts(graph: ModelGraph, logits: torch.Tensor) -> torch.Tensor:
+    """Return the score of each expert, [...,E] as the logits."""
+    return logits.softmax(-1) if graph.router_scores is RouterScores.SOFTMAX else logits.sigmoid()
+
+
+def rank_without_bias(graph: ModelGraph, logits: torch.Tensor) -> torch.Tensor:
+    """Return the ranking of the experts [...,E], before a correction bias is added (see `Router.ranking`).
+
+    A softmax keeps the order of the logits, whose noise is alike in all tokens: that of its scores grows with them.
+    """
+    return logits if graph.ranks_logits else score_experts(graph, logits)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Router:
     """The router of a layer, its logits aside."""
@@ -38,9 +51,22 @@ class Router:
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the score of each expert, [...,E] as the logits."""
+        return score_experts(self.spec.graph, logits)
+
+    def ranking(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the numbers [...,E] whose k largest choose the experts, as margins and their noise are measured."""
+        return self.biased(rank_without_bias(self.spec.graph, logits))
+
+    def ranking_error(self, logits: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+        """Return the error [...,E] of the ranking by an error [...,E] of the logits."""
+        if self.spec.graph.ranks_logits:
+            return error
+        scores = self.scores(logits)
+        slope = scores * (1.0 - scores)
         if self.spec.graph.router_scores is RouterScores.SOFTMAX:
-            return logits.softmax(-1)
-        return logits.sigmoid()
+            # The errors of other logits move a score as far as its own.
+            return 2.0 * slope * error.amax(dim=-1, keepdim=True)
+        return slope * error
 
     def biased(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the numbers [...,E] whose k largest choose the experts."""

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from minimax_tools.model.families.olmoe import OLMOE
 from minimax_tools.model.families.qwen3_moe import QWEN3_MOE
 from minimax_tools.model.family import Family
+from minimax_tools.model.graph import ModelGraph
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for family in (MINIMAX_M2, QWEN3_MOE, OLMOE)}
 )
+
+
+def read_graph(config: Mapping[str, Any]) -> ModelGraph:
+    """Return the graph that a config.json describes; MiniMax-M2's if it names no known family."""
+    return FAMILIES.get(str(config.get("model_type")), MINIMAX_M2).read_graph(config)

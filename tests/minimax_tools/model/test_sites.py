@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.sites import FORMULAS, SITE_INPUTS, SITE_LEVELS, ModelSite, Site, parse_site
+from minimax_tools.model.graph import ModelGraph, QkNorm, RouterScores
+from minimax_tools.model.sites import SITE_INPUTS, SITE_LEVELS, ModelSite, Site, formula, parse_site
 
 
 def test_there_are_18_sites_in_execution_order() -> None:
@@ -47,8 +48,17 @@ def test_names_are_read_back() -> None:
         parse_site("moe")
 
 
-def test_formulas_name_the_inputs_of_all_sites() -> None:
-    assert set(FORMULAS) == {*Site, *ModelSite}
+SOFTMAX = ModelGraph(
+    qk_norm=QkNorm.PER_HEAD,
+    router_scores=RouterScores.SOFTMAX,
+    has_float32_router=False,
+    has_correction_bias=False,
+    normalises_shares=False,
+)
+
+
+@pytest.mark.parametrize("graph", [ModelGraph(), SOFTMAX])
+def test_formulas_name_the_inputs_of_all_sites(graph: ModelGraph) -> None:
     # Inputs that a formula words instead of naming.
     in_words = {
         Site.ATTN_CONTEXT: ("keys", "values", "q·k"),
@@ -57,4 +67,26 @@ def test_formulas_name_the_inputs_of_all_sites() -> None:
     }
     for site in Site:
         for words in in_words.get(site, SITE_INPUTS[site]):
-            assert str(words) in FORMULAS[site], site
+            assert str(words) in formula(site, graph), site
+
+
+@pytest.mark.parametrize(
+    ("site", "words", "of_softmax"),
+    [
+        (Site.Q_NORM, "one mean over all N·D channels of a token,", "the D channels of each head,"),
+        (Site.ROUTER_LOGITS, "gate.weightᵀ, without a bias, in float32", "gate.weightᵀ, without a bias"),
+        (
+            Site.ROUTER_EXPERTS,
+            "the k largest of sigmoid(router_logits) + e_score_correction_bias, in float32",
+            "the k largest of softmax(router_logits), in float32",
+        ),
+        (
+            Site.ROUTER_WEIGHTS,
+            "sigmoid(router_logits) of the chosen experts, without the bias, divided by their sum, in float32",
+            "softmax(router_logits) of the chosen experts, not divided by their sum, in float32, then rounded",
+        ),
+    ],
+)
+def test_formulas_follow_the_graph(site: Site, words: str, of_softmax: str) -> None:
+    assert words in formula(site, ModelGraph())
+    assert of_softmax in formula(site, SOFTMAX)
