@@ -22,12 +22,12 @@ from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides, spread_evenly
 from minimax_tools.metrics.noise_floor import choice_margin, token_rows
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs, decoded_columns
+from minimax_tools.model.router import Router, weigh_experts
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, Site
-from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.reference.evaluation import Float32Layer
-from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.results.results import SiteResult, SiteStatus
 
 # Rows [T,F] by site, float32; experts are int64.
@@ -39,6 +39,7 @@ class SiteInputs:
     """Inputs of one site, on both sides."""
 
     site: Site
+    graph: ModelGraph
     golden: Values
     port: Values
     usable: torch.Tensor  # tokens whose values in `port` are finite, and whose experts exist, bool [T]
@@ -61,7 +62,7 @@ class SiteInputs:
         if site is Site.ATTN_CONTEXT:
             # Tokens attend to others of their prompt: one that is not usable spoils all of its prompt.
             usable = ~torch.isin(prompt_of, prompt_of[~usable])
-        return cls(site=site, golden=golden, port=port, usable=usable)
+        return cls(site=site, graph=sides.reference.graph, golden=golden, port=port, usable=usable)
 
     def possible_inputs(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
         """Yield possible inputs of the port's site, to recompute it from each: first the values that the port shows."""
@@ -86,7 +87,7 @@ class SiteInputs:
         if Site.ROUTER_WEIGHTS in group and router is not None and bool(router.usable.all()):
             # The right weights in the order of the experts, whatever order the port shows its weights in.
             experts = self.port[Site.ROUTER_EXPERTS]
-            shares = expert_shares(router.port[Site.ROUTER_LOGITS].sigmoid(), experts)
+            shares = weigh_experts(self.graph, router.port[Site.ROUTER_LOGITS], experts)
             yield {Site.ROUTER_EXPERTS: experts, Site.ROUTER_WEIGHTS: shares}
         yield {site: self.golden[site] for site in group}
 
@@ -284,7 +285,7 @@ class RecomputingJudge:
         if not bool(growth.isfinite().all()):
             return None
         k = self._weights.spec.num_experts_per_tok
-        scores = port.sigmoid() + self._weights.tensors[CORRECTION_BIAS].float()
+        scores = Router.of(self._weights.spec, self._weights.tensors).ranking(port)
         choice_noise = RouterNoise(margin=choice_margin(scores, k), noise=noise.noise * growth, scores=scores)
         return scores.topk(k, dim=-1).indices, choice_noise
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from compare.blame.blame import group_blame
@@ -138,7 +138,7 @@ class Diagnosis:
     target: str  # folder of the device run
     is_failed: bool  # whether the comparison of the chosen layers fails
     layers: tuple[LayerDiagnosis, ...]  # diagnoses of the layers that were looked at, ascending
-    graph: ModelGraph = ModelGraph()  # what the original's layers compute
+    graph: ModelGraph = field(default_factory=ModelGraph)  # what the original's layers compute
     sites: tuple[SiteDiagnosis, ...] = ()  # diagnoses of the sites outside the layers
     weights: tuple[
         Blame, ...

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import HeldWeights, WeightFault
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.families import family_of
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import WEIGHTS, Blame, RouterDtype, SiteResult, SiteStatus, WeightsResult
@@ -39,6 +40,8 @@ _READERS: Mapping[str, Site] = MappingProxyType(
 
 
 _EXACT = "float32"
+# Dtypes that hold every number of a BF16 model's router.
+_NOT_ROUNDED = ("bfloat16", _EXACT)
 # The effect of rounding a part of the router that the golden holds in float32.
 _ROUNDED: Mapping[str, str] = MappingProxyType(
     {
@@ -56,6 +59,8 @@ def find_router_dtypes(
     if reference.known_description is None:
         return ()  # another tool's dump does not say its dtypes
     expected = reference.description.provenance.dtypes
+    # A router in the model's dtype may be held in a finer one.
+    as_good = () if reference.graph.has_float32_router else _NOT_ROUNDED
     num_beyond_noise = sum(site.routing.num_unexplained for site in sites if site.routing is not None)
     return tuple(
         RouterDtype(
@@ -65,7 +70,7 @@ def find_router_dtypes(
             consequence=_consequence(name, expected[name], num_beyond_noise),
         )
         for name, found in sorted(target.observed_dtypes.items())
-        if name in expected and found != expected[name]
+        if name in expected and found not in (expected[name], *as_good)
     )
 
 
@@ -180,7 +185,6 @@ def _reached_experts(sides: Sides, layer: int) -> frozenset[int]:
     chosen = sides.read_golden(layer, Site.ROUTER_EXPERTS)
     if chosen is None:
         made = sides.reference.known_description
-        return frozenset(
-            range(0 if made is None else made.provenance.model_config.get("num_local_experts", 0))
-        )
+        config = {} if made is None else made.provenance.model_config
+        return frozenset(range(config.get(family_of(config).size_key("num_local_experts"), 0)))
     return frozenset(chosen.unique().int().tolist())

@@ -27,9 +27,9 @@ from compare.sides.golden_weights import GoldenWeights
 from compare.sides.layer_floor import LayerFloor
 from compare.sides.sides import Sides, spread_evenly
 from minimax_tools.metrics.noise_floor import choice_margin
+from minimax_tools.model.router import Router, weigh_experts
 from minimax_tools.model.sites import Site
-from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE
-from minimax_tools.reference.float32_stages import expert_shares
+from minimax_tools.model.weight_names import GATE
 from minimax_tools.reference.rounding import Rounding, RoundingKind
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 
@@ -106,12 +106,12 @@ def _derive(shown: dict[Site, torch.Tensor], weights: GoldenWeights) -> DerivedC
         logits = shown[Site.POST_NORM] @ weights.tensors[GATE].float().T
     sizes = logits.abs()
     error = _BFLOAT16_ERROR * sizes if is_rounded else _FLOAT32_ERROR * sizes.amax(dim=-1, keepdim=True)
-    scores = logits.sigmoid()
-    # The sigmoid's slope turns an error of the logits into one of the scores; two scores next to the margin may err.
-    reach = (scores * (1.0 - scores) * error).amax(dim=-1)
-    biased = scores + weights.tensors[CORRECTION_BIAS].float()
+    router = Router.of(weights.spec, weights.tensors)
+    ranking = router.ranking(logits)
+    # Two experts next to the margin may err.
+    reach = router.ranking_error(logits, error).amax(dim=-1)
     return DerivedChoice(
-        experts=biased.topk(k, dim=-1).indices, is_sure=choice_margin(biased, k) > 2.0 * reach
+        experts=ranking.topk(k, dim=-1).indices, is_sure=choice_margin(ranking, k) > 2.0 * reach
     )
 
 
@@ -141,10 +141,11 @@ def find_nearest_choice(
         return DerivedChoice(experts=experts, is_sure=torch.ones_like(is_open))
     open_tokens = is_open.nonzero()[:, 0]
     with sides.weights.open_layer(layer, sides.reference) as weights:
-        scores = logits.sigmoid() + weights.tensors[CORRECTION_BIAS].float()
+        router = Router.of(weights.spec, weights.tensors)
+        ranking = router.ranking(logits)
         # None for a token with too many choices.
         choices_of = {
-            token: _choices_within(scores[token], experts[token], float(reach[token]))
+            token: _choices_within(ranking[token], experts[token], float(reach[token]))
             for token in open_tokens[spread_evenly(len(open_tokens), _MOST_TOKENS)].tolist()
         }
         choices = {token: listed for token, listed in choices_of.items() if listed is not None}
@@ -156,7 +157,10 @@ def find_nearest_choice(
         tokens = torch.tensor([token for token, listed in choices.items() for _ in listed])
         candidates = torch.cat(list(choices.values()))
         added = upcast_experts(
-            weights.tensors, states[tokens], candidates, expert_shares(logits[tokens].sigmoid(), candidates)
+            weights.tensors,
+            states[tokens],
+            candidates,
+            weigh_experts(weights.spec.graph, logits[tokens], candidates),
         )
     if stream is not None:
         added = stream[tokens] + added
@@ -211,6 +215,7 @@ class Replay:
         self._exact = partial(sides.read_exact, layer)
         self._golden = partial(sides.read_golden, layer)
         self._port_experts = experts[1].long()
+        self._graph = sides.reference.graph
         self.flipped = flipped_tokens(*experts)
         self._exact_logits = self._exact(Site.ROUTER_LOGITS)
         self._replayable = self.flipped & self._are_experts()
@@ -218,13 +223,13 @@ class Replay:
 
     @property
     def scores(self) -> torch.Tensor | None:
-        """Biased scores of the golden, to tell how close a flip was: float32 [T,E]; None without flips or weights."""
+        """The golden's ranking of experts [T,E], to tell how close a flip was; None without flips or weights."""
         if self._exact_logits is None or self._sides.weights is None or not bool(self.flipped.any()):
             return None
         # The bias alone is read here: what the experts add is computed where a site behind them is judged.
         with self._sides.weights.open_layer(self._layer, self._sides.reference) as weights:
-            bias = weights.tensors[CORRECTION_BIAS].float()
-        return self._exact_logits.sigmoid() + bias
+            router = Router.of(weights.spec, weights.tensors)
+        return router.ranking(self._exact_logits)
 
     def tokens(self, site: Site) -> torch.Tensor:
         """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
@@ -262,7 +267,7 @@ class Replay:
     def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
         """Replay the router's weights, which the golden's logits give for any choice."""
         exact = self._shares(self._exact_logits, tokens)
-        golden = self._shares(self._golden(Site.ROUTER_LOGITS), tokens)
+        golden = self._shares(self._golden(Site.ROUTER_LOGITS), tokens).to(rows.dtype).float()
         floor = square_difference(exact, golden, massive=rows.massive)
         widened_floor = None
         if rows.widened_floor is not None:
@@ -301,7 +306,8 @@ class Replay:
     def _shares(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         """Return the shares of the port's experts by the golden's logits, [t,k], experts in ascending order."""
         assert logits is not None, "tokens are replayed where the logits are known"
-        return expert_shares(logits[tokens].sigmoid(), self._port_experts[tokens].sort(dim=-1).values)
+        experts = self._port_experts[tokens].sort(dim=-1).values
+        return weigh_experts(self._graph, logits[tokens], experts)
 
     def _compute_experts(self, weights: GoldenWeights) -> _Values:
         """Compute what the port's experts add."""
@@ -312,16 +318,18 @@ class Replay:
         assert golden is not None, "a twin is of a golden's own values"
         assert golden_logits is not None, "a twin is of a golden's own values"
         experts = self._port_experts[tokens]
-        shares = [
-            expert_shares(side[tokens].sigmoid(), experts) for side in (logits, golden_logits, golden_logits)
-        ]
+        exact, rounded = (
+            weigh_experts(self._graph, side[tokens], experts) for side in (logits, golden_logits)
+        )
+        if not self._graph.has_float32_router:
+            rounded = rounded.bfloat16().float()
         kinds = torch.tensor([RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM])
         # One call for the three ways, so that each expert is read and upcast once.
         outputs = upcast_experts(
             weights.tensors,
             torch.cat((states[tokens], golden[tokens], golden[tokens])),
             experts.repeat(len(kinds), 1),
-            torch.cat(shares),
+            torch.cat((exact, rounded, rounded)),
             rounding=ExpertRounding(
                 rounding=Rounding(seed=self._layer), kinds=kinds.repeat_interleave(len(experts))
             ),

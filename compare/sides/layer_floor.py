@@ -26,6 +26,7 @@ from minimax_tools.metrics.noise_floor import (
     structure_name,
     variant_name,
 )
+from minimax_tools.model.router import rank_without_bias
 from minimax_tools.model.sites import ModelSite, Site
 
 # Relative. Stored distances are float32 sums in another order: off by 6e-7 with 6144 channels, 2e-5 with 200 064.
@@ -106,7 +107,8 @@ class LayerFloor:
             return
         logits = golden.read(layer, Site.ROUTER_LOGITS)
         scores, exact = (
-            self._batch.rows(side, Site.ROUTER_LOGITS).float().sigmoid() for side in (logits, twin)
+            rank_without_bias(golden.graph, self._batch.rows(side, Site.ROUTER_LOGITS).float())
+            for side in (logits, twin)
         )
         errors = (scores - exact).abs()
         places = competing_places(twin_choice.shape[-1], errors.shape[-1])

@@ -20,12 +20,12 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import error_norms, floor_statistics, variant_name, variant_statistics
+from minimax_tools.model.router import Router
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.model.weight_names import CORRECTION_BIAS
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import Float32Head, Rounding, RoundingKind
 
-# A golden keeps these in float32.
+# A golden with a float32 router keeps these in float32.
 _FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
 # A golden's name for its first variant with random roundings.
 _VARIANT = "random_1"
@@ -166,7 +166,8 @@ class PortInputGolden(_ComputedGolden):
         if site is Site.INPUT:
             return self._given
         value = self._rounded[site]
-        is_kept = self._is_float32 or site in _FLOAT32_SITES or not value.is_floating_point()
+        of_router = self.graph.has_float32_router and site in _FLOAT32_SITES
+        is_kept = self._is_float32 or of_router or not value.is_floating_point()
         return value if is_kept else value.bfloat16()
 
     def read_twin(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor | None:
@@ -186,8 +187,7 @@ class PortInputGolden(_ComputedGolden):
     ) -> Mapping[str, torch.Tensor]:
         settings: dict[str, Any] = {
             "attention_mask": self._mask,
-            "correction_bias": weights.tensors[CORRECTION_BIAS].float(),
-            "num_experts_per_tok": weights.spec.num_experts_per_tok,
+            "router": Router.of(weights.spec, weights.tensors),
         }
         statistics = floor_statistics(self._rounded, self._twin, **settings)
         return statistics | variant_statistics(

@@ -17,7 +17,7 @@ from minimax_tools.capture.manifest import Certificate, Description, Entry, Held
 from minimax_tools.capture.passes import CachePair, Generation, ModelPasses
 from minimax_tools.capture.store import floor_file
 from minimax_tools.errors import CaptureError, IncomparableError
-from minimax_tools.model.families import read_graph
+from minimax_tools.model.families import family_of
 from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
@@ -132,7 +132,10 @@ class CaptureSource(ABC):
     def graph(self) -> ModelGraph:
         """What the model's layers compute; MiniMax-M2's if the layout does not say."""
         description = self.known_description
-        return ModelGraph() if description is None else read_graph(description.provenance.model_config)
+        if description is None:
+            return ModelGraph()
+        config = description.provenance.model_config
+        return family_of(config).read_graph(config)
 
     @property
     def keeps_last_tokens(self) -> bool:

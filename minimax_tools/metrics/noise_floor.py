@@ -12,7 +12,8 @@ Names in a layer's floor file, float32 [B,S] with zeros on padding unless said o
 | `<variant>/<site>.structure` | float32 [4], the variant's averages over the golden's (`Structure.figures`) |
 
 A variant is another correct way to compute the layer in BF16, with the golden's choice of experts. A biased score is
-an expert's score plus its correction bias, if it has one: the k experts with the highest are chosen.
+an expert's score plus its correction bias: the k experts with the highest are chosen. Of a softmax without a bias it is
+the expert's logit, which chooses alike.
 `Structure` holds averages in which rounding cancels and a systematic mistake (a scale, an offset, a channel) does not.
 Shapes: B prompts, S positions, T tokens that are no padding, F channels of a site, E experts, k experts for each token.
 """

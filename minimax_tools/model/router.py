@@ -78,5 +78,14 @@ class Router:
 
     def shares(self, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Return the weights [...,k] of chosen experts [...,k]."""
-        chosen = scores.gather(-1, experts)
-        return chosen / chosen.sum(-1, keepdim=True) if self.spec.graph.normalises_shares else chosen
+        return _shares(self.spec.graph, scores, experts)
+
+
+def weigh_experts(graph: ModelGraph, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Return the weights [...,k] that logits [...,E] give to chosen experts [...,k]."""
+    return _shares(graph, score_experts(graph, logits), experts)
+
+
+def _shares(graph: ModelGraph, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    chosen = scores.gather(-1, experts)
+    return chosen / chosen.sum(-1, keepdim=True) if graph.normalises_shares else chosen

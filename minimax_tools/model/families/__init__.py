@@ -15,13 +15,12 @@ from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from minimax_tools.model.families.olmoe import OLMOE
 from minimax_tools.model.families.qwen3_moe import QWEN3_MOE
 from minimax_tools.model.family import Family
-from minimax_tools.model.graph import ModelGraph
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for family in (MINIMAX_M2, QWEN3_MOE, OLMOE)}
 )
 
 
-def read_graph(config: Mapping[str, Any]) -> ModelGraph:
-    """Return the graph that a config.json describes; MiniMax-M2's if it names no known family."""
-    return FAMILIES.get(str(config.get("model_type")), MINIMAX_M2).read_graph(config)
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family that a config.json names; MiniMax-M2 if it names none that mm2 knows."""
+    return FAMILIES.get(str(config.get("model_type")), MINIMAX_M2)
