@@ -114,7 +114,7 @@ ATTENTION_MISTAKES = (
     Mistake(
         name="kv_repeat_tiled",
         build=lambda: _attend_with(is_tiled=True),
-        candidates=once_if(lambda inputs: inputs.spec.num_key_value_heads > 1),
+        candidates=once_if(lambda inputs: bool(_orders(inputs))),
     ),
     Mistake(name="k_v_swapped", build=_keys_and_values_swapped, repair=repairs.exchange_keys_and_values),
     Mistake(

@@ -5,6 +5,8 @@ Tensors are named as in reports: the attention's projections, and the experts' m
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from compare.catalogue.candidates import each, once_if
@@ -13,13 +15,13 @@ from compare.catalogue.mistake import Mistake
 from minimax_tools.checkpoint.fp8 import CODE_NUMBERS
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, expert_weight
-from minimax_tools.reference.evaluation import Change, ExpertValue, GraphNode, LayerInputs, Stage
+from minimax_tools.reference.evaluation import Change, Evaluation, ExpertValue, GraphNode, LayerInputs, Stage
 from minimax_tools.reference.expert_pass import Allocate, Decoding, LayerWeights, Recipe, read_matrix
 from minimax_tools.reference.float32_stages import (
     NORMS,
     PROJECTIONS,
-    choose_experts,
     normalise,
+    router_of,
     router_scores,
 )
 
@@ -100,16 +102,19 @@ def _of_layer(source_layer: int) -> Change:
             layer.spec.rms_norm_eps,
         )
 
+    def choose(layer: Evaluation) -> torch.Tensor:
+        router = router_of(layer)
+        if router.bias is not None:
+            router = replace(router, bias=layer.weights.of_layer(source_layer).kept_value(CORRECTION_BIAS))
+        return router.choose(router_scores(layer))
+
     def product(source: Site, weight: str) -> Stage:
         return lambda layer: layer[source] @ layer.weights.of_layer(source_layer).kept_value(weight).T
 
     stages: dict[GraphNode, Stage] = {
         **{site: norm(source, weight) for site, (source, weight) in NORMS.items()},
         **{site: product(source, weight) for site, (source, weight) in PROJECTIONS.items()},
-        Site.ROUTER_EXPERTS: lambda layer: choose_experts(
-            router_scores(layer) + layer.weights.of_layer(source_layer).kept_value(CORRECTION_BIAS),
-            layer.spec.num_experts_per_tok,
-        ),
+        Site.ROUTER_EXPERTS: choose,
     }
 
     def read(weights: LayerWeights, expert: int, matrix: str, allocate: Allocate) -> torch.Tensor:

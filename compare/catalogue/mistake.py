@@ -9,6 +9,7 @@ from compare.catalogue.candidates import Parameters, is_list, once
 from compare.catalogue.clues import Clues
 from compare.catalogue.repairs import Repair
 from compare.catalogue.words import Place, Words, words_of
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import Change, LayerInputs
@@ -67,16 +68,24 @@ class Mistake:
         """True if the port's values may give parameters that are not listed."""
         return self.find is not find_nothing or self.find_at_last is not find_nothing
 
+    def fits(self, graph: ModelGraph) -> bool:
+        """Decide whether it is a mistake in a model of a graph: else it may be what the model computes."""
+        return self.words.fits(graph)
+
     def describe(self, spec: ModelSpec, parameters: Parameters) -> str:
         """Return what a port of a model does that makes this mistake with these parameters."""
-        return f"{self.words.what} {self.detail(spec, parameters)}".rstrip()
+        return spec.family.retell(f"{self.words.what} {self.detail(spec, parameters)}".rstrip())
 
     def hypotheses(self, inputs: LayerInputs) -> tuple[Hypothesis, ...]:
         """Return a hypothesis for each of the mistake's candidates."""
+        if not self.fits(inputs.spec.graph):
+            return ()
         return tuple(self.with_parameters(parameters) for parameters in self.candidates(inputs))
 
     def found_hypotheses(self, clues: Clues, *, at_last: bool = False) -> tuple[Hypothesis, ...]:
         """Return a hypothesis for each parameter set that the port's values speak for."""
+        if not self.fits(clues.base.spec.graph):
+            return ()
         find = self.find_at_last if at_last else self.find
         return tuple(self.with_parameters(parameters) for parameters in find(clues))
 

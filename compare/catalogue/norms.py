@@ -1,4 +1,4 @@
-"""Mistakes of the norms: the two of the block, and those of queries and keys over their whole width."""
+"""Mistakes of the norms: the two of the block, and those of queries and keys, over their whole width or each head."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from types import MappingProxyType
 import torch
 
 from compare.catalogue import repairs
-from compare.catalogue.candidates import Parameters, degrees, each
+from compare.catalogue.candidates import Parameters, degrees, each, once_if
 from compare.catalogue.mistake import Mistake
 from minimax_tools.model import weight_names
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import Change, Evaluation, LayerInputs, Stage
 from minimax_tools.reference.float32_stages import (
     NORMS,
+    norm_stage,
     normalise,
     rotate_halves,
     rotation_angles,
@@ -44,7 +46,15 @@ _FACTORS = (8**-0.5, 8**0.5, 4**-0.5, 2.0, 2**-0.5, 2**0.5, 0.25, 4.0, 0.125, 8.
 def _replace(sites: tuple[Site, ...], norm: _PortNorm) -> Change:
     def stage(site: Site) -> Stage:
         source, weight_name = NORMS[site]
-        return lambda layer: norm(layer, layer[source], layer.weight(weight_name))
+
+        def stage_of(layer: Evaluation) -> torch.Tensor:
+            states, weight = layer[source], layer.weight(weight_name)
+            if len(weight) == states.shape[-1]:
+                return norm(layer, states, weight)
+            # The weight is of one head, and each is normed alone.
+            return norm(layer, states.unflatten(-1, (-1, len(weight))), weight).flatten(-2)
+
+        return stage_of
 
     return Change(stages={site: stage(site) for site in sites})
 
@@ -123,6 +133,32 @@ def _by_head_averaged(layer: Evaluation, states: torch.Tensor, weight: torch.Ten
     return _rms_norm(layer, heads, weight.view(-1, layer.spec.head_dim).mean(0)).flatten(-2)
 
 
+def _over_all_heads() -> Change:
+    """Take one mean over all heads, with the weight of one head for each."""
+
+    def stage(site: Site) -> Stage:
+        source, weight_name = NORMS[site]
+
+        def norm(layer: Evaluation) -> torch.Tensor:
+            states, weight = layer[source], layer.weight(weight_name)
+            return _rms_norm(layer, states, weight.repeat(states.shape[-1] // len(weight)))
+
+        return norm
+
+    return Change(stages={site: stage(site) for site in _QK_NORMS})
+
+
+def _weights_exchanged() -> Change:
+    weights = dict(zip(_QK_NORMS, (weight_names.K_NORM, weight_names.Q_NORM), strict=True))
+    return Change(stages={site: norm_stage(NORMS[site][0], weight) for site, weight in weights.items()})
+
+
+def _has_equal_norms(inputs: LayerInputs) -> bool:
+    """Decide whether the norms of queries and keys have weights of one shape."""
+    spec = inputs.spec
+    return spec.graph.qk_norm is QkNorm.PER_HEAD or spec.num_key_value_heads == spec.num_attention_heads
+
+
 def _weight_from_query_norm(heads: str) -> _PortNorm:
     """Take the key norm's weight from the query norm's: from the `first` heads, or from the first `of each group`."""
 
@@ -139,9 +175,9 @@ def _weight_from_query_norm(heads: str) -> _PortNorm:
 def _query_norm_heads(inputs: LayerInputs) -> tuple[str, ...]:
     """List the ways to take as many heads as keys have; one if every key has one query."""
     spec = inputs.spec
-    return (
-        ("first", "of each group") if 1 < spec.num_key_value_heads < spec.num_attention_heads else ("first",)
-    )
+    has_others = spec.graph.qk_norm is QkNorm.ALL_HEADS
+    has_groups = has_others and 1 < spec.num_key_value_heads < spec.num_attention_heads
+    return ("first", "of each group") if has_groups else ("first",)
 
 
 def _scaled(factor: float) -> _PortNorm:
@@ -249,6 +285,7 @@ NORM_MISTAKES = (
     ),
     Mistake(name="qk_norm_weight_averaged", build=lambda: _replace(_QK_NORMS, _weight_averaged)),
     Mistake(name="qk_norm_by_head_averaged", build=lambda: _replace(_QK_NORMS, _by_head_averaged)),
+    Mistake(name="qk_norm_over_all_heads", build=_over_all_heads),
     Mistake(
         name="qk_norm_first_slice",
         build=lambda tp_degree: _replace(_QK_NORMS, _first_slice(tp_degree)),
@@ -266,6 +303,12 @@ NORM_MISTAKES = (
         name="k_norm_weight_of_q_norm",
         build=lambda heads: _replace((Site.K_NORM,), _weight_from_query_norm(heads)),
         candidates=each("heads", _query_norm_heads),
+    ),
+    Mistake(
+        name="qk_norm_weights_exchanged",
+        build=_weights_exchanged,
+        candidates=once_if(_has_equal_norms),
+        repair=repairs.exchange_query_and_key_norms,
     ),
     Mistake(
         name="q_norm_scaled",

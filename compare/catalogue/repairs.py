@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
+from minimax_tools.model.family import Family
 from minimax_tools.model.sites import Site
 
-# A layer's tensors by the hub's relative names, as `convert_state_dict` gets them.
+# A layer's tensors by mm2's relative names, which MiniMax-M2's `convert_state_dict` gets.
 Tensors = MutableMapping[str, torch.Tensor]
 _INDENT = " " * 4
 
 
 # `repair(tensors, config, **parameters)` changes a layer's tensors in place. Its body may use nothing but these names
-# and torch: it is printed to be pasted.
+# and torch: it is printed to be pasted, with the names of a family's checkpoints and of its config.
 Repair = Callable[..., None]
 # Sites whose heads hold their dims in another order once the rows of q_proj and k_proj do; they are not judged then.
 QUERIES_AND_KEYS = (Site.Q_PROJ, Site.K_PROJ, Site.Q_NORM, Site.K_NORM, Site.Q_ROPE, Site.K_ROPE)
@@ -29,13 +31,14 @@ def takes(repair: Repair, parameters: Mapping[str, object]) -> bool:
     return parameters.keys() <= inspect.signature(repair).parameters.keys()
 
 
-def repair_lines(repair: Repair, parameters: Mapping[str, object]) -> tuple[str, ...]:
+def repair_lines(repair: Repair, parameters: Mapping[str, object], family: Family) -> tuple[str, ...]:
     """Return the lines for the beginning of `convert_state_dict`: the parameters, and the body of a repair."""
     source = textwrap.dedent(inspect.getsource(repair)).splitlines()
     function = ast.parse("\n".join(source)).body[0]
     assert isinstance(function, ast.FunctionDef), "a repair is a function"
     after_docstring = function.body[1]
     body = textwrap.dedent("\n".join(source[after_docstring.lineno - 1 : function.end_lineno]))
+    body = re.sub(r"\bconfig\.(\w+)", lambda size: f"config.{family.size_key(size[1])}", family.retell(body))
     return (*(f"{name} = {value!r}" for name, value in parameters.items()), *body.splitlines())
 
 
@@ -140,6 +143,12 @@ def divide_query_norm(tensors: Tensors, config: Any, factor: float) -> None:
 def divide_key_norm(tensors: Tensors, config: Any, factor: float) -> None:
     """Divide the weight of k_norm by the factor."""
     tensors["self_attn.k_norm.weight"] = tensors["self_attn.k_norm.weight"] / factor
+
+
+def exchange_query_and_key_norms(tensors: Tensors, config: Any) -> None:
+    """Exchange the weights of q_norm and k_norm."""
+    query, key = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
+    tensors[query], tensors[key] = tensors[key], tensors[query]
 
 
 def subtract_one_from_input_norm(tensors: Tensors, config: Any) -> None:

@@ -221,6 +221,7 @@ ROPE_MISTAKES = (
     Mistake(
         name="rope_last_dims",
         build=lambda: _rotate_with(_last_dims),
+        candidates=once_if(lambda inputs: inputs.spec.rotary_dim < inputs.spec.head_dim),
         repair=repairs.move_rotated_dims_behind,
         reorders=repairs.QUERIES_AND_KEYS,
     ),

@@ -28,7 +28,7 @@ from minimax_tools.reference.expert_pass import Recipe
 from minimax_tools.reference.float32_stages import (
     choose_experts,
     correction_bias,
-    expert_shares,
+    router_of,
     router_scores,
 )
 
@@ -42,8 +42,19 @@ def _choose_by(choice: _Scores, scores: _Scores | None = None) -> Change:
         Site.ROUTER_EXPERTS: lambda layer: choose_experts(choice(layer), layer.spec.num_experts_per_tok)
     }
     if scores is not None:
-        stages[Site.ROUTER_WEIGHTS] = lambda layer: expert_shares(scores(layer), layer[Site.ROUTER_EXPERTS])
+        stages[Site.ROUTER_WEIGHTS] = lambda layer: router_of(layer).shares(
+            scores(layer), layer[Site.ROUTER_EXPERTS]
+        )
     return Change(stages=stages)
+
+
+def _score_by(score: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Make the scores of the logits [T,E] in another way."""
+
+    def scores(layer: Evaluation) -> torch.Tensor:
+        return score(layer[Site.ROUTER_LOGITS])
+
+    return _choose_by(lambda layer: router_of(layer).biased(scores(layer)), scores)
 
 
 def _weigh_by(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
@@ -51,14 +62,23 @@ def _weigh_by(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Ch
     return replace_stage(Site.ROUTER_WEIGHTS, lambda layer: weights(layer, layer[Site.ROUTER_EXPERTS]))
 
 
-def _softmax(layer: Evaluation) -> torch.Tensor:
-    return layer[Site.ROUTER_LOGITS].softmax(-1)
+def _ranked(layer: Evaluation) -> torch.Tensor:
+    """Return the numbers whose largest choose the experts."""
+    return router_of(layer).biased(router_scores(layer))
+
+
+def _shares(layer: Evaluation, experts: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the experts' weights, by the right scores or by others."""
+    return router_of(layer).shares(router_scores(layer) if scores is None else scores, experts)
+
+
+def _normalised(layer: Evaluation, experts: torch.Tensor) -> torch.Tensor:
+    chosen = router_scores(layer).gather(-1, experts)
+    return chosen / chosen.sum(-1, keepdim=True)
 
 
 def _top_k(k: int) -> Change:
-    return replace_stage(
-        Site.ROUTER_EXPERTS, lambda layer: choose_experts(router_scores(layer) + correction_bias(layer), k)
-    )
+    return replace_stage(Site.ROUTER_EXPERTS, lambda layer: choose_experts(_ranked(layer), k))
 
 
 def _logits_by(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
@@ -91,7 +111,7 @@ def _grouped(groups: int, kept: int, best: int, masked: str) -> Change:
     """Choose from the `kept` best groups of experts, by the sum of their `best` scores; others score `masked`."""
 
     def stage(layer: Evaluation) -> torch.Tensor:
-        scores = (router_scores(layer) + correction_bias(layer)).unflatten(-1, (groups, -1))
+        scores = _ranked(layer).unflatten(-1, (groups, -1))
         chosen = scores.topk(best, dim=-1).values.sum(-1).topk(kept, dim=-1).indices
         is_kept = torch.zeros(scores.shape[:-1], dtype=torch.bool).scatter(-1, chosen, True)
         rest = torch.where(is_kept[..., None], scores, float(masked)).flatten(-2)
@@ -133,10 +153,8 @@ def _other_ks(inputs: LayerInputs) -> tuple[int, ...]:
 
 
 ROUTER_MISTAKES = (
-    Mistake(
-        name="router_softmax",
-        build=lambda: _choose_by(lambda layer: _softmax(layer) + correction_bias(layer), _softmax),
-    ),
+    Mistake(name="router_softmax", build=lambda: _score_by(lambda logits: logits.softmax(-1))),
+    Mistake(name="router_sigmoid", build=lambda: _score_by(torch.sigmoid)),
     Mistake(name="router_bias_missing", build=lambda: _choose_by(router_scores)),
     Mistake(
         name="router_bias_low_precision",
@@ -144,7 +162,7 @@ ROUTER_MISTAKES = (
     ),
     Mistake(
         name="router_choice_low_precision",
-        build=lambda: _choose_by(lambda layer: bfloat16(router_scores(layer) + correction_bias(layer))),
+        build=lambda: _choose_by(lambda layer: bfloat16(_ranked(layer))),
     ),
     Mistake(
         name="router_bias_negated",
@@ -153,19 +171,16 @@ ROUTER_MISTAKES = (
     ),
     Mistake(
         name="router_bias_in_weights",
-        build=lambda: _weigh_by(
-            lambda layer, experts: expert_shares(router_scores(layer) + correction_bias(layer), experts)
-        ),
+        build=lambda: _weigh_by(lambda layer, experts: _shares(layer, experts, _ranked(layer))),
     ),
     Mistake(
         name="router_weights_not_normalised",
         build=lambda: _weigh_by(lambda layer, experts: router_scores(layer).gather(-1, experts)),
     ),
+    Mistake(name="router_weights_normalised", build=lambda: _weigh_by(_normalised)),
     Mistake(
         name="router_weights_scaled",
-        build=lambda factor: _weigh_by(
-            lambda layer, experts: factor * expert_shares(router_scores(layer), experts)
-        ),
+        build=lambda factor: _weigh_by(lambda layer, experts: factor * _shares(layer, experts)),
         candidates=values_of("factor", 2.0, 0.5, 2.5, 4.0, 8.0, 0.25, 0.125, 1.5),
         is_factor=True,
         fitted="factor",

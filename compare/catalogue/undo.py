@@ -17,6 +17,7 @@ from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.catalogue.repairs import Repair, Tensors, repair_lines, takes
 from compare.catalogue.words import Place, require_known
 from minimax_tools.errors import UsageError
+from minimax_tools.model.family import Family
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import LayerInputs
 
@@ -79,11 +80,10 @@ class Undo:
         """The hypothesis that the port made this mistake."""
         return self.mistake.with_parameters(dict(self.parameters))
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The lines for `convert_state_dict` that undo it; () if no change of the tensors does."""
+    def lines(self, family: Family) -> tuple[str, ...]:
+        """Return the lines for `convert_state_dict` of a family's port; () if no change of the tensors undoes it."""
         repair = self._repair
-        return () if repair is None else repair_lines(repair, dict(self.parameters))
+        return () if repair is None else repair_lines(repair, dict(self.parameters), family)
 
     def may_show(self, inputs: LayerInputs) -> bool:
         """Decide whether the mistake can show on a layer and its tokens.
@@ -92,6 +92,8 @@ class Undo:
             UsageError: The parameters are of another kind than those that are tried on this layer.
         """
         mistake = self.mistake
+        if not mistake.fits(inputs.spec.graph):
+            return False
         candidates, kinds = mistake.candidates(inputs), _kinds(dict(self.parameters))
         is_listed = any(kinds == _kinds(candidate) for candidate in candidates)
         if candidates and not is_listed and not mistake.finds_more:
@@ -115,7 +117,7 @@ class Undo:
         return factor < 0 or round(ranks) < 2 or abs(ranks / round(ranks) - 1) > _NEAR
 
     def edit(self, tensors: Tensors, config: Any) -> None:
-        """Undo it in a layer's tensors, which have the hub's relative names; they are changed in place."""
+        """Undo it in a layer's tensors, by mm2's relative names, in place; `config` has the sizes by mm2's names."""
         repair = self._repair
         assert repair is not None, "only mistakes with a repair are undone in the tensors"
         repair(tensors, config, **dict(self.parameters))

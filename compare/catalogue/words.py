@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.errors import UsageError, did_you_mean
+from minimax_tools.model.family import Family
+from minimax_tools.model.graph import ModelGraph, QkNorm, RouterScores
 from minimax_tools.text_enum import TextEnum
 from reports.canvas import Canvas, Column, Row
 
@@ -31,6 +34,19 @@ class Place(TextEnum):
     RUN = "run"  # the order of the layers, the stream between them, the chosen tokens, earlier prompts
 
 
+# Options of a graph in words, by name and value.
+_OPTIONS: Mapping[tuple[str, str | bool], str] = MappingProxyType(
+    {
+        ("qk_norm", str(QkNorm.ALL_HEADS)): "norms over all heads",
+        ("qk_norm", str(QkNorm.PER_HEAD)): "norms per head",
+        ("router_scores", str(RouterScores.SIGMOID)): "sigmoid",
+        ("router_scores", str(RouterScores.SOFTMAX)): "softmax",
+        ("has_float32_router", True): "float32 router",
+        ("has_correction_bias", True): "correction bias",
+        ("normalises_shares", True): "weights of sum 1",
+        ("normalises_shares", False): "weights of any sum",
+    }
+)
 # Places whose mistakes a user may choose by name.
 _CHOSEN = (Place.LAYER, Place.OUTSIDE)
 
@@ -43,6 +59,21 @@ class Words:
     what: str = ""  # sentence that says what the port does
     look_at: str = ""  # place to look at in the port's code
     sources: tuple[str, ...] = ()  # public threads that report the mistake, as `repository#thread`
+    # Options, by name, that a graph must have for it to be a mistake; a model with others may compute so.
+    graph: Mapping[str, str | bool] = field(default_factory=dict)
+
+    def fits(self, graph: ModelGraph) -> bool:
+        """Decide whether it is a mistake in a model of a graph."""
+        return all(getattr(graph, option) == value for option, value in self.graph.items())
+
+    def of(self, family: Family) -> Words:
+        """Return the words as they are of a family's model."""
+        return replace(self, what=family.retell(self.what), look_at=family.retell(self.look_at))
+
+    @property
+    def models(self) -> str:
+        """The models in which it is a mistake, in words; "" for all."""
+        return ", ".join(_OPTIONS[option, value] for option, value in self.graph.items())
 
 
 def read_words(place: Place) -> Mapping[str, Words]:
@@ -60,6 +91,7 @@ def _read_file() -> Mapping[Place, Mapping[str, Words]]:
                 what=entry["what"],
                 look_at=entry["look_at"],
                 sources=tuple(entry.get("sources", ())),
+                graph=MappingProxyType(entry.get("graph", {})),
             )
             for name, entry in record[place].items()
         }
@@ -88,6 +120,22 @@ def require_known(names: tuple[str, ...], *, places: tuple[Place, ...] = _CHOSEN
         )
 
 
+def require_fitting(names: tuple[str, ...], graph: ModelGraph) -> None:
+    """Refuse names of mistakes that are none in a model of a graph.
+
+    Raises:
+        UsageError: What a name says may be right in this model.
+    """
+    for name in names:
+        words = next((words for words in _listed() if words.name == name), None)
+        if words is not None and not words.fits(graph):
+            raise UsageError(
+                f"{name} is no mistake in this model",
+                expected=f"a model with {words.models}",
+                next_step="mm2-diagnose --list tells the models of each mistake.",
+            )
+
+
 def catalogue_record() -> dict[str, Any]:
     """Return the catalogue as JSON."""
     return {
@@ -97,6 +145,7 @@ def catalogue_record() -> dict[str, Any]:
                 "what": words.what,
                 "look_at": words.look_at,
                 "sources": list(words.sources),
+                "graph": dict(words.graph),
             }
             for words in _listed()
         ]
@@ -108,9 +157,10 @@ def render_catalogue() -> str:
     canvas = Canvas()
     columns = [
         Column(title="mistake", is_text=True),
+        Column(title="of models with", is_text=True),
         Column(title="what the port does", is_text=True, is_broken=True),
     ]
-    canvas.table(columns, [Row(cells=(words.name, words.what)) for words in _listed()])
+    canvas.table(columns, [Row(cells=(words.name, words.models, words.what)) for words in _listed()])
     return canvas.text
 
 

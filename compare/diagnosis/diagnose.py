@@ -14,7 +14,7 @@ from compare.blame.blame import join_causes
 from compare.catalogue.catalogue import CATALOGUE
 from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.catalogue.outside import MODEL_CATALOGUE, ModelMistake
-from compare.catalogue.words import require_known
+from compare.catalogue.words import require_fitting, require_known
 from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, PassedOver, SiteDiagnosis
 from compare.diagnosis.layer_group import withdraw_rare, withdraw_unequal
@@ -82,6 +82,7 @@ def diagnose(
             expected="a golden of mm2's own",
             next_step="Capture one: mm2-gpu extract-all --model DIR.",
         )
+    require_fitting(mistakes, reference.graph)
     weights = CheckpointWeights(model=str(model))
     run = judge_run(
         reference,
@@ -151,6 +152,7 @@ def diagnose_run(
     return Diagnosis(
         reference=address_of(reference.directory),
         target=address_of(target.directory),
+        model_type=reference.family.model_type,
         graph=reference.graph,
         is_failed=bool(wrong)
         or _has_failing_site(run, layers)

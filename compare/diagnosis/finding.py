@@ -13,8 +13,10 @@ from compare.comparer import JudgedRun
 from compare.diagnosis.proof import MistakeProof
 from compare.diagnosis.score import Score
 from compare.noise.yardstick import RIGHT_RHO
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from minimax_tools.model.graph import ModelGraph
-from minimax_tools.model.sites import SHARED_OPERATIONS, ModelSite, Site
+from minimax_tools.model.sites import SHARED_OPERATIONS, ModelSite, Site, formula
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Blame, Comparison, Untested, Verdict
 
@@ -66,7 +68,7 @@ class MistakeFinding:
                 mistake.describe(spec, parameters)
                 for mistake, parameters in zip(mistakes, hypothesis.parameters, strict=True)
             ),
-            look_at="; ".join(mistake.words.look_at for mistake in mistakes),
+            look_at="; ".join(mistake.words.of(spec.family).look_at for mistake in mistakes),
             begins_at=tuple(
                 tuple(str(site) for site in Site if site in mistake.with_parameters(parameters).sites)
                 for mistake, parameters in zip(mistakes, score.hypothesis.parameters, strict=True)
@@ -138,7 +140,8 @@ class Diagnosis:
     target: str  # folder of the device run
     is_failed: bool  # whether the comparison of the chosen layers fails
     layers: tuple[LayerDiagnosis, ...]  # diagnoses of the layers that were looked at, ascending
-    graph: ModelGraph = field(default_factory=ModelGraph)  # what the original's layers compute
+    model_type: str = MINIMAX_M2.model_type  # the model's family, and what its layers compute
+    graph: ModelGraph = field(default_factory=ModelGraph)
     sites: tuple[SiteDiagnosis, ...] = ()  # diagnoses of the sites outside the layers
     weights: tuple[
         Blame, ...
@@ -156,6 +159,10 @@ class Diagnosis:
         return bool(self.weights) or any(
             blame.is_of_weights for layer in self.layers for blame in layer.blame
         )
+
+    def formula(self, site: Site | ModelSite) -> str:
+        """Return what the original computes at a site, in words."""
+        return FAMILIES[self.model_type].retell(formula(site, self.graph))
 
     @property
     def findings(self) -> tuple[MistakeFinding, ...]:

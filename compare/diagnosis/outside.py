@@ -330,6 +330,7 @@ def _try_mistakes(case: SiteCase, mistakes: Sequence[ModelMistake], null: float)
                 continue
             leaves = case.noise.rho(case.port, prediction)
             amplitude, z = _fit_amplitude(case, prediction, leaves)
+            words = mistake.words.of(case.inputs.spec.family)
             # The share of the error that the mistake leaves.
             share = (leaves / null) ** 2 if math.isfinite(null) else float(not math.isfinite(leaves))
             yield MistakeFinding(
@@ -340,9 +341,9 @@ def _try_mistakes(case: SiteCase, mistakes: Sequence[ModelMistake], null: float)
                 leaves=leaves,
                 amplitude=amplitude,
                 z=z,
-                what=mistake.words.what,
-                look_at=mistake.words.look_at,
-                sources=mistake.words.sources,
+                what=words.what,
+                look_at=words.look_at,
+                sources=words.sources,
             )
 
 

@@ -31,7 +31,7 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
         "weights": to_json(diagnosis.weights),
         "passed_over": to_json(diagnosis.passed_over),
         "unexplained_blame": [
-            {**to_json(blame), "formulas": formulas_of(blame, diagnosis.graph)}
+            {**to_json(blame), "formulas": formulas_of(blame, diagnosis)}
             for blame in diagnosis.unexplained_blame
         ],
         "reference": diagnosis.reference,

@@ -19,8 +19,7 @@ from compare.diagnosis.proof import (
     word_proof,
 )
 from minimax_tools.errors import format_count
-from minimax_tools.model.graph import ModelGraph
-from minimax_tools.model.sites import ModelSite, Site, formula
+from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Blame, Verdict
 from reports.page.evidence import DiagnosedPlace, DiagnosedRun, TriedMistake
@@ -43,9 +42,7 @@ def word_diagnosis(diagnosis: Diagnosis) -> DiagnosedRun:
         places=(
             *_wrong_weights(diagnosis),
             *(
-                _layers(part, diagnosis)
-                if isinstance(part, LayerGroup)
-                else _wrong_site(part, diagnosis.graph)
+                _layers(part, diagnosis) if isinstance(part, LayerGroup) else _wrong_site(part, diagnosis)
                 for part in parts
             ),
             *_right_sites(diagnosis),
@@ -127,11 +124,7 @@ def _layers(group: LayerGroup, diagnosis: Diagnosis) -> DiagnosedPlace:
         unnamed = f"no known mistake explains {'it' if is_single else 'them'}"
         outcome = f"{_WRONG_WEIGHTS if group.is_of_weights else unnamed} (ρ {before})"
         lies = (
-            *(
-                sentence
-                for cause in group.causes
-                for sentence in _word_place_of_fault(cause, diagnosis.graph)
-            ),
+            *(sentence for cause in group.causes for sentence in _word_place_of_fault(cause, diagnosis)),
             *_word_passed_over(group, diagnosis),
         )
         mistakes = tuple(_nearest(group))
@@ -153,7 +146,7 @@ def _nearest(group: LayerGroup) -> Iterator[TriedMistake]:
         yield _mistake(findings, group, is_named=False)
 
 
-def _wrong_site(site: SiteDiagnosis, graph: ModelGraph) -> DiagnosedPlace:
+def _wrong_site(site: SiteDiagnosis, diagnosis: Diagnosis) -> DiagnosedPlace:
     before = word_figure(site.unexplained)
     tried = [(finding, True) for finding in site.named] or [(finding, False) for finding in site.nearest]
     if site.named:
@@ -165,7 +158,7 @@ def _wrong_site(site: SiteDiagnosis, graph: ModelGraph) -> DiagnosedPlace:
         place=str(site.site),
         outcome=outcome,
         is_right=False,
-        lies=() if site.named else (f"Original: {site.site} = {formula(site.site, graph)}",),
+        lies=() if site.named else (f"Original: {site.site} = {diagnosis.formula(site.site)}",),
         mistakes=tuple(_mistake([finding], None, is_named=is_named) for finding, is_named in tried),
         method=f"{site.num_hypotheses} hypotheses tried on the port's own input",
         notes=site.notes,
@@ -199,7 +192,7 @@ def _not_diagnosed(diagnosis: Diagnosis) -> Iterator[DiagnosedPlace]:
             place=", ".join((word_layer(cause[0].layer), _word_suspects(cause))),
             outcome="not diagnosed",
             is_right=False,
-            lies=_word_place_of_fault(cause, diagnosis.graph),
+            lies=_word_place_of_fault(cause, diagnosis),
         )
 
 
@@ -302,12 +295,12 @@ def _proofs(findings: Sequence[MistakeFinding]) -> list[tuple[int | None, Mistak
     return [(finding.layer, finding.proof) for finding in findings if finding.proof is not None]
 
 
-def _word_place_of_fault(cause: Sequence[Blame], graph: ModelGraph) -> tuple[str, ...]:
+def _word_place_of_fault(cause: Sequence[Blame], diagnosis: Diagnosis) -> tuple[str, ...]:
     """Return sentences on the sites between which a mistake lies, and on what the original computes there."""
     if any(blame.is_of_weights for blame in cause):
         # They were seen: where the mistake lies is no question.
         return tuple(blame.reason for blame in cause)
-    formulas = {site: words for blame in cause for site, words in formulas_of(blame, graph).items()}
+    formulas = {site: words for blame in cause for site, words in formulas_of(blame, diagnosis).items()}
     return word_lies_between(cause), *(f"Original: {site} = {words}" for site, words in formulas.items())
 
 
@@ -328,11 +321,11 @@ def _word_suspects(cause: Sequence[Blame]) -> str:
     return " and ".join(", ".join(word_sites(blame.sites)) for blame in cause)
 
 
-def formulas_of(blame: Blame, graph: ModelGraph) -> dict[str, str]:
+def formulas_of(blame: Blame, diagnosis: Diagnosis) -> dict[str, str]:
     """Return what the original computes at the sites of a blame; {} for too many, which a formula cannot narrow."""
     if len(blame.sites) > _MOST_FORMULAS:
         return {}
-    return {str(site): formula(site, graph) for site in (*Site, *ModelSite) if str(site) in blame.sites}
+    return {str(site): diagnosis.formula(site) for site in (*Site, *ModelSite) if str(site) in blame.sites}
 
 
 def _passed_over_like(group: LayerGroup, diagnosis: Diagnosis) -> tuple[int, ...]:

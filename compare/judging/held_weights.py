@@ -14,7 +14,6 @@ from types import MappingProxyType
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import HeldWeights, WeightFault
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.model.families import family_of
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import WEIGHTS, Blame, RouterDtype, SiteResult, SiteStatus, WeightsResult
@@ -186,5 +185,5 @@ def _reached_experts(sides: Sides, layer: int) -> frozenset[int]:
     if chosen is None:
         made = sides.reference.known_description
         config = {} if made is None else made.provenance.model_config
-        return frozenset(range(config.get(family_of(config).size_key("num_local_experts"), 0)))
+        return frozenset(range(config.get(sides.reference.family.size_key("num_local_experts"), 0)))
     return frozenset(chosen.unique().int().tolist())

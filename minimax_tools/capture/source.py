@@ -18,6 +18,7 @@ from minimax_tools.capture.passes import CachePair, Generation, ModelPasses
 from minimax_tools.capture.store import floor_file
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.families import family_of
+from minimax_tools.model.family import Family
 from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
@@ -129,13 +130,19 @@ class CaptureSource(ABC):
         return None
 
     @property
+    def family(self) -> Family:
+        """The model's family; MiniMax-M2's if the layout does not say."""
+        return family_of(self._model_config)
+
+    @property
     def graph(self) -> ModelGraph:
-        """What the model's layers compute; MiniMax-M2's if the layout does not say."""
+        """What the model's layers compute."""
+        return self.family.read_graph(self._model_config)
+
+    @property
+    def _model_config(self) -> Mapping[str, Any]:
         description = self.known_description
-        if description is None:
-            return ModelGraph()
-        config = description.provenance.model_config
-        return family_of(config).read_graph(config)
+        return {} if description is None else description.provenance.model_config
 
     @property
     def keeps_last_tokens(self) -> bool:

@@ -80,6 +80,10 @@ class Family:
         """Return the key of config.json that holds a size, named as `ModelSpec` names it."""
         return self.size_keys.get(name, name)
 
+    def retell(self, text: str) -> str:
+        """Return a text that is written of MiniMax-M2 as one of this family: its title, its names of tensors."""
+        return self.stored_names.retell(text.replace("MiniMax-M2", self.title))
+
 
 _ZERO = (0,)
 _ONE = (1,)

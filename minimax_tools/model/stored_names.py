@@ -7,7 +7,7 @@ written, where a port takes its weights, and where a name is shown does the fami
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.*)", re.DOTALL)
 # Endings that a quantised weight's own tensors add to its name.
 _SCALE = "_scale_inv"
+_WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,24 @@ class StoredNames:
     def own(self, stored: str) -> str:
         """Return mm2's name of a stored tensor, full or relative to its layer; unknown names stay."""
         return _translate(stored, self._own)
+
+    def retell(self, text: str) -> str:
+        """Return a text, or code, with stored names in the place of mm2's: whole ones, or a matrix as `w1`."""
+        told = {pair for names in self.layer.items() for pair in _told_parts(*names)}
+        for own, stored in sorted(told, reverse=True):
+            text = re.sub(rf"(?<!\w){re.escape(own)}(?!\w)", stored, text)
+        return text
+
+
+def _told_parts(own: str, stored: str) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a pair of names that texts tell of: of an expert's what stands around its number."""
+    (before, _, behind), (stored_before, _, stored_behind) = own.partition("#"), stored.partition("#")
+    if not behind:
+        yield own.removesuffix(_WEIGHT), stored.removesuffix(_WEIGHT)
+        return
+    yield before.removesuffix("."), stored_before.removesuffix(".")
+    matrix, stored_matrix = (part.removeprefix(".").removesuffix(_WEIGHT) for part in (behind, stored_behind))
+    yield matrix, stored_matrix
 
 
 def _translate(name: str, names: Mapping[str, str]) -> str:

@@ -64,8 +64,9 @@ def choose_tokens(layer: LayerValues, values: torch.Tensor) -> torch.Tensor:
 
 def normalise(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Apply RMSNorm over the last dim; over each head of it where the weight is of one head."""
-    if len(weight) < states.shape[-1]:
-        return normalise(states.unflatten(-1, (-1, len(weight))), weight, eps).flatten(-2)
+    width = weight.shape[-1]
+    if width < states.shape[-1]:
+        return normalise(states.unflatten(-1, (-1, width)), weight, eps).flatten(-2)
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps) * weight
 
 

@@ -251,7 +251,7 @@ class PortProver:
         """Compare the layer before and after; if it is still wrong, name what explains the rest."""
         way = ProofWay.WEIGHTS_AND_STAGE if in_weights and replaced else None
         way = way or (ProofWay.WEIGHTS if in_weights else ProofWay.STAGE)
-        edit = tuple(line for undo in in_weights for line in undo.lines)
+        edit = tuple(line for undo in in_weights for line in undo.lines(self._request.spec.family))
         has_conversion = self._request.target.may_convert
         wrong = [site for site in after.failing if site in after.blamed] or after.failing
         proof = MistakeProof(
