@@ -281,7 +281,7 @@ def declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:
     """Return the sites of a layer that the run says it computes, in execution order."""
     description = target.known_description
     if description is not None:
-        return description.run.computed_sites
+        return description.run.computed_sites_of(layer)
     known = (*target.sites(layer), *target.not_exposed(layer))
     return tuple(site for site in Site if site in known and site is not Site.INPUT)
 

@@ -17,7 +17,7 @@ from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError, format_count
 from minimax_tools.json_codec import encode
 from minimax_tools.metrics.tensor_statistics import TensorStatistics, measure_tensor
-from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site, find_level
 from minimax_tools.model.span import word_layers
 from minimax_tools.stored_dtype import dtype_name
 from reports.canvas import Canvas, Row, columns
@@ -214,8 +214,8 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
     if description is None:
         return [("made by", "unknown: this layout does not say")]
     run, made = description.run, description.provenance
-    levels = [level for level, sites in SITE_LEVELS.items() if sites == run.sites]
-    kept = f"sites {levels[0]}" if levels else f"{len(run.sites)} sites"
+    level = find_level(run.sites)
+    kept = f"sites {level}" if level else f"{len(run.sites)} sites"
     dtypes = {**made.dtypes, **source.observed_dtypes}
     device = "" if made.device == made.backend else f" ({made.device})"
     quick = ", the short rows of --quick" if description.is_quick else ""

@@ -74,7 +74,9 @@ def single_layer_command(layer: int, options: GoldenOptions) -> None:
     with loading():
         from gpu_reference.commands.golden_run import run_golden
 
-    run_golden(options, lambda _: single_layer_run(layer, sites_level=options.sites_level))
+    run_golden(
+        options, lambda spec: single_layer_run(layer, sites_level=options.sites_level, graph=spec.graph)
+    )
 
 
 @click.command(
@@ -93,6 +95,6 @@ def multi_layer_command(span: Span | None, options: GoldenOptions) -> None:
     run_golden(
         options,
         lambda spec: multi_layer_run(
-            span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level
+            span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level, graph=spec.graph
         ),
     )

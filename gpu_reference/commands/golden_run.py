@@ -175,7 +175,7 @@ def print_golden(
 
 def whole_model_run(options: GoldenOptions, spec: ModelSpec) -> Run:
     """Return the run of all layers, with the sites that the options name."""
-    return full_run(spec.num_hidden_layers, sites_level=options.sites_level)
+    return full_run(spec.num_hidden_layers, sites_level=options.sites_level, graph=spec.graph)
 
 
 def _read_placement(options: GoldenOptions) -> Placement:

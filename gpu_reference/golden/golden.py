@@ -216,7 +216,7 @@ class Golden:
             self.reader.expect_again(
                 layer_prefix(layer) + name
                 for layer in layers
-                for name in fingerprinted_names(self.request.model.spec)
+                for name in fingerprinted_names(self.request.model.spec, layer)
             )
         return fingerprint_model(self.reader, self.request.model.spec, layers)
 

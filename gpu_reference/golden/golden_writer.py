@@ -76,16 +76,16 @@ class GoldenWriter:
     def write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
         """Write a layer while its weights are in memory on `device`. `captured` has its `wanted_sites`, on the CPU."""
         floor = self.floor and self.floor.measure_layer(
-            layer, captured, sites=self.run.computed_sites, device=device
+            layer, captured, sites=self.run.computed_sites_of(layer), device=device
         )
         self.writer.write(
             layer,
             kept_sites(self.run, layer, captured, inputs=self.inputs),
             twin=floor.twin if floor and self.keeps_twins else None,
             floor=floor.statistics if floor else None,
-            unreached_experts=self.inputs.unreached_experts(
-                captured[Site.ROUTER_EXPERTS], num_experts=self.num_experts
-            ),
+            unreached_experts=()
+            if layer in self.run.dense_layers
+            else self.inputs.unreached_experts(captured[Site.ROUTER_EXPERTS], num_experts=self.num_experts),
         )
         before, self._num_bytes_read = self._num_bytes_read, self.reader.num_bytes_read
         self.progress.advance(layer, num_bytes=self._num_bytes_read - before)
@@ -106,4 +106,6 @@ def kept_sites(
 ) -> dict[Site, torch.Tensor]:
     """Return the sites of a layer to store, without its input if that is the stored output of the layer before."""
     is_input_stored = layer > run.span.start and Site.OUTPUT in run.sites and inputs.expert_tokens is None
-    return {site: captured[site] for site in run.sites if not (site is Site.INPUT and is_input_stored)}
+    return {
+        site: captured[site] for site in run.sites_of(layer) if not (site is Site.INPUT and is_input_stored)
+    }

@@ -101,7 +101,7 @@ class NoiseFloor:
         twin = Float32Twin(self.config, weights, spec=self.spec, layer=layer, device=device).run(
             captured[Site.INPUT],
             self.inputs,
-            router_experts=captured[Site.ROUTER_EXPERTS],
+            router_experts=captured.get(Site.ROUTER_EXPERTS),
             sites=tuple(site for site in Site if site in (*sites, Site.ROUTER_LOGITS)),
         )
         router, judged = Router.of(self.spec, weights), self.inputs.is_kept.long()
@@ -118,7 +118,7 @@ class NoiseFloor:
                 self.inputs,
                 spec=self.spec,
                 tensors=weights,
-                router_experts=captured[Site.ROUTER_EXPERTS],
+                router_experts=captured.get(Site.ROUTER_EXPERTS),
                 layer=layer,
             )
             wanted = [site for site in twin if site in captured]

@@ -25,8 +25,7 @@ from minimax_tools.errors import GoldenRefusedError, install_command
 from minimax_tools.model.graph import ModelGraph, RouterScores
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.model.weight_names import CORRECTION_BIAS
-from minimax_tools.reference.modules import module_name, recording_layer
+from minimax_tools.reference.modules import recording_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,8 +106,9 @@ class _LayerFront:
         gain = (gate.double() * norm.to(gate.device).double()).cpu()
         bias = torch.zeros(len(gain), dtype=torch.float64)
         if self.graph.has_correction_bias:
-            path, _, name = module_name(CORRECTION_BIAS).rpartition(".")
-            bias = weight_of(self.layer.get_submodule(path), name).double().cpu()
+            # It lies with the gate in some families, and beside it in others.
+            owner = mlp if hasattr(mlp, "e_score_correction_bias") else mlp.gate
+            bias = weight_of(owner, "e_score_correction_bias").double().cpu()
         is_linear = self.graph.router_scores is RouterScores.SOFTMAX
         return _Router(gain=gain, bias=bias, num_chosen=mlp.gate.top_k, is_linear=is_linear)
 
@@ -271,14 +271,16 @@ def recording_layers(
 
     def record(number: int, stack: ExitStack) -> None:
         layer = model.get_submodule(f"model.layers.{number}")
-        if inputs.expert_tokens is not None:
+        if inputs.expert_tokens is not None and not graph.layer(number).is_dense:
             stack.enter_context(setting_expert_tokens(layer, inputs, graph))
         tensors = stack.enter_context(
-            recording_layer(layer, sites=sites, attn_implementation=attn_implementation)
+            recording_layer(
+                layer, sites=sites, graph=graph.layer(number), attn_implementation=attn_implementation
+            )
         )
 
         def hand_over(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
-            _require_sites(number, sites, tensors)
+            _require_sites(number, sites & frozenset(graph.layer(number).sites), tensors)
             recorded = {
                 site: shape_to_batch(site, tensors[site], inputs.batch_shape)
                 for site in Site

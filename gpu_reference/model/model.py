@@ -19,8 +19,8 @@ from minimax_tools.errors import CheckpointError, MissingExtraError, UsageError
 from minimax_tools.machine.importing import importing
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import CORRECTION_BIAS, float32_names, layer_prefix
-from minimax_tools.reference.modules import modeling_class, module_name, read_config, require_golden_extra
+from minimax_tools.model.weight_names import CORRECTION_BIAS, float32_places, layer_prefix
+from minimax_tools.reference.modules import modeling_class, read_config, require_golden_extra
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -92,9 +92,8 @@ def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> 
             experts_implementation=request.experts_implementation,
         )
     model.requires_grad_(False)
-    for layer in model.model.layers:
-        for name in float32_names(request.spec):
-            path, _, tensor = module_name(name).rpartition(".")
+    for index, layer in enumerate(model.model.layers):
+        for _, path, tensor in float32_places(request.spec, index):
             owner = layer.get_submodule(path)
             setattr(owner, tensor, _cast(getattr(owner, tensor), torch.float32))
     # The rotary embedding has frequencies, not weights. As in from_pretrained, they are computed on the CPU.
@@ -108,8 +107,7 @@ def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> 
 def restore_router(model: torch.nn.Module, reader: CheckpointReader, spec: ModelSpec) -> None:
     """Restore the checkpoint's float32 router gates and correction biases, which loading in BF16 rounded."""
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
-        for name in float32_names(spec):
-            path, _, tensor = module_name(name).rpartition(".")
+        for name, path, tensor in float32_places(spec, index):
             owner = layer.get_submodule(path)
             value = reader.read_weight(layer_prefix(index) + name, torch.float32)
             if name == CORRECTION_BIAS:

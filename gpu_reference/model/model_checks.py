@@ -15,18 +15,18 @@ from minimax_tools.errors import GoldenRefusedError, install_command
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
-    ATTENTION_AND_NORM_NAMES,
-    CORRECTION_BIAS,
     EXPERT_DOWN,
     EXPERT_GATE,
     EXPERT_MATRICES,
     EXPERT_UP,
-    GATE,
+    EXPERTS,
+    expected_layer_shapes,
     expert_weight,
     float32_names,
+    float32_places,
+    module_weights,
     scale_name,
 )
-from minimax_tools.reference.modules import module_name
 
 
 def weight_of(module: torch.nn.Module, name: str) -> torch.Tensor:
@@ -66,13 +66,6 @@ def _hook(module: torch.nn.Module) -> Any:
 _UPGRADE = f"Install the transformers that mm2 knows: {install_command('golden')}"
 # Names of the proofs, as the manifest records them.
 _PROVED = ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
-# Names, relative to a layer, that its proofs read from the checkpoint beside experts. Not every layer has scales.
-PROVED_NAMES = (
-    GATE,
-    CORRECTION_BIAS,
-    *ATTENTION_AND_NORM_NAMES,
-    *(scale_name(name) for name in ATTENTION_AND_NORM_NAMES),
-)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -91,7 +84,7 @@ def prove_model(
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
         tensors = LayerTensors.open(reader, spec, index, dtype)
         prove_float32_router(layer, tensors, index, spec=spec)
-        prove_weights(layer, tensors, index)
+        prove_weights(layer, tensors, index, spec=spec)
     return proved
 
 
@@ -144,7 +137,7 @@ def prove_no_fp8(model: torch.nn.Module) -> None:
 
 def prove_dtype(model: torch.nn.Module, dtype: torch.dtype, *, spec: ModelSpec) -> None:
     """Raise GoldenRefusedError if a weight has another dtype than requested, a float32 router excepted."""
-    in_float32 = tuple(map(module_name, float32_names(spec)))
+    in_float32 = tuple(map(spec.family.module_names.stored, float32_names(spec)))
     for name, parameter in model.named_parameters():
         if parameter.dtype != dtype and not name.endswith(in_float32):
             raise GoldenRefusedError(
@@ -181,8 +174,7 @@ def prove_float32_router(
     layer: torch.nn.Module, tensors: LayerTensors, index: int, *, spec: ModelSpec
 ) -> None:
     """Raise GoldenRefusedError if a float32 router is not bit-equal to the checkpoint's values."""
-    for name in float32_names(spec):
-        path, _, tensor = module_name(name).rpartition(".")
+    for name, path, tensor in float32_places(spec, index):
         value = weight_of(layer.get_submodule(path), tensor)
         if value.dtype != torch.float32:
             raise GoldenRefusedError(
@@ -200,18 +192,19 @@ def prove_float32_router(
 
 
 def prove_weights(
-    layer: torch.nn.Module, tensors: LayerTensors, index: int, *, experts: tuple[int, ...] | None = None
+    layer: torch.nn.Module,
+    tensors: LayerTensors,
+    index: int,
+    *,
+    spec: ModelSpec,
+    experts: tuple[int, ...] | None = None,
 ) -> None:
     """Raise GoldenRefusedError if a layer's weights are not the checkpoint's, dequantised in float32 and rounded once.
 
-    Attention and norms are compared whole. Of the experts only the first and the last are compared: all have the same
-    shapes. `experts` are the numbers of the loaded experts; None for all.
+    All but experts and a float32 router is compared whole. Of the experts only the first and the last are compared: all
+    have the same shapes. `experts` are the numbers of the loaded experts; None for all.
     """
-    in_float32 = tensors.in_float32
-    for name, value in _weights(layer, experts):
-        # `prove_float32_router` has compared these.
-        if name in in_float32:
-            continue
+    for name, value in _weights(layer, index, spec, experts):
         expected = tensors[name]
         if not torch.equal(value.cpu(), expected):
             raise GoldenRefusedError(
@@ -221,17 +214,30 @@ def prove_weights(
             )
 
 
+def proved_names(spec: ModelSpec, layer: int) -> tuple[str, ...]:
+    """Return the names, relative to a layer, that its proofs read beside experts; scales too, which not all have."""
+    names = [name for name in expected_layer_shapes(spec, layer) if EXPERTS not in name]
+    return (*names, *map(scale_name, names))
+
+
 def proved_expert_names(experts: Sequence[int]) -> tuple[str, ...]:
     """Return the names, relative to a layer, that its proofs read if these experts are loaded; scales too."""
     weights = [expert_weight(expert, name) for expert in _proved_experts(experts) for name in EXPERT_MATRICES]
     return (*weights, *map(scale_name, weights))
 
 
-def _weights(layer: torch.nn.Module, loaded: tuple[int, ...] | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(
+    layer: torch.nn.Module, index: int, spec: ModelSpec, loaded: tuple[int, ...] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield weights to compare, by mm2's names; `loaded` are the numbers of the loaded experts, None for all."""
-    for name in (*ATTENTION_AND_NORM_NAMES, GATE):
-        path, _, weight = module_name(name).rpartition(".")
-        yield name, weight_of(layer.get_submodule(path), weight)
+    for place, names in module_weights(spec, index).items():
+        if names[0] in float32_names(spec):
+            continue
+        path, _, attribute = place.rpartition(".")
+        held = weight_of(layer.get_submodule(path), attribute)
+        yield from zip(names, held.chunk(len(names)), strict=True)
+    if spec.graph.layer(index).is_dense:
+        return
     experts = layer.get_submodule("mlp.experts")
     gate_up, down = _matrices(experts, "gate_up_proj"), _matrices(experts, "down_proj")
     loaded = tuple(range(len(down))) if loaded is None else loaded

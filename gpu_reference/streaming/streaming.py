@@ -20,10 +20,10 @@ import torch
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.model import GoldenModelRequest, build_golden_model
 from gpu_reference.model.model_checks import (
-    PROVED_NAMES,
     prove_float32_router,
     prove_weights,
     proved_expert_names,
+    proved_names,
 )
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
@@ -189,7 +189,7 @@ class StreamedModel:
     def hold(self, layers: range, *, with_head: bool) -> None:
         """Read the layers that will run, and keep them; if `with_head`, final norm and lm_head too."""
         if layers:
-            self._expect_proof(layers[0], self._names_of_whole_proof())
+            self._expect_proof(layers[0], self._names_of_whole_proof(layers[0]))
         for layer in layers:
             # `then` is the layer to begin to read meanwhile, if the loader prefetches.
             self.loader.load(layer, then=layer + 1 if layer + 1 in layers else None)
@@ -218,7 +218,9 @@ class StreamedModel:
             fetch_before(head, self._fetch_head)
             for number, layer in enumerate(layers.children()):
                 fetch_before(layer, partial(self._fetch_layer, number))
-                fetch_before(layer.get_submodule("mlp.experts"), partial(self._fetch_experts, number, layer))
+                if not self.request.spec.graph.layer(number).is_dense:
+                    experts = layer.get_submodule("mlp.experts")
+                    fetch_before(experts, partial(self._fetch_experts, number, layer))
             # Norm and head keep their weights after they ran: their float32 twins need them.
             for module in (embedding, *layers.children()):
                 stack.callback(module.register_forward_hook(_remove_weights).remove)
@@ -242,10 +244,10 @@ class StreamedModel:
         if number in self._held:
             storage = self._held[number]
         elif self._reads_routed_only(inputs[0]):
-            self._expect_proof(number, PROVED_NAMES)
+            self._expect_proof(number, proved_names(self.request.spec, number))
             storage = self.loader.load_without_experts(number)
         else:
-            self._expect_proof(number, self._names_of_whole_proof())
+            self._expect_proof(number, self._names_of_whole_proof(number))
             # A slice's request ends with its last layer.
             is_last = number + 1 == self.request.num_hidden_layers
             storage = self.loader.load(number, then=None if is_last else number + 1)
@@ -305,8 +307,10 @@ class StreamedModel:
         weight[numbers] = rows.to(weight.device)
         _set_weight(module, "weight", weight)
 
-    def _names_of_whole_proof(self) -> tuple[str, ...]:
-        return (*PROVED_NAMES, *proved_expert_names(range(self.request.spec.num_local_experts)))
+    def _names_of_whole_proof(self, layer: int) -> tuple[str, ...]:
+        spec = self.request.spec
+        experts = 0 if spec.graph.layer(layer).is_dense else spec.num_local_experts
+        return (*proved_names(spec, layer), *proved_expert_names(range(experts)))
 
     def _expect_proof(self, layer: int, names: Iterable[str]) -> None:
         """Announce the tensors that `_prove` compares, so that layer and proof share one read."""
@@ -317,17 +321,21 @@ class StreamedModel:
         """Prove the first layer against the checkpoint; all others are read in the same way."""
         tensors = LayerTensors.open(self.reader, self.request.spec, number, self.request.dtype)
         prove_float32_router(module, tensors, number, spec=self.request.spec)
-        prove_weights(module, tensors, number, experts=experts)
+        prove_weights(module, tensors, number, spec=self.request.spec, experts=experts)
         self._is_proved = True
 
 
 def _new_storage(
-    request: GoldenModelRequest, streaming: Streaming, footprint: Footprint, budget: MemoryBudget
+    request: GoldenModelRequest,
+    streaming: Streaming,
+    footprint: Footprint,
+    budget: MemoryBudget,
+    layer: int,
 ) -> LayerStorage:
     needed = footprint.packed_layer_bytes if streaming.packed else footprint.layer_bytes
     budget.require(needed, "the weights of one layer")
     kind = packed_storage if streaming.packed else grouped_storage
-    storage = kind(request.spec, dtype=request.dtype, device=streaming.device)
+    storage = kind(request.spec, layer, dtype=request.dtype, device=streaming.device)
     if budget.limit_bytes is not None:
         # Memory counts as used only once it was written to, and the next check must see this.
         for tensor in storage.places.values():
@@ -380,9 +388,10 @@ def _refuse_unpackable(request: GoldenModelRequest, reader: CheckpointReader) ->
             found="one without a quantization_config",
             next_step="Leave --packed-experts out.",
         )
-    experts = [name for name in expected_layer_shapes(request.spec) if EXPERTS in name]
     for layer in range(request.num_hidden_layers):
-        for name in experts:
+        for name in expected_layer_shapes(request.spec, layer):
+            if EXPERTS not in name:
+                continue
             entry = reader.index[layer_prefix(layer) + name]
             if entry.dtype.as_torch() != PACKED_DTYPE:
                 raise UsageError(

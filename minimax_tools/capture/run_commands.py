@@ -27,7 +27,7 @@ from minimax_tools.capture.store import (
 )
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.run import Mode, Run
-from minimax_tools.model.sites import SITE_LEVELS
+from minimax_tools.model.sites import find_level
 
 # Advice where a run had other inputs than the golden's.
 RUN_ON_THIS_GOLDEN = "Run the port on this golden."
@@ -247,7 +247,7 @@ class RunCommands:
 
     def _run_options(self, run: Run) -> tuple[str, ...]:
         """Return the options of a run that are not the usual ones: sites, decoded tokens and further outputs."""
-        level = next((level for level, sites in SITE_LEVELS.items() if sites == run.sites), "all")
+        level = find_level(run.sites) or "all"
         has_usual_sites = level == "all" or run.component is not None or self.is_whole_port
         decoded = ("--decode", str(run.num_decoded)) if run.num_decoded else ()
         further = (

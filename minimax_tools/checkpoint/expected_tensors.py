@@ -71,7 +71,7 @@ def model_tensors(
         yield TensorSize(name=LM_HEAD, shape=vocabulary, dtype=plain_dtype)
     in_float32 = float32_names(spec)
     for layer in range(spec.num_hidden_layers):
-        for relative, shape in expected_layer_shapes(spec).items():
+        for relative, shape in expected_layer_shapes(spec, layer).items():
             name = layer_prefix(layer) + spec.family.stored_names.stored(relative)
             if relative in in_float32:
                 yield TensorSize(name=name, shape=shape, dtype=FLOAT32)

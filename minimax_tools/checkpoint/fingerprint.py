@@ -69,10 +69,10 @@ def _blocks(size_bytes: int) -> list[tuple[int, int]]:
     return [(start, _BLOCK_BYTES) for start in starts]
 
 
-def fingerprinted_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the names of the tensors whose values tell models apart, relative to a layer."""
+def fingerprinted_names(spec: ModelSpec, layer: int) -> tuple[str, ...]:
+    """Return the names of a layer's tensors whose values tell models apart, relative to the layer."""
     names = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_BIAS)
-    shapes = expected_layer_shapes(spec)
+    shapes = expected_layer_shapes(spec, layer)
     return tuple(name for name in names if name in shapes)
 
 
@@ -97,7 +97,7 @@ def fingerprint_model(reader: CheckpointReader, spec: ModelSpec, layers: Span | 
 
 def _digest_values(reader: CheckpointReader, spec: ModelSpec, layer: int) -> str:
     digest = hashlib.sha256()
-    for name in fingerprinted_names(spec):
+    for name in fingerprinted_names(spec, layer):
         # float32 holds BF16 exactly: copies in either dtype give the same bytes.
         values = reader.read_weight(layer_prefix(layer) + name, torch.float32)
         digest.update(f"{name} {list(values.shape)}\n".encode())

@@ -58,7 +58,7 @@ def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
     prefix = layer_prefix(layer)
     unexpected = set(index.layer_names(layer))  # expected names are taken out below
     faults = []
-    for name, shape in expected_layer_shapes(spec).items():
+    for name, shape in expected_layer_shapes(spec, layer).items():
         full_name = prefix + name
         if full_name not in unexpected:
             faults.append(f"{full_name}: expected {list(shape)}, found nothing")

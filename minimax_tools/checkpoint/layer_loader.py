@@ -24,17 +24,17 @@ from minimax_tools.model.weight_names import (
     EXPERT_MATRICES,
     EXPERT_UP,
     EXPERTS,
+    GATE,
     expected_layer_shapes,
     expert_weight,
     float32_names,
     layer_prefix,
+    module_weights,
     scale_name,
 )
 
 # Names in transformers' decoder layer.
 _GATE_UP_PROJ, _DOWN_PROJ = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-# The MoE block's prefix in the checkpoint, and in transformers' decoder layer.
-_HUB_MOE, _MODULE_MOE = "block_sparse_moe.", "mlp."
 # Dtype of a place that takes FP8 codes as the checkpoint stores them.
 PACKED_DTYPE = torch.float8_e4m3fn
 
@@ -53,30 +53,34 @@ class LayerStorage:
     modules: Mapping[str, torch.Tensor | PackedMatrices]
 
 
-def grouped_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> LayerStorage:
+def grouped_storage(
+    spec: ModelSpec, layer: int = 0, *, dtype: torch.dtype, device: torch.device
+) -> LayerStorage:
     """Allocate a layer in `dtype`, its experts as `gate_up_proj` [E,2·I,H], gate rows first, and `down_proj` [E,H,I].
 
-    Router gate and correction bias are float32.
+    A float32 router is float32. The storage serves all layers of one kind.
     """
-    num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-    gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
-    down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
-    others = _allocate_others(spec, dtype=dtype, device=device)
-    experts = range(num_experts)
-    places = {
-        **others,
-        **gate_up_places(experts, gate_up, dtype=dtype),
-        **down_places(experts, down, dtype=dtype),
-    }
-    modules = {**_rename_for_module(others), _GATE_UP_PROJ: gate_up, _DOWN_PROJ: down}
+    places, modules = _allocate_others(spec, layer, dtype=dtype, device=device)
+    if not spec.graph.layer(layer).is_dense:
+        num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+        gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
+        down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
+        experts = range(num_experts)
+        places |= gate_up_places(experts, gate_up, dtype=dtype) | down_places(experts, down, dtype=dtype)
+        modules |= {_GATE_UP_PROJ: gate_up, _DOWN_PROJ: down}
     return LayerStorage(places=places, weights=places, modules=modules)
 
 
-def packed_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> LayerStorage:
+def packed_storage(
+    spec: ModelSpec, layer: int = 0, *, dtype: torch.dtype, device: torch.device
+) -> LayerStorage:
     """Allocate a layer whose experts stay FP8, codes and block scales, to be dequantised to `dtype` at each use.
 
     The checkpoint must store the experts in FP8. Other weights are as in `grouped_storage`.
     """
+    places, modules = _allocate_others(spec, layer, dtype=dtype, device=device)
+    if spec.graph.layer(layer).is_dense:
+        return LayerStorage(places=places, weights=places, modules=modules)
     num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
     shapes = {
         EXPERT_GATE: (intermediate, hidden),
@@ -90,14 +94,11 @@ def packed_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device)
         )
         for name, shape in shapes.items()
     }
-    others = _allocate_others(spec, dtype=dtype, device=device)
-    places = dict(others)
     for expert in range(num_experts):
         for name, (codes, scales) in packed.items():
             places[expert_weight(expert, name)] = codes[expert]
             places[scale_name(expert_weight(expert, name))] = scales[expert]
-    modules = {
-        **_rename_for_module(others),
+    modules |= {
         _GATE_UP_PROJ: PackedMatrices((packed[EXPERT_GATE], packed[EXPERT_UP]), dtype=dtype),
         _DOWN_PROJ: PackedMatrices((packed[EXPERT_DOWN],), dtype=dtype),
     }
@@ -177,18 +178,21 @@ class _Dequantised(Mapping[str, torch.Tensor]):
         return len(self._places) - len(self._scales)
 
 
-def _allocate_others(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate all tensors except the experts', by their names relative to the layer."""
-    in_float32 = float32_names(spec)
-    return {
-        name: torch.empty(shape, dtype=torch.float32 if name in in_float32 else dtype, device=device)
-        for name, shape in expected_layer_shapes(spec).items()
-        if EXPERTS not in name
-    }
-
-
-def _rename_for_module(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | PackedMatrices]:
-    return {name.replace(_HUB_MOE, _MODULE_MOE): tensor for name, tensor in tensors.items()}
+def _allocate_others(
+    spec: ModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | PackedMatrices]]:
+    """Allocate all tensors except the routed experts': by mm2's relative names, and as transformers' layer has them."""
+    in_float32, shapes = float32_names(spec), expected_layer_shapes(spec, layer)
+    places: dict[str, torch.Tensor] = {}
+    modules: dict[str, torch.Tensor | PackedMatrices] = {}
+    for module, names in module_weights(spec, layer).items():
+        num_rows, (_, *others) = sum(shapes[name][0] for name in names), shapes[names[0]]
+        held_dtype = torch.float32 if names[0] in in_float32 else dtype
+        held = torch.empty(num_rows, *others, dtype=held_dtype, device=device)
+        modules[module] = held
+        parts = held.split([shapes[name][0] for name in names])
+        places |= dict(zip(names, parts, strict=True))
+    return places, modules
 
 
 def _check_storage(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> None:
@@ -218,7 +222,7 @@ class LayerLoader:
     def __init__(
         self,
         reader: CheckpointReader,
-        new_storage: Callable[[], LayerStorage],
+        new_storage: Callable[[int], LayerStorage],
         *,
         prefetch: bool,
         num_threads: int | None = None,
@@ -254,7 +258,7 @@ class LayerLoader:
         """Fill a layer's storage except its experts, which `load_experts` reads."""
         self._retire_current()
         self._drop_coming()
-        storage = self._take_storage()
+        storage = self._take_storage(layer)
         names = [name for name in storage.places if EXPERTS not in name]
         filling = self._start_filling(layer, storage, names, self._reader)
         self._finish(_LoadedLayer(layer=layer, storage=storage, filling=filling))
@@ -308,11 +312,16 @@ class LayerLoader:
             self._idle.append(self._coming.storage)
             self._coming = None
 
-    def _take_storage(self) -> LayerStorage:
-        return self._idle.pop() if self._idle else self._new_storage()
+    def _take_storage(self, layer: int) -> LayerStorage:
+        has_router = layer_prefix(layer) + GATE in self._reader.index
+        for number, storage in enumerate(self._idle):
+            # A dense layer has no router, and other storage.
+            if (GATE in storage.places) == has_router:
+                return self._idle.pop(number)
+        return self._new_storage(layer)
 
     def _start(self, layer: int) -> _LoadedLayer:
-        storage = self._take_storage()
+        storage = self._take_storage(layer)
         filling = self._start_filling(layer, storage, storage.places, self._reader.past_cache())
         return _LoadedLayer(layer=layer, storage=storage, filling=filling)
 

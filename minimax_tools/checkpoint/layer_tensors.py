@@ -173,7 +173,7 @@ class LayerTensors(CheckpointTensors):
                 layer holds a tensor that no model of its family has. Every fault is listed.
         """
         verify_layer(reader.index, spec, layer)
-        return cls._of_names(reader, layer, dtype, expected_layer_shapes(spec), float32_names(spec))
+        return cls._of_names(reader, layer, dtype, expected_layer_shapes(spec, layer), float32_names(spec))
 
     @classmethod
     def _of_names(
@@ -222,7 +222,7 @@ class ModelTensors(CheckpointTensors):
         names = [EMBEDDING, FINAL_NORM, *(() if spec.tie_word_embeddings else (LM_HEAD,))]
         for layer in range(spec.num_hidden_layers if with_layers else 0):
             verify_layer(reader.index, spec, layer)
-            names += (layer_prefix(layer) + name for name in expected_layer_shapes(spec))
+            names += (layer_prefix(layer) + name for name in expected_layer_shapes(spec, layer))
         return cls(
             reader, prefix="", dtype=dtype, present=dict.fromkeys(names), in_float32=float32_names(spec)
         )

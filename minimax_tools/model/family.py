@@ -61,20 +61,29 @@ class Family:
     read_graph: Callable[[Mapping[str, Any]], ModelGraph]  # from the content of config.json
     # The key of config.json of each size that is not named as `ModelSpec` names it.
     size_keys: Mapping[str, str] = field(default_factory=dict)
+    default_rotary_factor: float = 1.0  # share of a head's dims that are rotated, if config.json names none
     # Whether all its models name how many dims of a head are rotated; a copy that does not has lost the key.
     names_rotary_width: bool = False
     stored_names: StoredNames = field(default_factory=StoredNames)
     originals_are_fp8: bool = False  # whether its originals store their linear layers in FP8; else in BF16
+    # Names in transformers' decoder layer of what it does not fuse; None if they are the stored ones.
+    own_module_names: StoredNames | None = None
+    fuses_gate_up: bool = False  # whether gate and up of shared and dense MLPs are one parameter there
     transformers_prefix: str  # of the names of transformers' classes, such as `MiniMaxM2`
     # For synthetic models:
     preset: str  # name of the preset of true sizes
     preset_words: str  # the published model that has these sizes, in words
     toy_preset: str  # name of the toy's
     true_sizes: Mapping[str, int]  # of a published model, named as `ModelSpec` names them
-    # What its config.json holds beside sizes and token ids, from the number of layers.
-    other_keys: Callable[[int], Mapping[str, Any]]
+    # What its config.json holds beside sizes and token ids, from the sizes.
+    other_keys: Callable[[Mapping[str, int]], Mapping[str, Any]]
     toy_sizes: Mapping[str, int] = field(default_factory=dict)  # those that differ from the common toy's
     derived_sizes: frozenset[str] = frozenset()  # sizes that no key of config.json holds
+
+    @property
+    def module_names(self) -> StoredNames:
+        """Names in transformers' decoder layer of what it does not fuse."""
+        return self.own_module_names or self.stored_names
 
     def size_key(self, name: str) -> str:
         """Return the key of config.json that holds a size, named as `ModelSpec` names it."""

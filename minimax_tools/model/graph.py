@@ -5,9 +5,13 @@ N heads, K kv heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
+from minimax_tools.model.sites import DENSE_SITES, EXPERT_SITES, SITE_LEVELS, Site
 from minimax_tools.text_enum import TextEnum
 
 
@@ -16,6 +20,7 @@ class QkNorm(TextEnum):
 
     ALL_HEADS = "all heads"  # all channels of a token: weights are [N·D] and [K·D]
     PER_HEAD = "per head"  # the channels of one head: both weights are [D]
+    NONE = "none"  # queries and keys are not normed
 
 
 class RouterScores(TextEnum):
@@ -29,13 +34,45 @@ class RouterScores(TextEnum):
 class ModelGraph:
     """The options of a graph; the defaults are MiniMax-M2's."""
 
+    # Norms
     qk_norm: QkNorm = QkNorm.ALL_HEADS
+    has_gain_of_one_plus: bool = False  # whether every norm multiplies by 1 + weight, rounded once behind it
+    # Attention
+    has_qkv_bias: bool = False  # whether q_proj, k_proj and v_proj add a bias
+    has_output_bias: bool = False  # whether o_proj adds one
+    # The router
     router_scores: RouterScores = RouterScores.SIGMOID
     # Whether gate, correction bias, logits and routing weights are float32 in a BF16 model. Else logits and weights
     # have the model's dtype, and scores alone are float32.
     has_float32_router: bool = True
     has_correction_bias: bool = True  # whether a bias is added to the scores for the choice of experts
     normalises_shares: bool = True  # whether the weights of the chosen experts are divided by their sum
+    share_scale: float = 1.0  # factor on the routing weights, behind their division
+    # Experts
+    sum_scale: float = 1.0  # factor on the sum of the routed experts
+    shared_width: int = 0  # width of the shared expert, which every token takes; 0 for none
+    # SwiGLU-OAI: the gate is clamped at the limit, up at both signs of it, and the product is
+    # gate · sigmoid(alpha · gate) · (up + 1); None for silu(gate) · up.
+    swiglu_alpha: float | None = None
+    swiglu_limit: float = 0.0
+    # Layers whose experts are one dense MLP
+    dense_layers: tuple[int, ...] = ()
+    dense_width: int = 0  # width of that MLP
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites that some layer has, in execution order."""
+        kinds = {LayerGraph(self, layer in self.dense_layers) for layer in (*self.dense_layers, -1)}
+        held = {site for kind in kinds for site in kind.sites}
+        return tuple(site for site in Site if site in held)
+
+    def level(self, name: str) -> tuple[Site, ...]:
+        """Return the sites that `--sites` keeps under a name."""
+        return tuple(site for site in SITE_LEVELS[name] if site in self.sites)
+
+    def layer(self, layer: int) -> LayerGraph:
+        """Return the graph of a layer."""
+        return LayerGraph(self, layer in self.dense_layers)
 
     @property
     def ranks_logits(self) -> bool:
@@ -45,7 +82,72 @@ class ModelGraph:
     def other_options(self) -> dict[str, Any]:
         """Return the options that are not MiniMax-M2's, as JSON values by name."""
         return {
-            option.name: str(value) if isinstance(value, TextEnum) else value
+            option.name: _as_json(value)
             for option in fields(self)
             if (value := getattr(self, option.name)) != option.default
         }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGraph:
+    """The data flow of one layer: its sites, and what each is computed from."""
+
+    model: ModelGraph
+    is_dense: bool = False  # whether it has one MLP in place of experts
+
+    @property
+    def last_delta(self) -> Site:
+        """The site that is added to the residual stream last."""
+        return Site.MLP_DELTA if self.is_dense else Site.MOE_DELTA
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The layer's sites, in execution order."""
+        return tuple(self.inputs)
+
+    @property
+    def inputs(self) -> Mapping[Site, tuple[Site, ...]]:
+        """The sites that each site is computed from. The search for a fault follows it."""
+        return _site_inputs(self)
+
+
+@cache
+def _site_inputs(graph: LayerGraph) -> Mapping[Site, tuple[Site, ...]]:
+    is_normed = graph.model.qk_norm is not QkNorm.NONE
+    inputs: dict[Site, tuple[Site, ...]] = {
+        Site.INPUT: (),
+        Site.INPUT_NORM: (Site.INPUT,),
+        Site.Q_PROJ: (Site.INPUT_NORM,),
+        Site.K_PROJ: (Site.INPUT_NORM,),
+        Site.V_PROJ: (Site.INPUT_NORM,),
+        Site.Q_NORM: (Site.Q_PROJ,),
+        Site.K_NORM: (Site.K_PROJ,),
+        Site.Q_ROPE: (Site.Q_NORM if is_normed else Site.Q_PROJ,),
+        Site.K_ROPE: (Site.K_NORM if is_normed else Site.K_PROJ,),
+        Site.ATTN_CONTEXT: (Site.Q_ROPE, Site.K_ROPE, Site.V_PROJ),
+        Site.ATTN_DELTA: (Site.ATTN_CONTEXT,),
+        Site.ATTN_RESIDUAL: (Site.INPUT, Site.ATTN_DELTA),
+        Site.POST_NORM: (Site.ATTN_RESIDUAL,),
+        Site.ROUTER_LOGITS: (Site.POST_NORM,),
+        Site.ROUTER_EXPERTS: (Site.ROUTER_LOGITS,),
+        Site.ROUTER_WEIGHTS: (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS),
+        Site.ROUTED_DELTA: (Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS),
+        Site.SHARED_DELTA: (Site.POST_NORM,),
+        Site.MOE_DELTA: (Site.ROUTED_DELTA, Site.SHARED_DELTA),
+        Site.MLP_DELTA: (Site.POST_NORM,),
+        Site.OUTPUT: (Site.ATTN_RESIDUAL, Site.MLP_DELTA if graph.is_dense else Site.MOE_DELTA),
+    }
+    absent = set(EXPERT_SITES if graph.is_dense else DENSE_SITES)
+    if not is_normed:
+        absent |= {Site.Q_NORM, Site.K_NORM}
+    if not graph.model.shared_width:
+        # The routed sum is then all that a mixture of experts computes.
+        inputs[Site.MOE_DELTA] = inputs[Site.ROUTED_DELTA]
+        absent |= {Site.ROUTED_DELTA, Site.SHARED_DELTA}
+    return MappingProxyType({site: sources for site, sources in inputs.items() if site not in absent})
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, TextEnum):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value

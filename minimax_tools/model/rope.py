@@ -24,9 +24,9 @@ _SCALED_STEP = (
 _CONTRADICTION_STEP = "Programs read either: keep the right one in a copy of config.json."
 
 
-def read_rotary_dim(config: Mapping[str, Any], *, head_dim: int) -> int:
-    """Return the number of dims of a head that are rotated: all, if config.json names none."""
-    return int(next(iter(_stated_widths(config, head_dim).values()), head_dim))
+def read_rotary_dim(config: Mapping[str, Any], *, head_dim: int, default_factor: float = 1.0) -> int:
+    """Return the number of dims of a head that are rotated, or their default share if config.json names none."""
+    return int(next(iter(_stated_widths(config, head_dim).values()), head_dim * default_factor))
 
 
 def warn_of_rotary_width(config: Mapping[str, Any], *, where: Path | str) -> None:

@@ -46,8 +46,8 @@ class Router:
     @classmethod
     def of(cls, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> Router:
         """Return the router of a layer with these weights, by mm2's relative names."""
-        has_bias = spec.graph.has_correction_bias
-        return cls(spec=spec, bias=tensors[CORRECTION_BIAS].float() if has_bias else None)
+        bias = tensors[CORRECTION_BIAS].float() if CORRECTION_BIAS in tensors else None
+        return cls(spec=spec, bias=bias)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the score of each expert, [...,E] as the logits."""
@@ -88,4 +88,5 @@ def weigh_experts(graph: ModelGraph, logits: torch.Tensor, experts: torch.Tensor
 
 def _shares(graph: ModelGraph, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     chosen = scores.gather(-1, experts)
-    return chosen / chosen.sum(-1, keepdim=True) if graph.normalises_shares else chosen
+    shares = chosen / chosen.sum(-1, keepdim=True) if graph.normalises_shares else chosen
+    return shares if graph.share_scale == 1 else shares * graph.share_scale

@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site
+from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.sites import DENSE_SITES, EXPERT_SITES, ModelSite, Site
 from minimax_tools.model.span import Span
 from minimax_tools.text_enum import TextEnum
 
@@ -32,7 +33,7 @@ class Boundary:
     """The border of a component in its layer."""
 
     fed: tuple[Site, ...]  # sites at which it gets the golden's values
-    computed: tuple[Site, ...]  # sites that it computes
+    computed: tuple[Site, ...]  # sites that it computes, as far as a layer has them
 
 
 _ATTENTION_SITES = (
@@ -53,9 +54,10 @@ BOUNDARIES: Mapping[Component, Boundary] = MappingProxyType(
         Component.ATTENTION: Boundary(fed=(Site.INPUT_NORM,), computed=_ATTENTION_SITES),
         Component.ROUTER: Boundary(fed=(Site.POST_NORM,), computed=_ROUTER_SITES),
         Component.EXPERTS: Boundary(
-            fed=(Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS), computed=(Site.MOE_DELTA,)
+            fed=(Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS),
+            computed=(Site.ROUTED_DELTA, Site.SHARED_DELTA, Site.MOE_DELTA),
         ),
-        Component.MOE: Boundary(fed=(Site.POST_NORM,), computed=(*_ROUTER_SITES, Site.MOE_DELTA)),
+        Component.MOE: Boundary(fed=(Site.POST_NORM,), computed=(*EXPERT_SITES, *DENSE_SITES)),
         Component.INPUT_NORM: Boundary(fed=(Site.INPUT,), computed=(Site.INPUT_NORM,)),
         Component.POST_NORM: Boundary(fed=(Site.ATTN_RESIDUAL,), computed=(Site.POST_NORM,)),
     }
@@ -98,6 +100,7 @@ class Run:
     # Whether each prompt decodes its own last tokens, as a server does. False: all prompts decode the same columns of
     # the batch, chosen by `decoded_columns`.
     decodes_by_row: bool = False
+    dense_layers: tuple[int, ...] = ()  # layers that have one MLP in place of experts, and its site
 
     def __post_init__(self) -> None:
         if self.num_decoded and self.component is not None:
@@ -119,6 +122,15 @@ class Run:
     def computed_sites(self) -> tuple[Site, ...]:
         """Kept sites that the run itself computes: only these can be judged."""
         return tuple(site for site in self.sites if site not in self.fed_sites)
+
+    def sites_of(self, layer: int) -> tuple[Site, ...]:
+        """Return the kept sites that a layer has."""
+        others = EXPERT_SITES if layer in self.dense_layers else DENSE_SITES
+        return tuple(site for site in self.sites if site not in others)
+
+    def computed_sites_of(self, layer: int) -> tuple[Site, ...]:
+        """Return the `computed_sites` that a layer has."""
+        return tuple(site for site in self.sites_of(layer) if site not in self.fed_sites)
 
     def decoding(self, num_tokens: int) -> Run:
         """Return this run with the last `num_tokens` of each prompt decoded, and named so; unchanged for 0."""
@@ -144,6 +156,8 @@ class Run:
             "decode_rows": self.num_decoded,
             # Absent if false, as of most runs.
             **({"decodes_by_row": True} if self.decodes_by_row else {}),
+            # Absent for models without such layers.
+            **({"dense_layers": list(self.dense_layers)} if self.dense_layers else {}),
         }
 
     @classmethod
@@ -159,25 +173,39 @@ class Run:
         return f"{self.name} ({self.mode}, {self.span}{decoded})"
 
 
-def full_run(num_hidden_layers: int, *, sites_level: str) -> Run:
+# The graph of the runs below, if no other is given.
+_MINIMAX_M2 = ModelGraph()
+
+
+def _layers_run(name: str, span: Span, mode: Mode, sites_level: str, graph: ModelGraph) -> Run:
+    return Run(
+        name=name, span=span, mode=mode, sites=graph.level(sites_level), dense_layers=graph.dense_layers
+    )
+
+
+def full_run(num_hidden_layers: int, *, sites_level: str, graph: ModelGraph = _MINIMAX_M2) -> Run:
     """Return a run of all layers, chained from the embedding to the logits."""
     return Run(
         name="full_model",
         span=Span(0, num_hidden_layers),
         mode=Mode.CHAINED,
-        sites=SITE_LEVELS[sites_level],
+        sites=graph.level(sites_level),
         model_sites=tuple(ModelSite),
+        dense_layers=graph.dense_layers,
     )
 
 
-def model_run(num_hidden_layers: int, *, sites_level: str, num_decoded: int) -> Run:
+def model_run(
+    num_hidden_layers: int, *, sites_level: str, num_decoded: int, graph: ModelGraph = _MINIMAX_M2
+) -> Run:
     """Return a run of a whole port: prefill, then the last `num_decoded` tokens of each prompt one at a time."""
     return Run(
         name="whole_port",
         span=Span(0, num_hidden_layers),
         mode=Mode.CHAINED,
-        sites=SITE_LEVELS[sites_level],
+        sites=graph.level(sites_level),
         model_sites=tuple(ModelSite),
+        dense_layers=graph.dense_layers,
         num_decoded=num_decoded,
         decodes_by_row=num_decoded > 0,
     )
@@ -188,45 +216,57 @@ def chunked_run(run: Run) -> Run:
     return replace(run, name=f"{run.name}_chunks", num_decoded=0, decodes_by_row=False)
 
 
-def single_layer_run(layer: int, *, sites_level: str) -> Run:
+def single_layer_run(layer: int, *, sites_level: str, graph: ModelGraph = _MINIMAX_M2) -> Run:
     """Return a run of one layer, isolated. Where no golden gives its input, the layers before are computed first."""
     name, span = f"single_layer_{layer}", Span.single(layer)
-    return Run(name=name, span=span, mode=Mode.ISOLATED, sites=SITE_LEVELS[sites_level])
+    return _layers_run(name, span, Mode.ISOLATED, sites_level, graph)
 
 
-def multi_layer_run(span: Span, *, sites_level: str) -> Run:
+def multi_layer_run(span: Span, *, sites_level: str, graph: ModelGraph = _MINIMAX_M2) -> Run:
     """Return a run of chained layers."""
     name = f"layers_{span.start}_to_{span.last}"
-    return Run(name=name, span=span, mode=Mode.CHAINED, sites=SITE_LEVELS[sites_level])
+    return _layers_run(name, span, Mode.CHAINED, sites_level, graph)
 
 
-def sweep_run(span: Span, *, sites_level: str) -> Run:
+def sweep_run(span: Span, *, sites_level: str, graph: ModelGraph = _MINIMAX_M2) -> Run:
     """Return a run of isolated layers, each on the golden's input."""
     name = f"sweep_{span.start}_to_{span.last}"
-    return Run(name=name, span=span, mode=Mode.ISOLATED, sites=SITE_LEVELS[sites_level])
+    return _layers_run(name, span, Mode.ISOLATED, sites_level, graph)
 
 
-def bisect_run(span: Span) -> Run:
+def bisect_run(span: Span, *, graph: ModelGraph = _MINIMAX_M2) -> Run:
     """Return a run of the layers that a bisection searches. Each probe chains some, from the golden's input."""
     name = f"bisect_{span.start}_to_{span.last}"
-    return Run(name=name, span=span, mode=Mode.CHAINED, sites=SITE_LEVELS["layer"])
+    return _layers_run(name, span, Mode.CHAINED, "layer", graph)
 
 
-def whole_bisect_run(num_hidden_layers: int, *, num_decoded: int) -> Run:
+def whole_bisect_run(num_hidden_layers: int, *, num_decoded: int, graph: ModelGraph = _MINIMAX_M2) -> Run:
     """Return a run of a whole port whose stream is replaced, at another point in each of its runs."""
     return replace(
-        model_run(num_hidden_layers, sites_level="layer", num_decoded=num_decoded), name="bisect_whole"
+        model_run(num_hidden_layers, sites_level="layer", num_decoded=num_decoded, graph=graph),
+        name="bisect_whole",
     )
 
 
-def component_run(layer: int, component: Component) -> Run:
+def component_run(layer: int, component: Component, *, graph: ModelGraph = _MINIMAX_M2) -> Run:
     """Return a run of one component of a layer, from the golden's values."""
-    boundary = BOUNDARIES[component]
-    sites = tuple(sorted((*boundary.fed, *boundary.computed), key=lambda site: site.order))
+    boundary, held = BOUNDARIES[component], graph.layer(layer).sites
+    if not set(boundary.fed) <= set(held):
+        raise UsageError(
+            f"layer {layer} has no {component}: it is dense",
+            next_step="Choose another layer, or --component moe, which is its MLP.",
+        )
+    sites = tuple(
+        sorted(
+            (site for site in (*boundary.fed, *boundary.computed) if site in held),
+            key=lambda site: site.order,
+        )
+    )
     return Run(
         name=f"component_{layer}_{component}",
         span=Span.single(layer),
         mode=Mode.ISOLATED,
         sites=sites,
         component=component,
+        dense_layers=graph.dense_layers,
     )

@@ -32,7 +32,10 @@ class Site(TextEnum):
     ROUTER_LOGITS = "router_logits"  # [B,S,E]
     ROUTER_EXPERTS = "router_experts"  # [B,S,k], a set: its order is free
     ROUTER_WEIGHTS = "router_weights"  # [B,S,k], in the order of router_experts
+    ROUTED_DELTA = "routed_delta"  # [B,S,H], the routed experts' sum, where there are shared experts too
+    SHARED_DELTA = "shared_delta"  # [B,S,H], what the shared experts add to it
     MOE_DELTA = "moe_delta"  # [B,S,H], before the residual add
+    MLP_DELTA = "mlp_delta"  # [B,S,H], of a dense layer in place of moe_delta
     OUTPUT = "output"  # [B,S,H]
 
     @property
@@ -61,30 +64,6 @@ class ModelSite(TextEnum):
 
 _ORDER: Mapping[Site, int] = MappingProxyType({site: order for order, site in enumerate(Site)})
 
-# The sites that each site is computed from: the data-flow graph of a layer. The search for a fault follows it.
-SITE_INPUTS: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
-    {
-        Site.INPUT: (),
-        Site.INPUT_NORM: (Site.INPUT,),
-        Site.Q_PROJ: (Site.INPUT_NORM,),
-        Site.K_PROJ: (Site.INPUT_NORM,),
-        Site.V_PROJ: (Site.INPUT_NORM,),
-        Site.Q_NORM: (Site.Q_PROJ,),
-        Site.K_NORM: (Site.K_PROJ,),
-        Site.Q_ROPE: (Site.Q_NORM,),
-        Site.K_ROPE: (Site.K_NORM,),
-        Site.ATTN_CONTEXT: (Site.Q_ROPE, Site.K_ROPE, Site.V_PROJ),
-        Site.ATTN_DELTA: (Site.ATTN_CONTEXT,),
-        Site.ATTN_RESIDUAL: (Site.INPUT, Site.ATTN_DELTA),
-        Site.POST_NORM: (Site.ATTN_RESIDUAL,),
-        Site.ROUTER_LOGITS: (Site.POST_NORM,),
-        Site.ROUTER_EXPERTS: (Site.ROUTER_LOGITS,),
-        Site.ROUTER_WEIGHTS: (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS),
-        Site.MOE_DELTA: (Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS),
-        Site.OUTPUT: (Site.ATTN_RESIDUAL, Site.MOE_DELTA),
-    }
-)
-
 # Operations that compute two sites side by side: a mistake in one of them shows at both.
 SHARED_OPERATIONS: Mapping[str, tuple[Site, Site]] = MappingProxyType(
     {
@@ -93,7 +72,7 @@ SHARED_OPERATIONS: Mapping[str, tuple[Site, Site]] = MappingProxyType(
     }
 )
 
-# The sites to keep, by the name that --sites takes.
+# The sites to keep, by the name that --sites takes, as far as a graph has them.
 SITE_LEVELS: Mapping[str, tuple[Site, ...]] = MappingProxyType(
     {
         "layer": (Site.INPUT, Site.OUTPUT),
@@ -105,12 +84,31 @@ SITE_LEVELS: Mapping[str, tuple[Site, ...]] = MappingProxyType(
             Site.ROUTER_LOGITS,
             Site.ROUTER_EXPERTS,
             Site.ROUTER_WEIGHTS,
+            Site.ROUTED_DELTA,
+            Site.SHARED_DELTA,
             Site.MOE_DELTA,
+            Site.MLP_DELTA,
             Site.OUTPUT,
         ),
         "all": tuple(Site),
     }
 )
+# Sites of a mixture of experts, and of a dense layer in their place.
+EXPERT_SITES = (
+    *(Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS),
+    *(Site.ROUTED_DELTA, Site.SHARED_DELTA, Site.MOE_DELTA),
+)
+DENSE_SITES = (Site.MLP_DELTA,)
+# Sites that some graphs lack.
+_OPTIONAL = frozenset((Site.Q_NORM, Site.K_NORM, *EXPERT_SITES, *DENSE_SITES))
+
+
+def find_level(sites: tuple[Site, ...]) -> str | None:
+    """Find the name of the sites that a run keeps, of any graph; None if they are no level's."""
+    for name, level in SITE_LEVELS.items():
+        if set(level) - _OPTIONAL <= set(sites) <= set(level):
+            return name
+    return None
 
 
 def parse_site(name: str) -> Site:

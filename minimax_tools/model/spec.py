@@ -190,7 +190,9 @@ class ModelSpec:
             return cls(
                 **{name: config[family.size_key(name)] for name in _COPIED_FIELDS},
                 head_dim=head_dim,
-                rotary_dim=read_rotary_dim(config, head_dim=head_dim),
+                rotary_dim=read_rotary_dim(
+                    config, head_dim=head_dim, default_factor=family.default_rotary_factor
+                ),
                 rope_theta=read_rope_theta(config),
                 rms_norm_eps=float(config["rms_norm_eps"]),
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -32,11 +32,22 @@ Q_NORM = "self_attn.q_norm.weight"  # [N·D], or [D] if it norms each head
 K_NORM = "self_attn.k_norm.weight"  # [K·D], or [D]
 INPUT_NORM = "input_layernorm.weight"  # [H]
 POST_NORM = "post_attention_layernorm.weight"  # [H]
+Q_BIAS = "self_attn.q_proj.bias"  # [N·D]; this and the next three where the graph has them
+K_BIAS = "self_attn.k_proj.bias"  # [K·D]
+V_BIAS = "self_attn.v_proj.bias"  # [K·D]
+O_BIAS = "self_attn.o_proj.bias"  # [H]
 GATE = "block_sparse_moe.gate.weight"  # [E,H]
 CORRECTION_BIAS = "block_sparse_moe.e_score_correction_bias"  # [E], where the graph has one
 
-# Every expert tensor's name contains this, and no other tensor's does.
+# Every routed expert tensor's name contains this, and no other tensor's does.
 EXPERTS = ".experts."
+# Of the shared expert of width W, and of the dense MLP in place of experts: [W,H], [W,H], [H,W].
+SHARED_GATE = "block_sparse_moe.shared_experts.gate_proj.weight"
+SHARED_UP = "block_sparse_moe.shared_experts.up_proj.weight"
+SHARED_DOWN = "block_sparse_moe.shared_experts.down_proj.weight"
+DENSE_GATE = "mlp.gate_proj.weight"
+DENSE_UP = "mlp.up_proj.weight"
+DENSE_DOWN = "mlp.down_proj.weight"
 ATTENTION_MATRICES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ)
 ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
 
@@ -73,6 +84,39 @@ def expert_weight(expert: int, matrix: str) -> str:
     return f"block_sparse_moe.experts.{expert}.{matrix}.weight"
 
 
+def module_weights(spec: ModelSpec, layer: int) -> Mapping[str, tuple[str, ...]]:
+    """Return what each parameter or buffer of transformers' decoder layer holds, routed experts aside, by its name.
+
+    Of several tensors that it fuses the rows lie one after the other.
+    """
+    held: dict[str, tuple[str, ...]] = {}
+    for name in expected_layer_shapes(spec, layer):
+        if EXPERTS in name:
+            continue
+        module = spec.family.module_names.stored(name)
+        if spec.family.fuses_gate_up:
+            module = module.replace("gate_proj", "gate_up_proj").replace(".up_proj", ".gate_up_proj")
+        held[module] = (*held.get(module, ()), name)
+    # Gate comes before down and up in a layer's tensors.
+    return MappingProxyType(held)
+
+
+def float32_places(spec: ModelSpec, layer: int) -> Iterator[tuple[str, str, str]]:
+    """Yield the tensors of a layer that stay float32: mm2's name, and module and attribute in transformers' layer."""
+    shapes = expected_layer_shapes(spec, layer)
+    for name in float32_names(spec):
+        if name in shapes:
+            path, _, attribute = spec.family.module_names.stored(name).rpartition(".")
+            yield name, path, attribute
+
+
+def bias_name(graph: ModelGraph, weight: str) -> str | None:
+    """Return the name of the bias that belongs to a projection of attention; None if the graph has none."""
+    if weight == O_PROJ:
+        return O_BIAS if graph.has_output_bias else None
+    return {Q_PROJ: Q_BIAS, K_PROJ: K_BIAS, V_PROJ: V_BIAS}.get(weight) if graph.has_qkv_bias else None
+
+
 def scale_name(weight_name: str) -> str:
     """Return the name of an FP8 weight's float32 block scales."""
     return weight_name + "_scale_inv"
@@ -90,36 +134,66 @@ def float32_names_of(graph: ModelGraph) -> tuple[str, ...]:
     return FLOAT32_NAMES if graph.has_correction_bias else (GATE,)
 
 
-def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
+def expected_layer_shapes(spec: ModelSpec, layer: int = 0) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of a layer's tensors by relative name, without FP8 scales, experts in numeric order."""
-    hidden, intermediate = spec.hidden_size, spec.intermediate_size
-    is_per_head = spec.graph.qk_norm is QkNorm.PER_HEAD
+    hidden, graph = spec.hidden_size, spec.graph
     shapes: dict[str, tuple[int, ...]] = {
         Q_PROJ: (spec.query_width, hidden),
         K_PROJ: (spec.key_value_width, hidden),
         V_PROJ: (spec.key_value_width, hidden),
         O_PROJ: (hidden, spec.query_width),
-        Q_NORM: (spec.head_dim if is_per_head else spec.query_width,),
-        K_NORM: (spec.head_dim if is_per_head else spec.key_value_width,),
-        INPUT_NORM: (hidden,),
-        POST_NORM: (hidden,),
-        GATE: (spec.num_local_experts, hidden),
     }
-    if spec.graph.has_correction_bias:
+    if graph.has_qkv_bias:
+        shapes |= {
+            Q_BIAS: (spec.query_width,),
+            K_BIAS: (spec.key_value_width,),
+            V_BIAS: (spec.key_value_width,),
+        }
+    if graph.has_output_bias:
+        shapes[O_BIAS] = (hidden,)
+    if graph.qk_norm is QkNorm.PER_HEAD:
+        shapes |= {Q_NORM: (spec.head_dim,), K_NORM: (spec.head_dim,)}
+    elif graph.qk_norm is QkNorm.ALL_HEADS:
+        shapes |= {Q_NORM: (spec.query_width,), K_NORM: (spec.key_value_width,)}
+    shapes |= {INPUT_NORM: (hidden,), POST_NORM: (hidden,)}
+    if graph.layer(layer).is_dense:
+        shapes |= _mlp_shapes((DENSE_GATE, DENSE_DOWN, DENSE_UP), hidden, graph.dense_width)
+        return MappingProxyType(shapes)
+    shapes[GATE] = (spec.num_local_experts, hidden)
+    if graph.has_correction_bias:
         shapes[CORRECTION_BIAS] = (spec.num_local_experts,)
+    if graph.shared_width:
+        shapes |= _mlp_shapes((SHARED_GATE, SHARED_DOWN, SHARED_UP), hidden, graph.shared_width)
     for expert in range(spec.num_local_experts):
-        shapes[expert_weight(expert, EXPERT_GATE)] = (intermediate, hidden)
-        shapes[expert_weight(expert, EXPERT_DOWN)] = (hidden, intermediate)
-        shapes[expert_weight(expert, EXPERT_UP)] = (intermediate, hidden)
+        names = [expert_weight(expert, matrix) for matrix in EXPERT_MATRICES]
+        shapes |= _mlp_shapes(names, hidden, spec.intermediate_size)
     return MappingProxyType(shapes)
 
 
+def _mlp_shapes(names: Sequence[str], hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of gate, down and up, whose names these are."""
+    gate, down, up = names
+    return {gate: (width, hidden), down: (hidden, width), up: (width, hidden)}
+
+
 def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of a decoder layer in `dtype`, with a float32 router in float32."""
+    """Return the bytes of the largest decoder layer in `dtype`, with a float32 router in float32."""
+    return max(_layer_bytes(spec, layer, dtype) for layer in one_layer_of_each_kind(spec))
+
+
+def one_layer_of_each_kind(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the first layer with experts, and the first dense one, as far as the model has them."""
+    kinds: dict[bool, int] = {}
+    for layer in range(spec.num_hidden_layers):
+        kinds.setdefault(spec.graph.layer(layer).is_dense, layer)
+    return tuple(sorted(kinds.values()))
+
+
+def _layer_bytes(spec: ModelSpec, layer: int, dtype: torch.dtype) -> int:
     in_float32 = float32_names(spec)
     return sum(
         math.prod(shape) * (_FLOAT32_BYTES if name in in_float32 else dtype.itemsize)
-        for name, shape in expected_layer_shapes(spec).items()
+        for name, shape in expected_layer_shapes(spec, layer).items()
     )
 
 

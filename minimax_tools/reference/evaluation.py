@@ -15,8 +15,9 @@ from types import MappingProxyType
 import torch
 
 from minimax_tools.metrics.noise_floor import token_rows
+from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference import float32_stages
 from minimax_tools.reference.expert_pass import ExpertJob, LayerWeights, Recipe, run_experts
@@ -38,15 +39,25 @@ GraphNode = Site | ExpertValue
 CHOICES = (Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
 Stage = Callable[["Evaluation"], torch.Tensor]
 
-_NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
-    {
-        **{site: tuple[GraphNode, ...](inputs) for site, inputs in SITE_INPUTS.items()},
-        ExpertValue.EXPERT_INPUT: (Site.POST_NORM,),
-        ExpertValue.EXPERT_NUMBERS: (Site.ROUTER_EXPERTS,),
-        ExpertValue.EXPERT_OUTPUTS: (ExpertValue.EXPERT_INPUT, ExpertValue.EXPERT_NUMBERS),
-        Site.MOE_DELTA: (ExpertValue.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
+
+@cache
+def _node_inputs(graph: LayerGraph) -> Mapping[GraphNode, tuple[GraphNode, ...]]:
+    inputs: dict[GraphNode, tuple[GraphNode, ...]] = {
+        site: tuple[GraphNode, ...](sources) for site, sources in graph.inputs.items()
     }
-)
+    if not graph.is_dense:
+        inputs |= {
+            ExpertValue.EXPERT_INPUT: (Site.POST_NORM,),
+            ExpertValue.EXPERT_NUMBERS: (Site.ROUTER_EXPERTS,),
+            ExpertValue.EXPERT_OUTPUTS: (ExpertValue.EXPERT_INPUT, ExpertValue.EXPERT_NUMBERS),
+            routed_sum(graph): (ExpertValue.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
+        }
+    return MappingProxyType(inputs)
+
+
+def routed_sum(graph: LayerGraph) -> Site:
+    """Return the site of the routed experts' sum."""
+    return Site.ROUTED_DELTA if graph.model.shared_width else Site.MOE_DELTA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,6 +70,7 @@ class LayerInputs:
     """
 
     spec: ModelSpec
+    graph: LayerGraph
     weights: LayerWeights
     attention_mask: torch.Tensor  # 1 on real tokens, int64 [B,S]
     position_ids: torch.Tensor  # int64 [B,S]
@@ -73,6 +85,7 @@ class LayerInputs:
         """Build the inputs of a whole batch, of which no token is decoded."""
         return LayerInputs(
             spec=spec,
+            graph=weights.graph(spec),
             weights=weights,
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
@@ -177,7 +190,7 @@ class Evaluation:
     ) -> None:
         self.inputs = inputs
         # The stages of `float32_stages` read these attributes (see `LayerValues` there).
-        self.spec, self.weights = inputs.spec, inputs.weights
+        self.spec, self.graph, self.weights = inputs.spec, inputs.graph, inputs.weights
         self.attention_mask, self.position_ids = inputs.attention_mask, inputs.position_ids
         self.decode_start = inputs.decode_start
         self.tokens = tokens
@@ -187,7 +200,7 @@ class Evaluation:
         if change and change.recipe:
             self.recipe = change.recipe
         self._stages = {**stages, **(change.stages if change else {})}
-        self._affected = _downstream(change.nodes) if change else frozenset()
+        self._affected = _downstream(inputs.graph, change.nodes) if change else frozenset()
         self._values = dict(values or {})
         self._whole = whole
         self._everywhere: Evaluation | None = None
@@ -272,6 +285,7 @@ class Evaluation:
     def expert_job(self) -> ExpertJob:
         """Return what `run_experts` needs to compute this evaluation's experts."""
         return ExpertJob(
+            graph=self.spec.graph,
             states=self[ExpertValue.EXPERT_INPUT],
             experts=self[ExpertValue.EXPERT_NUMBERS],
             shares=self[Site.ROUTER_WEIGHTS],
@@ -284,6 +298,12 @@ def _expert_outputs(layer: Evaluation) -> torch.Tensor:
 
 
 def _moe_delta(layer: Evaluation) -> torch.Tensor:
+    if not layer.spec.graph.shared_width:
+        return layer.spec.graph.sum_scale * _routed_sum(layer)
+    return layer.spec.graph.sum_scale * layer[Site.ROUTED_DELTA] + layer[Site.SHARED_DELTA]
+
+
+def _routed_sum(layer: Evaluation) -> torch.Tensor:
     outputs, shares = layer[ExpertValue.EXPERT_OUTPUTS], layer[Site.ROUTER_WEIGHTS]
     # The port's own weights may be of fewer experts than a mistake chooses: then it is not the port's.
     num_experts = min(outputs.shape[1], shares.shape[1])
@@ -296,6 +316,7 @@ STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
         ExpertValue.EXPERT_INPUT: lambda layer: layer[Site.POST_NORM],
         ExpertValue.EXPERT_NUMBERS: lambda layer: layer[Site.ROUTER_EXPERTS],
         ExpertValue.EXPERT_OUTPUTS: _expert_outputs,
+        Site.ROUTED_DELTA: _routed_sum,
         Site.MOE_DELTA: _moe_delta,
     }
 )
@@ -324,20 +345,20 @@ class Float32Layer:
         # Later sites are computed from the replayed choice; `sites` keeps the layer's own.
         replayed = {} if router_experts is None else {Site.ROUTER_EXPERTS: router_experts.long()}
         sites = {Site.INPUT: hidden_states.float()}
-        for site in Site:
+        for site in self._weights.graph(self._spec).sites:
             if site is not Site.INPUT:
                 sites[site] = self.compute(site, {**sites, **replayed}, inputs)
         del sites[Site.INPUT]
         return sites
 
     def compute(self, site: Site, values: Mapping[Site, torch.Tensor], inputs: Inputs) -> torch.Tensor:
-        """Compute one site but the input, on the CPU, from at least those in `SITE_INPUTS[site]`.
+        """Compute one site but the input, on the CPU, from at least those that the layer's graph computes it from.
 
         Values are float32 (experts int64), in the shapes that `Site` gives. No expert runs for padding, which gets 0.
         """
         layer = Evaluation(
             LayerInputs.of(self._spec, self._weights, inputs),
-            {**STAGES, Site.MOE_DELTA: self._run_experts},
+            {**STAGES, routed_sum(self._weights.graph(self._spec)): self._run_experts},
             tokens=torch.arange(inputs.attention_mask.numel()),
             values={
                 given: value if has_all_tokens(given) else value.flatten(0, 1)
@@ -353,7 +374,8 @@ class Float32Layer:
         is_real = layer.attention_mask.flatten().bool()
         sites = (Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
         delta = torch.zeros_like(layer[Site.POST_NORM])
-        delta[is_real] = upcast_experts(self._tensors, *(layer[site][is_real] for site in sites))
+        routed = (layer[site][is_real] for site in sites)
+        delta[is_real] = upcast_experts(self._tensors, *routed, graph=layer.spec.graph)
         return delta
 
 
@@ -414,9 +436,9 @@ def _constant(value: torch.Tensor) -> Stage:
 
 
 @cache
-def _downstream(nodes: frozenset[GraphNode]) -> frozenset[GraphNode]:
+def _downstream(graph: LayerGraph, nodes: frozenset[GraphNode]) -> frozenset[GraphNode]:
     reached, num_before = set(nodes), 0
     while len(reached) > num_before:
         num_before = len(reached)
-        reached |= {node for node, inputs in _NODE_INPUTS.items() if reached.intersection(inputs)}
+        reached |= {node for node, inputs in _node_inputs(graph).items() if reached.intersection(inputs)}
     return frozenset(reached)

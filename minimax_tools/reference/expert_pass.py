@@ -17,16 +17,19 @@ import torch
 from minimax_tools.checkpoint.fp8 import CODE_NUMBERS, decode_codes
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.machine.compiled import CorePool
+from minimax_tools.model.graph import LayerGraph, ModelGraph
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     EXPERT_DOWN,
     EXPERT_GATE,
     EXPERT_UP,
+    GATE,
     INPUT_NORM,
     expert_weight,
     layer_prefix,
     scale_name,
 )
-from minimax_tools.reference.float32_stages import swiglu
+from minimax_tools.reference.float32_stages import activate
 
 # From a shape to float32 memory of that shape, whatever it holds.
 Allocate = Callable[[Sequence[int]], torch.Tensor]
@@ -74,6 +77,10 @@ class LayerWeights:
     def layer(self) -> int:
         """Number of the layer."""
         return self._stored.layer
+
+    def graph(self, spec: ModelSpec) -> LayerGraph:
+        """Return the graph of the layer, told by its weights: a dense one has no router."""
+        return LayerGraph(spec.graph, is_dense=GATE not in self._tensors)
 
     def has_layer(self, layer: int) -> bool:
         """Decide whether the checkpoint that is open here holds another layer's weights."""
@@ -168,6 +175,7 @@ _RIGHT = Recipe()
 class ExpertJob:
     """Input of the experts in one evaluation."""
 
+    graph: ModelGraph
     states: torch.Tensor  # input of the experts, float32 [T,H]
     experts: torch.Tensor  # experts whose weights are used, int64 [T,k]; a negative number gives zeros
     shares: torch.Tensor  # routing weights, float32 [T,k]
@@ -288,7 +296,7 @@ def _run_together(
         num_rows += len(tokens)
     states = torch.cat(inputs)
     gate, up = states @ matrices.read(recipe, EXPERT_GATE).T, states @ matrices.read(recipe, EXPERT_UP).T
-    mixed = [swiglu(gate, up)]
+    mixed = [activate(jobs[0].graph, gate, up)]
     for index, job in enumerate(jobs):
         if job.recipe.mix is not None:
             place = places[index]

@@ -13,9 +13,11 @@ from typing import Protocol
 import torch
 
 from minimax_tools.model import weight_names
+from minimax_tools.model.graph import LayerGraph, ModelGraph, QkNorm
 from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import bias_name
 
 # Queries of one prompt whose scores (of all heads) attention holds at a time. It trades memory for speed.
 _BLOCK_QUERIES = 256
@@ -29,6 +31,7 @@ class LayerValues(Protocol):
     """
 
     spec: ModelSpec
+    graph: LayerGraph
     attention_mask: torch.Tensor  # 1 on real tokens: int64 [B,S]
     position_ids: torch.Tensor  # int64 [B,S]
     tokens: torch.Tensor  # chosen tokens, as indices into the flattened batch of B·S tokens: int64 [T]
@@ -62,12 +65,17 @@ def choose_tokens(layer: LayerValues, values: torch.Tensor) -> torch.Tensor:
     return values.flatten(0, 1)[layer.tokens]
 
 
-def normalise(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Apply RMSNorm over the last dim; over each head of it where the weight is of one head."""
-    width = weight.shape[-1]
+def normalise(states: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    """Apply RMSNorm over the last dim; over each head of it where the gain is of one head."""
+    width = gain.shape[-1]
     if width < states.shape[-1]:
-        return normalise(states.unflatten(-1, (-1, width)), weight, eps).flatten(-2)
-    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps) * weight
+        return normalise(states.unflatten(-1, (-1, width)), gain, eps).flatten(-2)
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps) * gain
+
+
+def gain_of(graph: ModelGraph, weight: torch.Tensor) -> torch.Tensor:
+    """Return what a norm of the graph multiplies by, from its weight."""
+    return 1.0 + weight if graph.has_gain_of_one_plus else weight
 
 
 def split_heads(flat: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -230,25 +238,56 @@ def correction_bias(layer: LayerValues) -> torch.Tensor:
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) ⊙ up, the input of an expert's down projection."""
+    """Return silu(gate) ⊙ up."""
     return torch.nn.functional.silu(gate) * up
+
+
+def activate(graph: ModelGraph, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Combine gate and up to the input of an expert's down projection."""
+    if graph.swiglu_alpha is None:
+        return swiglu(gate, up)
+    limit = graph.swiglu_limit
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(graph.swiglu_alpha * gate) * (up + 1.0)
 
 
 def norm_stage(source: Site, weight: str) -> Stage:
     """Build the stage of an RMSNorm: its input site and its weight's name."""
-    return lambda layer: normalise(layer[source], layer.weight(weight), layer.spec.rms_norm_eps)
+    return lambda layer: normalise(
+        layer[source], gain_of(layer.spec.graph, layer.weight(weight)), layer.spec.rms_norm_eps
+    )
 
 
 def product_stage(source: Site, weight: str) -> Stage:
     """Build the stage of a projection: its input site and its weight's name."""
-    return lambda layer: layer[source] @ layer.weight(weight).T
+
+    def project(layer: LayerValues) -> torch.Tensor:
+        product = layer[source] @ layer.weight(weight).T
+        bias = bias_name(layer.spec.graph, weight)
+        return product if bias is None else product + layer.weight(bias)
+
+    return project
 
 
-def rope_stage(source: Site) -> Stage:
-    """Build the stage of RoPE over the heads of a normed site."""
-    return lambda layer: rotate_halves(
-        split_heads(layer[source], layer.spec.head_dim), rotation_angles(layer)
-    )
+def mlp_stage(source: Site, gate: str, up: str, down: str) -> Stage:
+    """Build the stage of an MLP that every token takes: its input site and its weights' names."""
+
+    def run(layer: LayerValues) -> torch.Tensor:
+        states = layer[source]
+        mixed = activate(layer.spec.graph, states @ layer.weight(gate).T, states @ layer.weight(up).T)
+        return mixed @ layer.weight(down).T
+
+    return run
+
+
+def rope_stage(projected: Site, normed: Site) -> Stage:
+    """Build the stage of RoPE over the heads of a projection, or of its norm where the graph has one."""
+
+    def rotate(layer: LayerValues) -> torch.Tensor:
+        source = projected if layer.spec.graph.qk_norm is QkNorm.NONE else normed
+        return rotate_halves(split_heads(layer[source], layer.spec.head_dim), rotation_angles(layer))
+
+    return rotate
 
 
 def _choose(layer: LayerValues) -> torch.Tensor:
@@ -277,14 +316,20 @@ STAGES: Mapping[Site, Stage] = MappingProxyType(
     {
         **{site: norm_stage(source, weight) for site, (source, weight) in NORMS.items()},
         **{site: product_stage(source, weight) for site, (source, weight) in PROJECTIONS.items()},
-        Site.Q_ROPE: rope_stage(Site.Q_NORM),
-        Site.K_ROPE: rope_stage(Site.K_NORM),
+        Site.Q_ROPE: rope_stage(Site.Q_PROJ, Site.Q_NORM),
+        Site.K_ROPE: rope_stage(Site.K_PROJ, Site.K_NORM),
         Site.ATTN_CONTEXT: attend,
         Site.ATTN_RESIDUAL: lambda layer: choose_tokens(layer, layer[Site.INPUT]) + layer[Site.ATTN_DELTA],
         Site.ROUTER_EXPERTS: _choose,
         Site.ROUTER_WEIGHTS: lambda layer: router_of(layer).shares(
             router_scores(layer), layer[Site.ROUTER_EXPERTS]
         ),
-        Site.OUTPUT: lambda layer: layer[Site.ATTN_RESIDUAL] + layer[Site.MOE_DELTA],
+        Site.SHARED_DELTA: mlp_stage(
+            Site.POST_NORM, weight_names.SHARED_GATE, weight_names.SHARED_UP, weight_names.SHARED_DOWN
+        ),
+        Site.MLP_DELTA: mlp_stage(
+            Site.POST_NORM, weight_names.DENSE_GATE, weight_names.DENSE_UP, weight_names.DENSE_DOWN
+        ),
+        Site.OUTPUT: lambda layer: layer[Site.ATTN_RESIDUAL] + layer[layer.graph.last_delta],
     }
 )

@@ -20,6 +20,7 @@ from minimax_tools.capture.recorder import Recorder, copy_to_host
 from minimax_tools.capture.taps import Tap
 from minimax_tools.errors import MissingExtraError
 from minimax_tools.model.family import Family
+from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.sites import Site
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ LAYER_TAPS: Mapping[Site, Tap] = MappingProxyType(
         Site.ROUTER_LOGITS: Tap(path="mlp.gate", index=0),
         Site.ROUTER_WEIGHTS: Tap(path="mlp.gate", index=1),
         Site.ROUTER_EXPERTS: Tap(path="mlp.gate", index=2),
+        Site.ROUTED_DELTA: Tap(path="mlp.experts"),
+        Site.SHARED_DELTA: Tap(path="mlp.shared_experts"),
         Site.MOE_DELTA: Tap(path="mlp"),
+        Site.MLP_DELTA: Tap(path="mlp"),
         Site.OUTPUT: Tap(path=""),
     }
 )
@@ -75,11 +79,6 @@ def _modeling(family: Family) -> Any:
     return importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
 
 
-def module_name(name: str) -> str:
-    """Return the name in transformers' decoder layer of a tensor, by mm2's name; experts aside, which it fuses."""
-    return name.replace("block_sparse_moe.", "mlp.")
-
-
 def read_config(folder: Path, *, num_hidden_layers: int) -> PretrainedConfig:
     """Read transformers' config of a checkpoint, cut to its first layers."""
     from transformers import AutoConfig
@@ -91,16 +90,18 @@ def read_config(folder: Path, *, num_hidden_layers: int) -> PretrainedConfig:
 
 @contextlib.contextmanager
 def recording_layer(
-    layer: torch.nn.Module, *, sites: Iterable[Site], attn_implementation: str
+    layer: torch.nn.Module, *, sites: Iterable[Site], graph: LayerGraph, attn_implementation: str
 ) -> Iterator[dict[Site, torch.Tensor]]:
     """Record sites of a decoder layer that runs in the block; yield the tensors, filled as they are computed.
+
+    Sites that the layer lacks are left out.
 
     Tensors are copied to the CPU at once, in transformers' shapes.
 
     Raises:
         KeyError: transformers has no attention implementation of that name.
     """
-    wanted = frozenset(sites)
+    wanted = frozenset(sites) & frozenset(graph.sites)
     taps = {site: tap for site, tap in LAYER_TAPS.items() if site in wanted}
     recorder = Recorder(layer, taps, keep=copy_to_host)
 

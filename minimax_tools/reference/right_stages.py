@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.model.graph import LayerGraph
+from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import (
     Evaluation,
     LayerInputs,
@@ -20,24 +21,26 @@ from minimax_tools.reference.evaluation import (
 from minimax_tools.reference.float32_stages import has_all_tokens
 
 
-def readers_of(site: Site) -> tuple[Site, ...]:
-    """Return the sites that are computed from a site, in execution order."""
-    return tuple(reader for reader, inputs in SITE_INPUTS.items() if site in inputs)
+def readers_of(graph: LayerGraph, site: Site) -> tuple[Site, ...]:
+    """Return the sites of a layer that are computed from a site, in execution order."""
+    return tuple(reader for reader, inputs in graph.inputs.items() if site in inputs)
 
 
-def sites_behind(sites: Iterable[Site]) -> frozenset[Site]:
+def sites_behind(graph: LayerGraph, sites: Iterable[Site]) -> frozenset[Site]:
     """Return all sites that follow from these, without those that do not follow from another of them."""
     behind: set[Site] = set()
     pending = list(sites)
     while pending:
-        for reader in readers_of(pending.pop()):
+        for reader in readers_of(graph, pending.pop()):
             if reader not in behind:
                 behind.add(reader)
                 pending.append(reader)
     return frozenset(behind)
 
 
-def cut_behind(sites: Iterable[Site], *, replaceable: Collection[Site]) -> tuple[Site, ...]:
+def cut_behind(
+    graph: LayerGraph, sites: Iterable[Site], *, replaceable: Collection[Site]
+) -> tuple[Site, ...]:
     """Return the sites to replace for a mistake at `sites`, in execution order.
 
     A site that cannot be replaced gives its place to those that are computed from it. The layer's output ends all of
@@ -50,15 +53,15 @@ def cut_behind(sites: Iterable[Site], *, replaceable: Collection[Site]) -> tuple
         if site in replaceable or site is Site.OUTPUT:
             cut.add(site)
         else:
-            pending += readers_of(site)
+            pending += readers_of(graph, site)
     return tuple(sorted(cut, key=lambda site: site.order))
 
 
-def waves(sites: Iterable[Site]) -> tuple[tuple[Site, ...], ...]:
+def waves(graph: LayerGraph, sites: Iterable[Site]) -> tuple[tuple[Site, ...], ...]:
     """Return the sites in groups, in execution order; none follows from another of its group."""
     groups: list[list[Site]] = []
     for site in sorted(sites, key=lambda site: site.order):
-        if groups and site not in sites_behind(groups[-1]):
+        if groups and site not in sites_behind(graph, groups[-1]):
             groups[-1].append(site)
         else:
             groups.append([site])
@@ -73,7 +76,7 @@ def right_value(inputs: LayerInputs, site: Site, shown: Mapping[Site, torch.Tens
     """
     port = shown[site]
     mask = inputs.attention_mask
-    behind = sites_behind([site])
+    behind = sites_behind(inputs.graph, [site])
     given = {
         source: finite_padding(value, source, mask)
         for source, value in shown.items()

@@ -19,18 +19,22 @@ import torch
 from torch.nn.functional import linear
 
 from minimax_tools.model import weight_names
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import bias_name
 from minimax_tools.reference.float32_stages import split_heads
 from minimax_tools.reference.rounding import RoundedRows, Rounding, RoundingKind, rounded_rows
-from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
+from minimax_tools.reference.upcast import ExpertRounding, MlpNames, Scratch, run_rounded, upcast_experts
 from minimax_tools.reference.variant_names import NEAREST
 
 # Attention scores of one row that are held at a time, 16 MB in float32, but at least one head. Another number gives
 # other random steps too (see `_Pass`).
 _MOST_SCORES = 2**22
+_DENSE = MlpNames(weight_names.DENSE_GATE, weight_names.DENSE_UP, weight_names.DENSE_DOWN)
+_SHARED = MlpNames(weight_names.SHARED_GATE, weight_names.SHARED_UP, weight_names.SHARED_DOWN)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +102,7 @@ class _Pass:
         """Compute all sites; `choose` turns biased scores [R,S,E] into the experts that run, [R,S,k]."""
         mask_rs = self.inputs.attention_mask.to(hidden_rsh.device).repeat(len(self.layer.kinds), 1)
         sites = self._run_attention(hidden_rsh, mask_rs)
-        self._run_moe(sites, mask_rs, choose)
+        self._run_mlp(sites, mask_rs, choose)
         return sites
 
     def _run_attention(self, hidden: torch.Tensor, mask_rs: torch.Tensor) -> dict[Site, torch.Tensor]:
@@ -110,11 +114,21 @@ class _Pass:
             (Site.K_PROJ, weight_names.K_PROJ),
             (Site.V_PROJ, weight_names.V_PROJ),
         ):
-            sites[projection] = self._round(linear(sites[Site.INPUT_NORM], self._weight(weight, hidden)))
-        sites[Site.Q_NORM] = self._norm(sites[Site.Q_PROJ], weight_names.Q_NORM)
-        sites[Site.K_NORM] = self._norm(sites[Site.K_PROJ], weight_names.K_NORM)
-        sites[Site.Q_ROPE] = self._rotate(sites[Site.Q_NORM], cos, sin)
-        sites[Site.K_ROPE] = self._rotate(sites[Site.K_NORM], cos, sin)
+            bias = bias_name(self.layer.spec.graph, weight)
+            sites[projection] = self._round(
+                linear(
+                    sites[Site.INPUT_NORM],
+                    self._weight(weight, hidden),
+                    None if bias is None else self._weight(bias, hidden),
+                )
+            )
+        queries, keys = Site.Q_PROJ, Site.K_PROJ
+        if self.layer.spec.graph.qk_norm is not QkNorm.NONE:
+            queries, keys = Site.Q_NORM, Site.K_NORM
+            sites[queries] = self._norm(sites[Site.Q_PROJ], weight_names.Q_NORM)
+            sites[keys] = self._norm(sites[Site.K_PROJ], weight_names.K_NORM)
+        sites[Site.Q_ROPE] = self._rotate(sites[queries], cos, sin)
+        sites[Site.K_ROPE] = self._rotate(sites[keys], cos, sin)
         sites[Site.ATTN_CONTEXT] = self._attend(
             sites[Site.Q_ROPE],
             sites[Site.K_ROPE],
@@ -124,17 +138,60 @@ class _Pass:
         sites[Site.ATTN_DELTA] = self._multiply_halves(
             sites[Site.ATTN_CONTEXT], self._weight(weight_names.O_PROJ, hidden)
         )
+        if self.layer.spec.graph.has_output_bias:
+            sites[Site.ATTN_DELTA] = self._round(
+                sites[Site.ATTN_DELTA] + self._weight(weight_names.O_BIAS, hidden)
+            )
         sites[Site.ATTN_RESIDUAL] = self._round(hidden + sites[Site.ATTN_DELTA])
         sites[Site.POST_NORM] = self._norm(sites[Site.ATTN_RESIDUAL], weight_names.POST_NORM)
         return sites
 
-    def _run_moe(
+    def _run_mlp(
         self,
         sites: dict[Site, torch.Tensor],
         mask_rs: torch.Tensor,
         choose: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Add the sites after `post_norm`."""
+        # Experts number their roundings themselves: another seed keeps these apart from `draws`.
+        rounding = ExpertRounding(
+            rounding=Rounding(seed=self.layer.seed + 1),
+            # The kind of each real token.
+            kinds=self._row_kinds().repeat_interleave(mask_rs.sum(-1).cpu()),
+        )
+        graph, is_real = self.layer.spec.graph, mask_rs.bool()
+        if weight_names.GATE not in self.layer.tensors:
+            sites[Site.MLP_DELTA] = self._run_whole(_DENSE, sites[Site.POST_NORM], is_real, rounding)
+            sites[Site.OUTPUT] = self._round(sites[Site.ATTN_RESIDUAL] + sites[Site.MLP_DELTA])
+            return
+        delta = self._run_experts(sites, is_real, rounding, choose)
+        if graph.shared_width:
+            sites[Site.ROUTED_DELTA] = delta
+            sites[Site.SHARED_DELTA] = self._run_whole(_SHARED, sites[Site.POST_NORM], is_real, rounding)
+            delta = self._round(self._round(delta * graph.sum_scale) + sites[Site.SHARED_DELTA])
+        sites[Site.MOE_DELTA] = delta
+        sites[Site.OUTPUT] = self._round(sites[Site.ATTN_RESIDUAL] + delta)
+
+    def _run_whole(
+        self, names: MlpNames, states: torch.Tensor, is_real: torch.Tensor, rounding: ExpertRounding
+    ) -> torch.Tensor:
+        """Run all real tokens through an MLP: [R,S,H]."""
+        # The number behind those of the routed experts.
+        rounded = rounding.of_expert(
+            self.layer.spec.num_local_experts, torch.arange(len(rounding.kinds), device=states.device)
+        )
+        delta, graph = torch.zeros_like(states), self.layer.spec.graph
+        delta[is_real] = run_rounded(self.layer.tensors, names, graph, states[is_real], Scratch(), rounded)
+        return delta
+
+    def _run_experts(
+        self,
+        sites: dict[Site, torch.Tensor],
+        is_real: torch.Tensor,
+        rounding: ExpertRounding,
+        choose: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Add the router's sites, and return the routed experts' sum, [R,S,H]."""
         states = sites[Site.POST_NORM]
         router = Router.of(self.layer.spec, self.layer.tensors)
         sites[Site.ROUTER_LOGITS] = self._of_router(linear(states, self._weight(weight_names.GATE, states)))
@@ -142,22 +199,16 @@ class _Pass:
         sites[Site.ROUTER_EXPERTS] = router.choose(scores)
         experts = choose(router.biased(scores))
         sites[Site.ROUTER_WEIGHTS] = self._of_router(router.shares(scores, experts))
-        is_real = mask_rs.bool()
         delta = torch.zeros_like(states)
         delta[is_real] = upcast_experts(
             self.layer.tensors,
             states[is_real],
             experts[is_real],
             sites[Site.ROUTER_WEIGHTS][is_real],
-            rounding=ExpertRounding(
-                # Experts number their roundings themselves: another seed keeps these apart from `draws`.
-                rounding=Rounding(seed=self.layer.seed + 1),
-                # The kind of each real token.
-                kinds=self._row_kinds().repeat_interleave(mask_rs.sum(-1).cpu()),
-            ),
+            graph=self.layer.spec.graph,
+            rounding=rounding,
         )
-        sites[Site.MOE_DELTA] = delta
-        sites[Site.OUTPUT] = self._round(sites[Site.ATTN_RESIDUAL] + delta)
+        return delta
 
     def _weight(self, name: str, like: torch.Tensor) -> torch.Tensor:
         return self.layer.tensors[name].to(like.device, torch.float32)
@@ -178,8 +229,11 @@ class _Pass:
         # The states of a token, or those of each of its heads.
         parts = states.unflatten(-1, (-1, len(weight)))
         mean_square = parts.square().mean(-1, keepdim=True)
-        normed = parts * torch.rsqrt(mean_square + self.layer.spec.rms_norm_eps)
-        return self._round(self._round(normed.flatten(-2)).mul_(weight.repeat(parts.shape[-2])))
+        normed = (parts * torch.rsqrt(mean_square + self.layer.spec.rms_norm_eps)).flatten(-2)
+        gain = weight.repeat(parts.shape[-2])
+        if self.layer.spec.graph.has_gain_of_one_plus:
+            return self._round(normed.mul_(1.0 + gain))
+        return self._round(self._round(normed).mul_(gain))
 
     def _rotation(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of every position, [R,1,S,rotary_dim/2]; all heads share their rounding errors."""
@@ -241,7 +295,7 @@ def run_variants(
     *,
     spec: ModelSpec,
     tensors: Mapping[str, torch.Tensor],
-    router_experts: torch.Tensor,
+    router_experts: torch.Tensor | None,
     layer: int,
 ) -> Mapping[str, Mapping[Site, torch.Tensor]]:
     """Compute the variants of one layer side by side; every site but the input, float32, by the variant's name.

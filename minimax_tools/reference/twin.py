@@ -17,8 +17,8 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import ATTENTION_MATRICES, EXPERTS
-from minimax_tools.reference.modules import LAYER_TAPS, modeling_class, module_name, recording_layer
+from minimax_tools.model.weight_names import GATE, expected_layer_shapes, module_weights
+from minimax_tools.reference.modules import LAYER_TAPS, modeling_class, recording_layer
 from minimax_tools.reference.upcast import upcast_experts
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Float32Twin:
         layer: int,
         device: torch.device,
     ) -> None:
-        self._router = Router.of(spec, tensors)
+        self._graph, self._router = spec.graph.layer(layer), Router.of(spec, tensors)
         self._config = _twin_config(config)
         self._device = device
         with torch.device("meta"):
@@ -56,17 +56,18 @@ class Float32Twin:
                 self._config, layer
             ).eval()
         self._rotary = modeling_class(spec.family, "RotaryEmbedding")(self._config).to(device)
-        norms_and_router = {
-            module_name(name): tensors[name].to(device, torch.float32)
-            for name in tensors
-            if EXPERTS not in name and name not in ATTENTION_MATRICES
-        }
+        shapes = expected_layer_shapes(spec, layer)
+        kept: dict[str, torch.Tensor] = {}
+        for place, names in module_weights(spec, layer).items():
+            if names == (GATE,) or len(shapes[names[0]]) == 1:
+                kept[place] = tensors[names[0]].to(device, torch.float32)
+            else:
+                _upcast_on_use(self._module, place, names, tensors, device)
         # Not strict: the large matrices are given only while they are used.
-        self._module.load_state_dict(norms_and_router, strict=False, assign=True)
-        for name in ATTENTION_MATRICES:
-            _upcast_on_use(self._module, name, tensors, device)
+        self._module.load_state_dict(kept, strict=False, assign=True)
         # `_upcast_experts` finds the weights there.
-        setattr(self._module.get_submodule("mlp.experts"), _TENSORS, tensors)
+        if not self._graph.is_dense:
+            setattr(self._module.get_submodule("mlp.experts"), _TENSORS, (tensors, spec.graph))
 
     def run(
         self,
@@ -76,23 +77,29 @@ class Float32Twin:
         router_experts: torch.Tensor | None,
         sites: tuple[Site, ...],
     ) -> dict[Site, torch.Tensor]:
-        """Run the layer on its input [B,S,H], and return its sites on the CPU.
+        """Run the layer on its input [B,S,H], and return those of the sites on the CPU that it has.
 
         `router_experts`, int64 [B,S,k], is the choice that the experts replay, so that a flipped near-tie does not
         count as an arithmetic error; None to let the layer choose. The site `router_experts` is the layer's own choice;
         `router_weights` are the weights of the replayed choice, in its order.
         """
-        own_choice = Recorder(
-            self._module, {Site.ROUTER_EXPERTS: LAYER_TAPS[Site.ROUTER_EXPERTS]}, keep=copy_to_host
-        )
+        experts = {Site.ROUTER_EXPERTS: LAYER_TAPS[Site.ROUTER_EXPERTS]}
+        own_choice = Recorder(self._module, {} if self._graph.is_dense else experts, keep=copy_to_host)
         recording = recording_layer(
-            self._module, sites=sites, attn_implementation=str(self._config._attn_implementation)
+            self._module,
+            sites=tuple(site for site in sites if site in self._graph.sites),
+            graph=self._graph,
+            attn_implementation=str(self._config._attn_implementation),
         )
         # Hooks fire in the order of registration: `own_choice` records the choice before `_replaying` replaces it.
         with torch.no_grad(), own_choice, self._replaying(router_experts), recording as tensors:
             self._forward(hidden_states.to(self._device, torch.float32), inputs)
         recorded = {**tensors, **own_choice.tensors}
-        return {site: shape_to_batch(site, recorded[site], inputs.batch_shape) for site in sites}
+        return {
+            site: shape_to_batch(site, recorded[site], inputs.batch_shape)
+            for site in sites
+            if site in recorded
+        }
 
     def _forward(self, hidden_states: torch.Tensor, inputs: Inputs) -> None:
         from transformers.masking_utils import create_causal_mask
@@ -115,7 +122,7 @@ class Float32Twin:
     @contextlib.contextmanager
     def _replaying(self, router_experts: torch.Tensor | None) -> Iterator[None]:
         """Replace the gate's choice of experts in the block, weighted by the gate's own scores; None keeps it."""
-        if router_experts is None:
+        if router_experts is None or self._graph.is_dense:
             yield
             return
         chosen = router_experts
@@ -146,14 +153,18 @@ def _twin_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _upcast_on_use(
-    layer: torch.nn.Module, name: str, tensors: Mapping[str, torch.Tensor], device: torch.device
+    layer: torch.nn.Module,
+    place: str,
+    names: tuple[str, ...],
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
 ) -> None:
-    """Give one of attention's projections its float32 weight just before it runs, and take it back afterwards."""
-    projection = layer.get_submodule(name.removesuffix(".weight"))
+    """Give a projection its float32 weight just before it runs, and take it back afterwards."""
+    projection = layer.get_submodule(place.removesuffix(".weight"))
     meta_weight = projection.get_parameter("weight")
 
     def bind(module: torch.nn.Module, _: Any) -> None:
-        weight = tensors[name].to(device, torch.float32)
+        weight = torch.cat([tensors[name].to(device, torch.float32) for name in names])
         module._parameters["weight"] = torch.nn.Parameter(weight, requires_grad=False)
 
     def strip(module: torch.nn.Module, *_: Any) -> None:
@@ -170,5 +181,5 @@ def _upcast_experts(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """Run a layer's experts in float32, with the arguments that transformers gives an experts implementation."""
-    tensors: Mapping[str, torch.Tensor] = getattr(module, _TENSORS)
-    return upcast_experts(tensors, hidden_states, top_k_index, top_k_weights)
+    tensors, graph = getattr(module, _TENSORS)
+    return upcast_experts(tensors, hidden_states, top_k_index, top_k_weights, graph=graph)

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from minimax_tools.machine.compiled import CorePool, compiled
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.reference.float32_stages import activate
 from minimax_tools.reference.rounding import Rounding, rounded_rows
 
 # Values of a block, half a megabyte in float32: the block is still in a core's cache when the product reads it.
@@ -90,10 +92,11 @@ def _multiply_rows(bits: Bits, first_column: int, states: Values, row: Row, prod
 
 # Numbers of the roundings of one expert, below `_DRAWS_PER_EXPERT`, so that no two roundings share random steps.
 _GATE, _UP, _SILU, _ACTIVATED, _FIRST_HALF, _SECOND_HALF, _DOWN, _WEIGHTED, _SUM = range(9)
+_SCALED, _SIGMOID, _PLUS_ONE = range(9, 12)
 _DRAWS_PER_EXPERT = 16
 
 # Rounds values [t,…] of an expert's tokens in place, and returns them; the number is that of one of its roundings.
-_Round: TypeAlias = "Callable[[torch.Tensor, int], torch.Tensor]"
+Round: TypeAlias = "Callable[[torch.Tensor, int], torch.Tensor]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,7 +106,7 @@ class ExpertRounding:
     rounding: Rounding
     kinds: torch.Tensor  # int64 [T], the `RoundingKind` of each token, ascending
 
-    def of_expert(self, expert: int, tokens: torch.Tensor) -> _Round:
+    def of_expert(self, expert: int, tokens: torch.Tensor) -> Round:
         """Return the function that rounds the values of an expert's tokens [t], ascending."""
         rounded, first_draw = rounded_rows(self.kinds[tokens.cpu()]), expert * _DRAWS_PER_EXPERT
         return lambda values, number: self.rounding.apply(values, rounded, draw=first_draw + number)
@@ -115,13 +118,14 @@ def upcast_experts(
     experts: torch.Tensor,
     shares: torch.Tensor,
     *,
+    graph: ModelGraph,
     rounding: ExpertRounding | None = None,
 ) -> torch.Tensor:
     """Run every token of `states` [T,H] through its `experts` [T,k], weighted by `shares` [T,k], in float32: [T,H].
 
     On a CPU experts run side by side, one thread each. Their outputs are added in the order of the experts' numbers,
-    so that the sums do not depend on the number of threads. `weights` are the layer's, by the hub's relative names.
-    Without `rounding`, all is computed exactly.
+    so that the sums do not depend on the number of threads. `weights` are the layer's, by mm2's relative names; `graph`
+    tells how gate and up are combined. Without `rounding`, all is computed exactly.
     """
     output = torch.zeros_like(states)
     numbers = experts.unique().tolist()
@@ -134,14 +138,15 @@ def upcast_experts(
     scratch = Scratch()
 
     def run(
-        number: int, tokens: torch.Tensor, positions: torch.Tensor, rounded: _Round | None
+        number: int, tokens: torch.Tensor, positions: torch.Tensor, rounded: Round | None
     ) -> torch.Tensor:
         # Threads begin with gradients on.
         with torch.no_grad():
             token_shares = shares[tokens, positions, None]
+            names = MlpNames.of_expert(number)
             if rounded is None:
-                return _run_exact(weights, number, states[tokens], scratch).mul_(token_shares)
-            expert_output = _run_rounded(weights, number, states[tokens], scratch, rounded)
+                return run_exact(weights, names, graph, states[tokens], scratch).mul_(token_shares)
+            expert_output = run_rounded(weights, names, graph, states[tokens], scratch, rounded)
             return rounded(expert_output.mul_(token_shares), _WEIGHTED)
 
     tokens_of, positions_of = [tokens for tokens, _ in routed], [positions for _, positions in routed]
@@ -166,34 +171,54 @@ def _side_by_side(device: torch.device) -> Iterator[Callable[..., Iterable[torch
         yield pool.map
 
 
-def _run_exact(
-    weights: Mapping[str, torch.Tensor], number: int, states: torch.Tensor, scratch: Scratch
-) -> torch.Tensor:
-    """Run one expert without rounding, [t,H] to [t,H]."""
-    gate, up = (
-        multiply_upcast(weights[expert_weight(number, name)], states, scratch)
-        for name in (EXPERT_GATE, EXPERT_UP)
-    )
-    activated = torch.nn.functional.silu(gate).mul_(up)
-    return multiply_upcast(weights[expert_weight(number, EXPERT_DOWN)], activated, scratch)
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """Names of the weights of an expert, or of another MLP, relative to the layer."""
+
+    gate: str
+    up: str
+    down: str
+
+    @classmethod
+    def of_expert(cls, number: int) -> MlpNames:
+        """Return the names of a routed expert's weights."""
+        return cls(*(expert_weight(number, name) for name in (EXPERT_GATE, EXPERT_UP, EXPERT_DOWN)))
 
 
-def _run_rounded(
+def run_exact(
     weights: Mapping[str, torch.Tensor],
-    number: int,
+    names: MlpNames,
+    graph: ModelGraph,
     states: torch.Tensor,
     scratch: Scratch,
-    rounded: _Round,
 ) -> torch.Tensor:
-    """Run one expert with roundings, [t,H] to [t,H]; the two halves of w2 are summed apart, as by two ranks."""
+    """Run an MLP without rounding, [t,H] to [t,H]."""
+    gate, up = (multiply_upcast(weights[name], states, scratch) for name in (names.gate, names.up))
+    return multiply_upcast(weights[names.down], activate(graph, gate, up), scratch)
+
+
+def run_rounded(
+    weights: Mapping[str, torch.Tensor],
+    names: MlpNames,
+    graph: ModelGraph,
+    states: torch.Tensor,
+    scratch: Scratch,
+    rounded: Round,
+) -> torch.Tensor:
+    """Run an MLP with roundings, [t,H] to [t,H]; the two halves of w2 are summed apart, as by two ranks."""
 
     def multiply(weight: torch.Tensor, part: torch.Tensor, first_column: int = 0) -> torch.Tensor:
         return multiply_upcast(weight, part, scratch, first_column=first_column).contiguous()
 
-    gate = rounded(multiply(weights[expert_weight(number, EXPERT_GATE)], states), _GATE)
-    up = rounded(multiply(weights[expert_weight(number, EXPERT_UP)], states), _UP)
-    activated = rounded(rounded(torch.nn.functional.silu(gate), _SILU).mul_(up), _ACTIVATED)
-    down, (first_part, second_part) = weights[expert_weight(number, EXPERT_DOWN)], activated.chunk(2, dim=-1)
+    gate = rounded(multiply(weights[names.gate], states), _GATE)
+    up = rounded(multiply(weights[names.up], states), _UP)
+    if graph.swiglu_alpha is None:
+        activated = rounded(rounded(torch.nn.functional.silu(gate), _SILU).mul_(up), _ACTIVATED)
+    else:
+        gate, up = gate.clamp(max=graph.swiglu_limit), up.clamp(-graph.swiglu_limit, graph.swiglu_limit)
+        slope = rounded(torch.sigmoid(rounded(graph.swiglu_alpha * gate, _SCALED)), _SIGMOID)
+        activated = rounded(rounded(slope.mul_(gate), _SILU).mul_(rounded(up + 1.0, _PLUS_ONE)), _ACTIVATED)
+    down, (first_part, second_part) = weights[names.down], activated.chunk(2, dim=-1)
     first = rounded(multiply(down, first_part), _FIRST_HALF)
     second = rounded(multiply(down, second_part, first_part.shape[-1]), _SECOND_HALF)
     return rounded(first.add_(second), _DOWN)

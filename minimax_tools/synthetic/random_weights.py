@@ -135,6 +135,7 @@ _GATE_STD = 1.5  # of gate for states of variance 1
 _UP_STD = 1.0
 _ACTIVATION_RMS = 1.1  # of silu(gate) × up
 _EXPERT_SPREAD = 0.15  # between experts' matrices
+_BIAS_OF_HEADS = 0.3  # standard deviation of the biases of q_proj, k_proj and v_proj
 _ROUTER_LOGIT_STD = 1.5
 _BIAS_LIMITS = (8.0, 9.5)  # of the router's correction bias
 _BIAS_CENTRES = (8.4, 9.1)  # bounds of a layer's mean bias
@@ -144,6 +145,14 @@ _LOGIT_STD = 2.5  # of the model's logits
 _ELEMENTS_AT_ONCE = (
     1 << 22
 )  # of embedding and lm_head, made in blocks: 16 MB in float32; another number gives other values
+
+
+# The matrix of an expert that is like one of a shared expert or a dense MLP.
+_OF_WHOLE_MLP = {
+    "gate_proj": weight_names.EXPERT_GATE,
+    "up_proj": weight_names.EXPERT_UP,
+    "down_proj": weight_names.EXPERT_DOWN,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +218,10 @@ class SyntheticWeights:
         if kind in (weight_names.EMBEDDING, weight_names.LM_HEAD):
             yield from self._vocabulary_rows(name, shape=shape, dtype=dtype)
         elif name.endswith("norm.weight"):
-            yield self._norm(name, width=shape[0]).to(torch.bfloat16).to(dtype)
+            gain = self._norm(name, width=shape[0])
+            yield (gain - 1 if self._spec.graph.has_gain_of_one_plus else gain).to(torch.bfloat16).to(dtype)
+        elif name.endswith(".bias"):
+            yield (_BIAS_OF_HEADS * self._random(name).draw_normal(*shape)).to(torch.bfloat16).to(dtype)
         elif kind == weight_names.GATE:
             yield self._gate(name, shape=shape).to(dtype)
         elif kind == weight_names.CORRECTION_BIAS:
@@ -314,9 +326,14 @@ class SyntheticWeights:
             is_query = name.endswith(weight_names.Q_PROJ)
             num_heads = self._spec.num_attention_heads if is_query else self._spec.num_key_value_heads
             return self._projection_recipe(gains.draw_gain(num_heads, spread=_HEAD_SPREAD))
-        # The part of the name before `.weight`: w1, w2 or w3.
+        # The part of the name before `.weight`: w1, w2 or w3, or what a whole MLP has in their place.
         matrix = name.split(".")[-2]
-        return self._expert_recipe(matrix, layer, gain=math.exp(_EXPERT_SPREAD * float(gains.draw_normal(1))))
+        gain = math.exp(_EXPERT_SPREAD * float(gains.draw_normal(1)))
+        if weight_names.EXPERTS in name:
+            return self._mlp_recipe(matrix, layer, self._spec.intermediate_size, gain)
+        is_dense = name.endswith((weight_names.DENSE_GATE, weight_names.DENSE_UP, weight_names.DENSE_DOWN))
+        width = self._spec.graph.dense_width if is_dense else self._spec.graph.shared_width
+        return self._mlp_recipe(_OF_WHOLE_MLP[matrix], layer, width, gain, is_routed=False)
 
     def _projection_recipe(self, head_gain: torch.Tensor) -> MatrixRecipe:
         return MatrixRecipe(
@@ -339,8 +356,10 @@ class SyntheticWeights:
             std=std, row_gain=row_gain, num_columns=spec.query_width, block_spread=_BLOCK_SPREAD
         )
 
-    def _expert_recipe(self, matrix: str, layer: int, *, gain: float) -> MatrixRecipe:
-        hidden_size, width = self._spec.hidden_size, self._spec.intermediate_size
+    def _mlp_recipe(
+        self, matrix: str, layer: int, width: int, gain: float, *, is_routed: bool = True
+    ) -> MatrixRecipe:
+        hidden_size = self._spec.hidden_size
         if matrix != weight_names.EXPERT_DOWN:
             std = (_GATE_STD if matrix == weight_names.EXPERT_GATE else _UP_STD) / math.sqrt(hidden_size)
             return MatrixRecipe(
@@ -348,7 +367,7 @@ class SyntheticWeights:
             )
         # With weights of about 1/k, the sum over k experts is √k times smaller than one expert.
         std = _MOE_SHARE * self._stream.rms * self._stream.median_channel(layer) / _ACTIVATION_RMS
-        std *= math.sqrt(self._spec.num_experts_per_tok / width)
+        std *= math.sqrt((self._spec.num_experts_per_tok if is_routed else 1) / width)
         return MatrixRecipe(
             std=std * gain, row_gain=_ones(hidden_size), num_columns=width, block_spread=_BLOCK_SPREAD
         )

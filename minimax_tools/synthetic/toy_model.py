@@ -124,7 +124,7 @@ class SyntheticModel:
             "architectures": [f"{family.transformers_prefix}ForCausalLM"],
             "model_type": family.model_type,
             **keys,
-            **family.other_keys(self.num_hidden_layers),
+            **family.other_keys(sizes),
         }
 
 

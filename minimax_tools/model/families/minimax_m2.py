@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.model.family import Family
 from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.stored_names import StoredNames
 
 
-def _other_keys(num_layers: int) -> dict[str, Any]:
+def _other_keys(sizes: Mapping[str, int]) -> dict[str, Any]:
     return {
-        "attn_type_list": [1] * num_layers,
+        "attn_type_list": [1] * sizes["num_hidden_layers"],
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "initializer_range": 0.02,
@@ -50,6 +52,14 @@ MINIMAX_M2 = Family(
     read_graph=lambda config: ModelGraph(),
     names_rotary_width=True,
     originals_are_fp8=True,
+    own_module_names=StoredNames(
+        layer=MappingProxyType(
+            {
+                "block_sparse_moe.gate.weight": "mlp.gate.weight",
+                "block_sparse_moe.e_score_correction_bias": "mlp.e_score_correction_bias",
+            }
+        )
+    ),
     transformers_prefix="MiniMaxM2",
     preset="m2",
     preset_words="MiniMax-M2",

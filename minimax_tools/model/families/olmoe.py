@@ -48,7 +48,7 @@ OLMOE = Family(
     ),
     # Its heads are as wide as the stream divided by their number.
     toy_sizes=MappingProxyType({"num_attention_heads": 4, "num_key_value_heads": 4}),
-    other_keys=lambda num_layers: {
+    other_keys=lambda sizes: {
         "attention_bias": False,
         "attention_dropout": 0.0,
         "clip_qkv": None,

@@ -64,7 +64,7 @@ QWEN3_MOE = Family(
             "vocab_size": 151936,
         }
     ),
-    other_keys=lambda num_layers: {
+    other_keys=lambda sizes: {
         "attention_bias": False,
         "attention_dropout": 0.0,
         "decoder_sparse_step": 1,
@@ -72,7 +72,7 @@ QWEN3_MOE = Family(
         "initializer_range": 0.02,
         "intermediate_size": 6144,
         "max_position_embeddings": 40960,
-        "max_window_layers": num_layers,
+        "max_window_layers": sizes["num_hidden_layers"],
         "mlp_only_layers": [],
         "norm_topk_prob": True,
         "output_router_logits": False,
