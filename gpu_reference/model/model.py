@@ -20,7 +20,7 @@ from minimax_tools.machine.importing import importing
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, float32_places, layer_prefix
-from minimax_tools.reference.modules import modeling_class, read_config, require_golden_extra
+from minimax_tools.reference.modules import loading_arguments, modeling_class, read_config, require_golden_extra
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -63,6 +63,7 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
             attn_implementation=request.attn_implementation,
             experts_implementation=request.experts_implementation,
             **_quantization(request.spec),
+            **loading_arguments(request.spec.family),
             **request.placement.loading_arguments(),
         )
     _cast_weights(model, request.dtype)

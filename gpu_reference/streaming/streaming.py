@@ -38,6 +38,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory import MemoryBudget, give_back_freed_pages
+from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.weight_names import (
     EMBEDDING,
     EXPERTS,
@@ -172,7 +173,10 @@ class StreamedModel:
     budget: MemoryBudget  # limit of anonymous memory; unlimited on a GPU
     _held: dict[int, LayerStorage] = field(default_factory=dict)  # layers that `hold` read
     _running: int | None = None  # layer that ran last, whose weights are still in memory
-    _is_proved: bool = False  # whether a first layer was compared with the checkpoint
+    # Of each kind of layer, dense or not, that was compared with the checkpoint.
+    _proved: set[LayerGraph] = field(default_factory=set)
+    _to_prove: dict[LayerGraph, int] = field(default_factory=dict)  # the layer of each kind to compare
+    _announced: set[str] = field(default_factory=set)  # full names of what those comparisons read again
 
     def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
         """Return the weights of the layer that ran last, or of a layer that is held."""
@@ -188,8 +192,8 @@ class StreamedModel:
 
     def hold(self, layers: range, *, with_head: bool) -> None:
         """Read the layers that will run, and keep them; if `with_head`, final norm and lm_head too."""
-        if layers:
-            self._expect_proof(layers[0], self._names_of_whole_proof(layers[0]))
+        for layer in layers:
+            self._expect_proof(layer, self._names_of_whole_proof(layer))
         for layer in layers:
             # `then` is the layer to begin to read meanwhile, if the loader prefetches.
             self.loader.load(layer, then=layer + 1 if layer + 1 in layers else None)
@@ -243,18 +247,19 @@ class StreamedModel:
         give_back_freed_pages()
         if number in self._held:
             storage = self._held[number]
-        elif self._reads_routed_only(inputs[0]):
+        elif self._reads_routed_only(inputs[0]) and not self.request.spec.graph.layer(number).is_dense:
             self._expect_proof(number, proved_names(self.request.spec, number))
             storage = self.loader.load_without_experts(number)
         else:
-            self._expect_proof(number, self._names_of_whole_proof(number))
             # A slice's request ends with its last layer.
             is_last = number + 1 == self.request.num_hidden_layers
+            for layer in (number,) if is_last else (number, number + 1):
+                self._expect_proof(layer, self._names_of_whole_proof(layer))
             storage = self.loader.load(number, then=None if is_last else number + 1)
         self._running = number
         self.budget.require(self.footprint.activation_bytes, f"what layer {number} computes")
         _bind(module, storage)
-        if not self._is_proved and not self._reads_routed_only(inputs[0]):
+        if not self._is_proved(number) and not self._reads_routed_only(inputs[0]):
             self._prove(module, number, experts=None)
 
     def _fetch_experts(
@@ -266,7 +271,7 @@ class StreamedModel:
             experts = tuple(top_k_index.unique().tolist())
             self._expect_proof(number, proved_expert_names(experts))
             self.loader.load_experts(experts)
-            if not self._is_proved:
+            if not self._is_proved(number):
                 self._prove(layer, number, experts=experts)
 
     def _reads_routed_only(self, hidden_states: torch.Tensor) -> bool:
@@ -309,20 +314,28 @@ class StreamedModel:
 
     def _names_of_whole_proof(self, layer: int) -> tuple[str, ...]:
         spec = self.request.spec
-        experts = 0 if spec.graph.layer(layer).is_dense else spec.num_local_experts
-        return (*proved_names(spec, layer), *proved_expert_names(range(experts)))
+        names = proved_names(spec, layer)
+        if spec.graph.layer(layer).is_dense:
+            return names
+        return (*names, *proved_expert_names(range(spec.num_local_experts)))
 
     def _expect_proof(self, layer: int, names: Iterable[str]) -> None:
         """Announce the tensors that `_prove` compares, so that layer and proof share one read."""
-        if not self._is_proved:
-            self.reader.expect_again(layer_prefix(layer) + name for name in names)
+        kind = self.request.spec.graph.layer(layer)
+        if not self._is_proved(layer) and self._to_prove.setdefault(kind, layer) == layer:
+            full_names = {layer_prefix(layer) + name for name in names} - self._announced
+            self._announced |= full_names
+            self.reader.expect_again(full_names)
+
+    def _is_proved(self, layer: int) -> bool:
+        return self.request.spec.graph.layer(layer) in self._proved
 
     def _prove(self, module: torch.nn.Module, number: int, *, experts: tuple[int, ...] | None) -> None:
-        """Prove the first layer against the checkpoint; all others are read in the same way."""
+        """Prove the first layer of a kind against the checkpoint; all others of it are read in the same way."""
         tensors = LayerTensors.open(self.reader, self.request.spec, number, self.request.dtype)
         prove_float32_router(module, tensors, number, spec=self.request.spec)
         prove_weights(module, tensors, number, spec=self.request.spec, experts=experts)
-        self._is_proved = True
+        self._proved.add(self.request.spec.graph.layer(number))
 
 
 def _new_storage(

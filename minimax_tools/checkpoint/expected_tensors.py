@@ -64,15 +64,15 @@ def model_tensors(
 
     Tensors of a float32 router are float32, all others `plain_dtype`. Names are those that the family stores.
     """
-    vocabulary = (spec.vocab_size, spec.hidden_size)
-    yield TensorSize(name=EMBEDDING, shape=vocabulary, dtype=plain_dtype)
-    yield TensorSize(name=FINAL_NORM, shape=(spec.hidden_size,), dtype=plain_dtype)
+    vocabulary, stored = (spec.vocab_size, spec.hidden_size), spec.family.stored_names.stored
+    yield TensorSize(name=stored(EMBEDDING), shape=vocabulary, dtype=plain_dtype)
+    yield TensorSize(name=stored(FINAL_NORM), shape=(spec.hidden_size,), dtype=plain_dtype)
     if not spec.tie_word_embeddings:
-        yield TensorSize(name=LM_HEAD, shape=vocabulary, dtype=plain_dtype)
+        yield TensorSize(name=stored(LM_HEAD), shape=vocabulary, dtype=plain_dtype)
     in_float32 = float32_names(spec)
     for layer in range(spec.num_hidden_layers):
         for relative, shape in expected_layer_shapes(spec, layer).items():
-            name = layer_prefix(layer) + spec.family.stored_names.stored(relative)
+            name = stored(layer_prefix(layer) + relative)
             if relative in in_float32:
                 yield TensorSize(name=name, shape=shape, dtype=FLOAT32)
             elif len(shape) == 2:

@@ -54,6 +54,7 @@ class Family:
     model_type: str  # its name in config.json
     title: str  # its name in sentences
     originals: str  # the models of it that are published, in words
+    text_key: str | None = None  # key of config.json that holds the text model; None if all of it does
     # Settings that every model of it has; config.json may leave them out. Other values describe another computation.
     fixed_values: Mapping[str, Any] = field(default_factory=dict)
     # Keys of `NEUTRAL_VALUES` that it reads: any value of them is its own.
@@ -79,6 +80,15 @@ class Family:
     other_keys: Callable[[Mapping[str, int]], Mapping[str, Any]]
     toy_sizes: Mapping[str, int] = field(default_factory=dict)  # those that differ from the common toy's
     derived_sizes: frozenset[str] = frozenset()  # sizes that no key of config.json holds
+
+    def text_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of the text model in a config.json; others that it lacks are kept, such as dtypes."""
+        text = config.get(self.text_key) if self.text_key else None
+        if not isinstance(text, Mapping):
+            return dict(config)
+        outer = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
+        quantised = {key: config[key] for key in ("quantization_config",) if key in config}
+        return {**quantised, **outer, **text, "model_type": self.model_type}
 
     @property
     def module_names(self) -> StoredNames:
@@ -147,7 +157,7 @@ def find_graph_faults(family: Family, config: Mapping[str, Any]) -> list[ConfigF
     )
     return [
         ConfigFault(key=key, expected=expected, found=found, next_step=next_step)
-        for key, expected, found in (*_find_other_values(family, config), *_find_other_attention(config))
+        for key, expected, found in (*_find_other_values(family, config), *_find_other_attention(family, config))
     ]
 
 
@@ -161,11 +171,11 @@ def _find_other_values(family: Family, config: Mapping[str, Any]) -> Iterator[tu
             yield key, " or ".join(map(repr, neutral)), repr(found)
 
 
-def _find_other_attention(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _find_other_attention(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     num_layers = config.get("num_hidden_layers")
     for key, full in _FULL_ATTENTION.items():
         kinds = config.get(key)
-        if kinds is None:
+        if kinds is None or key in family.read_keys:
             continue
         expected = f"{full!r} (softmax attention) for each of {num_layers} layers"
         if not isinstance(kinds, list):

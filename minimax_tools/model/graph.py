@@ -6,7 +6,7 @@ N heads, K kv heads, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,21 @@ class RouterScores(TextEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSparsity:
+    """An indexer that chooses blocks of keys for each query; queries with few keys see all of them."""
+
+    num_heads: int
+    head_dim: int
+    block_size: int  # keys of a block
+    num_blocks: int  # blocks that a query sees, its own included
+
+    @property
+    def num_keys(self) -> int:
+        """The number of keys up to which a query sees all."""
+        return self.block_size * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGraph:
     """The options of a graph; the defaults are MiniMax-M2's."""
 
@@ -42,9 +57,9 @@ class ModelGraph:
     has_output_bias: bool = False  # whether o_proj adds one
     # The router
     router_scores: RouterScores = RouterScores.SIGMOID
-    # Whether gate, correction bias, logits and routing weights are float32 in a BF16 model. Else logits and weights
-    # have the model's dtype, and scores alone are float32.
+    # Whether gate, correction bias and logits are float32 in a BF16 model. Else scores alone are.
     has_float32_router: bool = True
+    has_float32_shares: bool = True  # whether routing weights are float32 too
     has_correction_bias: bool = True  # whether a bias is added to the scores for the choice of experts
     normalises_shares: bool = True  # whether the weights of the chosen experts are divided by their sum
     share_scale: float = 1.0  # factor on the routing weights, behind their division
@@ -58,11 +73,14 @@ class ModelGraph:
     # Layers whose experts are one dense MLP
     dense_layers: tuple[int, ...] = ()
     dense_width: int = 0  # width of that MLP
+    # Layers whose attention is sparse, and how
+    sparse_layers: tuple[int, ...] = ()
+    sparsity: BlockSparsity | None = None
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """The sites that some layer has, in execution order."""
-        kinds = {LayerGraph(self, layer in self.dense_layers) for layer in (*self.dense_layers, -1)}
+        kinds = {LayerGraph(self, is_dense=is_dense) for is_dense in (False, bool(self.dense_layers))}
         held = {site for kind in kinds for site in kind.sites}
         return tuple(site for site in Site if site in held)
 
@@ -72,7 +90,17 @@ class ModelGraph:
 
     def layer(self, layer: int) -> LayerGraph:
         """Return the graph of a layer."""
-        return LayerGraph(self, layer in self.dense_layers)
+        return LayerGraph(
+            self, is_dense=layer in self.dense_layers, is_sparse=layer in self.sparse_layers
+        )
+
+    @property
+    def most_keys(self) -> int | None:
+        """The longest row in which sparse attention hides nothing; None if no layer is sparse.
+
+        Such layers count blocks by positions, and are defined for rows that begin at position 0.
+        """
+        return self.sparsity.num_keys if self.sparse_layers and self.sparsity else None
 
     @property
     def ranks_logits(self) -> bool:
@@ -94,6 +122,7 @@ class LayerGraph:
 
     model: ModelGraph
     is_dense: bool = False  # whether it has one MLP in place of experts
+    is_sparse: bool = False  # whether an indexer chooses what its attention sees
 
     @property
     def last_delta(self) -> Site:
@@ -150,4 +179,6 @@ def _site_inputs(graph: LayerGraph) -> Mapping[Site, tuple[Site, ...]]:
 def _as_json(value: Any) -> Any:
     if isinstance(value, TextEnum):
         return str(value)
+    if isinstance(value, BlockSparsity):
+        return asdict(value)
     return list(value) if isinstance(value, tuple) else value

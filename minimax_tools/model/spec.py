@@ -105,7 +105,7 @@ _COPIED_FIELDS = (
 class ModelSpec:
     """The quantities of a model, under the names of MiniMax-M2's config.json, and the graph that it computes.
 
-    `raw` is the whole of config.json; all other fields are read from it. `intermediate_size` is an expert's width.
+    `raw` is config.json, or what it says of the text model; all other fields are read from it. `intermediate_size` is an expert's width.
 
     Raises:
         CheckpointError: A size is not a positive integer, or two sizes contradict each other.
@@ -179,6 +179,7 @@ class ModelSpec:
             CheckpointError: A key is missing or has a value that no model of the family has.
         """
         family = find_family(config, where=where)
+        config = family.text_config(config)
         try:
             head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
             faults = (

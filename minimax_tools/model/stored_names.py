@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_FULL = re.compile(r"model\.|lm_head\.")
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.*)", re.DOTALL)
 # Endings that a quantised weight's own tensors add to its name.
 _SCALE = "_scale_inv"
@@ -23,9 +24,11 @@ class StoredNames:
     """The pairs of names of a family.
 
     `layer` has the stored name of each tensor whose name is another, relative to the layer, with `#` for an expert's
-    number. Names that it leaves out are the same. Two names that are stored as one are a ValueError.
+    number. Names that it leaves out are the same. `prefix` comes before each full name. Two names that are stored as
+    one are a ValueError.
     """
 
+    prefix: str = ""
     layer: Mapping[str, str] = field(default_factory=dict)
     _own: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
@@ -37,11 +40,15 @@ class StoredNames:
 
     def stored(self, name: str) -> str:
         """Return the stored name of a tensor, full or relative to its layer."""
-        return _translate(name, self.layer)
+        stored = _translate(name, self.layer)
+        return self.prefix + stored if _FULL.match(name) else stored
 
     def own(self, stored: str) -> str:
         """Return mm2's name of a stored tensor, full or relative to its layer; unknown names stay."""
-        return _translate(stored, self._own)
+        if self.prefix and not stored.startswith(self.prefix) and _FULL.match(stored):
+            # It belongs to another part of the checkpoint, such as a vision model.
+            return stored
+        return _translate(stored.removeprefix(self.prefix), self._own)
 
     def retell(self, text: str) -> str:
         """Return a text, or code, with stored names in the place of mm2's: whole ones, or a matrix as `w1`."""

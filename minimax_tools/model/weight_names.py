@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from minimax_tools.model.graph import ModelGraph, QkNorm
+from minimax_tools.model.graph import LayerGraph, ModelGraph, QkNorm
 from minimax_tools.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ SHARED_DOWN = "block_sparse_moe.shared_experts.down_proj.weight"
 DENSE_GATE = "mlp.gate_proj.weight"
 DENSE_UP = "mlp.up_proj.weight"
 DENSE_DOWN = "mlp.down_proj.weight"
+# What a sparse layer chooses its keys by: queries [heads·D,H], keys [D,H], and their norms [D] each
+INDEXER = tuple(f"self_attn.index_{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
 ATTENTION_MATRICES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ)
 ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
 
@@ -156,6 +158,9 @@ def expected_layer_shapes(spec: ModelSpec, layer: int = 0) -> Mapping[str, tuple
     elif graph.qk_norm is QkNorm.ALL_HEADS:
         shapes |= {Q_NORM: (spec.query_width,), K_NORM: (spec.key_value_width,)}
     shapes |= {INPUT_NORM: (hidden,), POST_NORM: (hidden,)}
+    if graph.layer(layer).is_sparse and graph.sparsity is not None:
+        width, dim = graph.sparsity.num_heads * graph.sparsity.head_dim, graph.sparsity.head_dim
+        shapes |= dict(zip(INDEXER, ((width, hidden), (dim, hidden), (dim,), (dim,)), strict=True))
     if graph.layer(layer).is_dense:
         shapes |= _mlp_shapes((DENSE_GATE, DENSE_DOWN, DENSE_UP), hidden, graph.dense_width)
         return MappingProxyType(shapes)
@@ -182,10 +187,10 @@ def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def one_layer_of_each_kind(spec: ModelSpec) -> tuple[int, ...]:
-    """Return the first layer with experts, and the first dense one, as far as the model has them."""
-    kinds: dict[bool, int] = {}
+    """Return the first layer of each kind that the model has."""
+    kinds: dict[LayerGraph, int] = {}
     for layer in range(spec.num_hidden_layers):
-        kinds.setdefault(spec.graph.layer(layer).is_dense, layer)
+        kinds.setdefault(spec.graph.layer(layer), layer)
     return tuple(sorted(kinds.values()))
 
 

@@ -79,11 +79,26 @@ def _modeling(family: Family) -> Any:
     return importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
 
 
+def loading_arguments(family: Family) -> dict[str, Any]:
+    """Return arguments of `from_pretrained` by which the text model alone takes its weights from a checkpoint."""
+    from transformers import conversion_mapping
+
+    if family.text_key is None:
+        return {}
+    text_type = f"{family.model_type}_text"
+    if conversion_mapping.get_checkpoint_conversion_mapping(text_type) is None:
+        # transformers converts the weights of the whole model; those of its text model lie under other names.
+        whole = conversion_mapping.get_checkpoint_conversion_mapping(family.model_type)
+        conversion_mapping.register_checkpoint_conversion_mapping(text_type, whole)
+    return {"key_mapping": {f"^{family.stored_names.prefix}": ""}}
+
+
 def read_config(folder: Path, *, num_hidden_layers: int) -> PretrainedConfig:
     """Read transformers' config of a checkpoint, cut to its first layers."""
     from transformers import AutoConfig
 
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    # Of a model that sees images too, the text model's.
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder).get_text_config()
     config.num_hidden_layers = num_hidden_layers
     return config
 

@@ -194,11 +194,15 @@ class _Pass:
         """Add the router's sites, and return the routed experts' sum, [R,S,H]."""
         states = sites[Site.POST_NORM]
         router = Router.of(self.layer.spec, self.layer.tensors)
-        sites[Site.ROUTER_LOGITS] = self._of_router(linear(states, self._weight(weight_names.GATE, states)))
+        logits = linear(states, self._weight(weight_names.GATE, states))
+        has_float32_router = self.layer.spec.graph.has_float32_router
+        sites[Site.ROUTER_LOGITS] = logits if has_float32_router else self._round(logits)
         scores = router.scores(sites[Site.ROUTER_LOGITS])
         sites[Site.ROUTER_EXPERTS] = router.choose(scores)
         experts = choose(router.biased(scores))
-        sites[Site.ROUTER_WEIGHTS] = self._of_router(router.shares(scores, experts))
+        shares = router.shares(scores, experts)
+        has_float32_shares = self.layer.spec.graph.has_float32_shares
+        sites[Site.ROUTER_WEIGHTS] = shares if has_float32_shares else self._round(shares)
         delta = torch.zeros_like(states)
         delta[is_real] = upcast_experts(
             self.layer.tensors,
@@ -220,9 +224,6 @@ class _Pass:
     def _round(self, values: torch.Tensor) -> torch.Tensor:
         """Round values [R,…] in place, each row by its kind, and return them: nothing else may use the tensor."""
         return Rounding(seed=self.layer.seed).apply(values, self.rounded, draw=next(self.draws))
-
-    def _of_router(self, values: torch.Tensor) -> torch.Tensor:
-        return values if self.layer.spec.graph.has_float32_router else self._round(values)
 
     def _norm(self, states: torch.Tensor, name: str) -> torch.Tensor:
         weight = self._weight(name, states)

@@ -258,6 +258,8 @@ class SyntheticWeights:
 
     def _norm(self, name: str, *, width: int) -> torch.Tensor:
         random, head_dim = self._random(name), self._spec.head_dim
+        if name.endswith(weight_names.INDEXER):
+            return random.draw_gain(width, spread=_QK_NORM_SPREAD)
         if name.endswith((weight_names.Q_NORM, weight_names.K_NORM)):
             heads = random.draw_gain(width // head_dim, 1, spread=_QK_NORM_HEAD_SPREAD)
             dims = random.draw_gain(width // head_dim, head_dim, spread=_QK_NORM_SPREAD)
@@ -325,7 +327,14 @@ class SyntheticWeights:
         if name.endswith((weight_names.Q_PROJ, weight_names.K_PROJ, weight_names.V_PROJ)):
             is_query = name.endswith(weight_names.Q_PROJ)
             num_heads = self._spec.num_attention_heads if is_query else self._spec.num_key_value_heads
-            return self._projection_recipe(gains.draw_gain(num_heads, spread=_HEAD_SPREAD))
+            return self._projection_recipe(
+                gains.draw_gain(num_heads, spread=_HEAD_SPREAD), self._spec.head_dim
+            )
+        if name.endswith(weight_names.INDEXER):
+            sparsity = self._spec.graph.sparsity
+            assert sparsity is not None, "only a sparse layer has an indexer"
+            num_heads = sparsity.num_heads if name.endswith(weight_names.INDEXER[0]) else 1
+            return self._projection_recipe(_ones(num_heads), sparsity.head_dim)
         # The part of the name before `.weight`: w1, w2 or w3, or what a whole MLP has in their place.
         matrix = name.split(".")[-2]
         gain = math.exp(_EXPERT_SPREAD * float(gains.draw_normal(1)))
@@ -335,10 +344,10 @@ class SyntheticWeights:
         width = self._spec.graph.dense_width if is_dense else self._spec.graph.shared_width
         return self._mlp_recipe(_OF_WHOLE_MLP[matrix], layer, width, gain, is_routed=False)
 
-    def _projection_recipe(self, head_gain: torch.Tensor) -> MatrixRecipe:
+    def _projection_recipe(self, head_gain: torch.Tensor, head_dim: int) -> MatrixRecipe:
         return MatrixRecipe(
             std=1 / math.sqrt(self._spec.hidden_size),
-            row_gain=head_gain.repeat_interleave(self._spec.head_dim),
+            row_gain=head_gain.repeat_interleave(head_dim),
             num_columns=self._spec.hidden_size,
             block_spread=_BLOCK_SPREAD,
         )

@@ -102,6 +102,9 @@ class SyntheticModel:
             **asdict(token_ids),
             "torch_dtype": str(other_dtype).removeprefix("torch."),
         }
+        if self.family.text_key is not None:
+            outer = {key: config.pop(key) for key in ("architectures", "model_type", "torch_dtype")}
+            config = {**outer, self.family.text_key: config}
         if dtype == torch.float8_e4m3fn:
             config["quantization_config"] = {
                 "activation_scheme": "dynamic",

@@ -46,6 +46,10 @@ def default_rows(spec: ModelSpec) -> tuple[DefaultRow, ...]:
     """
     num_positions = spec.max_position_embeddings
     longest = min(_LONG_LENGTH, num_positions)
+    if spec.graph.most_keys is not None:
+        # Sparse layers are defined for rows that begin at position 0, and are padded on the right.
+        short = DefaultRow(length=_FAR_LENGTH)
+        return _with_expert_tokens((DefaultRow(length=longest), short, short), spec)
     last_start = num_positions - _FAR_LENGTH
     starts = {position - _FAR_LENGTH // 2 for position in _CROSSED_POSITIONS} | {last_start}
     rows = [DefaultRow(length=longest)]
@@ -239,8 +243,22 @@ def _filled_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 
 
+def _refuse_sparse_rows(rows: list[list[int]], starts: tuple[int, ...], spec: ModelSpec) -> None:
+    """Raise UsageError for rows in which sparse attention hides keys, or that it is not defined for."""
+    most = spec.graph.most_keys
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        if most is not None and (start or len(row) > most):
+            raise UsageError(
+                f"row {index} begins at position {start} and has {format_count(len(row), 'token')}",
+                expected=f"position 0 and at most {most} tokens: mm2 does not choose the blocks of keys that "
+                f"{spec.family.title}'s sparse layers see in longer rows",
+                next_step="Give shorter rows, without --start-positions.",
+            )
+
+
 def _refuse_unusable_rows(rows: list[list[int]], starts: tuple[int, ...], spec: ModelSpec) -> None:
     num_positions = spec.max_position_embeddings
+    _refuse_sparse_rows(rows, starts, spec)
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         if not row:
             raise UsageError(f"row {index} has no token")

@@ -2,6 +2,7 @@
 
 - `glm4_moe`: a shared expert, a dense first layer, biases, a scale of the routing weights
 - `minimax_m2`: MiniMax-M2, whose graph is the measure of all others
+- `minimax_m3`: gains of 1 + weight, SwiGLU-OAI, a shared expert, dense layers, attention to blocks
 - `qwen3_moe`: norms of queries and keys per head, a router with softmax
 - `olmoe`: norms over all heads, a router with softmax
 """
@@ -14,12 +15,13 @@ from typing import Any
 
 from minimax_tools.model.families.glm4_moe import GLM4_MOE
 from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
+from minimax_tools.model.families.minimax_m3 import MINIMAX_M3
 from minimax_tools.model.families.olmoe import OLMOE
 from minimax_tools.model.families.qwen3_moe import QWEN3_MOE
 from minimax_tools.model.family import Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.model_type: family for family in (MINIMAX_M2, QWEN3_MOE, GLM4_MOE, OLMOE)}
+    {family.model_type: family for family in (MINIMAX_M2, MINIMAX_M3, QWEN3_MOE, GLM4_MOE, OLMOE)}
 )
 
 

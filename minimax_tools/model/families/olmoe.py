@@ -15,6 +15,7 @@ def _read_graph(config: Mapping[str, Any]) -> ModelGraph:
     return ModelGraph(
         router_scores=RouterScores.SOFTMAX,
         has_float32_router=False,
+        has_float32_shares=False,
         has_correction_bias=False,
         normalises_shares=bool(config.get("norm_topk_prob", False)),
     )

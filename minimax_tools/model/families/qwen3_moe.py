@@ -28,6 +28,7 @@ def _read_graph(config: Mapping[str, Any]) -> ModelGraph:
         qk_norm=QkNorm.PER_HEAD,
         router_scores=RouterScores.SOFTMAX,
         has_float32_router=False,
+        has_float32_shares=False,
         has_correction_bias=False,
         # transformers' default; the published models set it.
         normalises_shares=bool(config.get("norm_topk_prob", False)),
