@@ -90,7 +90,7 @@ def judge_norm_input(
     before, normed = _read_output(target, last_layer), target.read(None, ModelSite.FINAL_NORM)
     if before is None or normed.shape != before.shape:
         return None
-    head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
+    head = Float32Head(weights.norm, weights.lm_head, spec=weights.spec)
     port = sides.batch.rows(normed, ModelSite.FINAL_NORM).float()
     # A norm cannot see a scale.
     candidates = (

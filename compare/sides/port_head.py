@@ -65,7 +65,7 @@ class PortHeadGolden(_ComputedGolden):
         self, golden: CaptureSource, target: CaptureSource, *, layer: int, weights: HeadWeights
     ) -> None:
         super().__init__(golden, target, layer=layer, site=Site.OUTPUT)
-        head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
+        head = Float32Head(weights.norm, weights.lm_head, spec=weights.spec)
         self._twin = head.run(self._given)
         self._rounded: Mapping[ModelSite, torch.Tensor] = self._twin
         if not self._is_float32:

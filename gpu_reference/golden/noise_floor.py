@@ -142,7 +142,7 @@ class NoiseFloor:
         `hidden_states` [B,S,H] are the last layer's output.
         """
         norm, lm_head = (weight.cpu() for weight in self.weights.head())
-        twin = Float32Head(norm, lm_head, eps=self.spec.rms_norm_eps).run(hidden_states)
+        twin = Float32Head(norm, lm_head, spec=self.spec).run(hidden_states)
         real = self.inputs.is_kept
         statistics: dict[str, torch.Tensor] = {}
         for site, exact in twin.items():

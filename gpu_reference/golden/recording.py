@@ -25,6 +25,7 @@ from minimax_tools.errors import GoldenRefusedError, install_command
 from minimax_tools.model.graph import ModelGraph, RouterScores
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.reference.float32_stages import gain_of
 from minimax_tools.reference.modules import recording_layer
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class _LayerFront:
         """Return the layer's router."""
         mlp = self.layer.mlp
         gate, norm = weight_of(mlp.gate, "weight"), weight_of(self.layer.post_attention_layernorm, "weight")
-        gain = (gate.double() * norm.to(gate.device).double()).cpu()
+        gain = (gate.double() * gain_of(self.graph, norm.to(gate.device).double())).cpu()
         bias = torch.zeros(len(gain), dtype=torch.float64)
         if self.graph.has_correction_bias:
             # It lies with the gate in some families, and beside it in others.

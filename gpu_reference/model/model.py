@@ -20,7 +20,12 @@ from minimax_tools.machine.importing import importing
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, float32_places, layer_prefix
-from minimax_tools.reference.modules import loading_arguments, modeling_class, read_config, require_golden_extra
+from minimax_tools.reference.modules import (
+    loading_arguments,
+    modeling_class,
+    read_config,
+    require_golden_extra,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

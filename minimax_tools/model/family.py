@@ -157,7 +157,10 @@ def find_graph_faults(family: Family, config: Mapping[str, Any]) -> list[ConfigF
     )
     return [
         ConfigFault(key=key, expected=expected, found=found, next_step=next_step)
-        for key, expected, found in (*_find_other_values(family, config), *_find_other_attention(family, config))
+        for key, expected, found in (
+            *_find_other_values(family, config),
+            *_find_other_attention(family, config),
+        )
     ]
 
 

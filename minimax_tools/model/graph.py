@@ -90,9 +90,7 @@ class ModelGraph:
 
     def layer(self, layer: int) -> LayerGraph:
         """Return the graph of a layer."""
-        return LayerGraph(
-            self, is_dense=layer in self.dense_layers, is_sparse=layer in self.sparse_layers
-        )
+        return LayerGraph(self, is_dense=layer in self.dense_layers, is_sparse=layer in self.sparse_layers)
 
     @property
     def most_keys(self) -> int | None:

@@ -136,7 +136,7 @@ class RoundedModel:
         """Return the head of all copies, its weights in memory."""
         outer = ModelTensors.open(self.reader, self.spec, torch.bfloat16, with_layers=False)
         lm_head = outer[EMBEDDING if self.spec.tie_word_embeddings else LM_HEAD]
-        exact = Float32Head(outer[FINAL_NORM], lm_head, eps=self.spec.rms_norm_eps)
+        exact = Float32Head(outer[FINAL_NORM], lm_head, spec=self.spec)
         return RoundedHead(exact=exact, kinds=self.kinds)
 
 

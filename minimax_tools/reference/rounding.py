@@ -12,6 +12,8 @@ from typing import TypeAlias
 import torch
 
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference.float32_stages import gain_of
 
 # The bits of a float32 that hold its exponent. All other bits cleared, a value is the power of two below it.
 _EXPONENT_BITS = 0x7F800000
@@ -85,7 +87,7 @@ class Float32Head:
 
     norm: torch.Tensor  # weight of the final norm [H], of any float dtype
     lm_head: torch.Tensor  # weight of lm_head [vocab,H], of any float dtype; upcast a slab of rows at a time
-    eps: float = field(kw_only=True)  # epsilon of the final norm
+    spec: ModelSpec = field(kw_only=True)  # the model, for the final norm's epsilon and gain
 
     def run(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
         """Compute final_norm [B,S,H] and logits [B,S,vocab], float32, of the last layer's output [B,S,H]."""
@@ -96,19 +98,26 @@ class Float32Head:
         self, hidden_states: torch.Tensor, rounding: Rounding, rounded: RoundedRows, *, draw: int = 0
     ) -> dict[ModelSite, torch.Tensor]:
         """Compute both sites of hidden states [R,…,H], rounded where BF16 rounds, in three roundings from `draw` on."""
-        normed = rounding.apply(self.scale(hidden_states), rounded, draw=draw)
-        normed = rounding.apply(normed.mul_(self.norm.float()), rounded, draw=draw + 1)
+        normed = self.scale(hidden_states)
+        if not self.spec.graph.has_gain_of_one_plus:
+            normed = rounding.apply(normed, rounded, draw=draw)
+        normed = rounding.apply(normed.mul_(self.gain), rounded, draw=draw + 1)
         logits = rounding.apply(self.score(normed), rounded, draw=draw + 2)
         return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: logits}
 
     def normalise(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute final_norm [B,S,H] in float32."""
-        return self.scale(hidden_states) * self.norm.to(torch.float32)
+        return self.scale(hidden_states) * self.gain
+
+    @property
+    def gain(self) -> torch.Tensor:
+        """What the final norm multiplies by, float32 [H]."""
+        return gain_of(self.spec.graph, self.norm.to(torch.float32))
 
     def scale(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Divide [...,H] by its root mean square, float32: the final norm before its weight."""
         states = hidden_states.to(torch.float32)
-        return states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)
+        return states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.spec.rms_norm_eps)
 
     def score(self, normed: torch.Tensor) -> torch.Tensor:
         """Compute logits [B,S,vocab], float32, of final_norm [B,S,H]."""

@@ -17,7 +17,9 @@ _INDEXER = ("q_proj", "k_proj", "q_norm", "k_norm")
 def _read_graph(config: Mapping[str, Any]) -> ModelGraph:
     num_layers = config["num_hidden_layers"]
     sparse = config.get("sparse_attention_config") or {}
-    mlps = config.get("mlp_layer_types") or _kinds(config.get("moe_layer_freq"), "sparse", "dense", num_layers)
+    mlps = config.get("mlp_layer_types") or _kinds(
+        config.get("moe_layer_freq"), "sparse", "dense", num_layers
+    )
     attentions = config.get("layer_types") or _kinds(
         sparse.get("sparse_attention_freq"), "minimax_m3_sparse", "full_attention", num_layers, default=False
     )
@@ -97,9 +99,7 @@ MINIMAX_M3 = Family(
                     f"block_sparse_moe.shared_experts.{name}.weight": f"mlp.shared_experts.{name}.weight"
                     for name in _MLP
                 },
-                **{
-                    f"self_attn.index_{name}.weight": f"self_attn.indexer.{name}.weight" for name in _INDEXER
-                },
+                **{f"self_attn.index_{name}.weight": f"self_attn.indexer.{name}.weight" for name in _INDEXER},
             }
         )
     ),

@@ -247,7 +247,7 @@ def run_with_head(copyist: Any, weights: HeadWeights) -> Callable[..., Path]:
         output = copyist.source.read(LAST, Site.OUTPUT).float()
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
         output = (output * (1 + 1e-3 * noise)).bfloat16()
-        head = Float32Head(norm, lm_head, eps=weights.spec.rms_norm_eps)
+        head = Float32Head(norm, lm_head, spec=weights.spec)
         normed = (head.scale(output).bfloat16().float() * norm.float()).bfloat16()
         changes = {
             (LAST, Site.OUTPUT): lambda _: output,

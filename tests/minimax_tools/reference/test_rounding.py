@@ -54,7 +54,7 @@ def test_head_is_norm_and_projection_in_float32(
 ) -> None:
     states = capture.read(3, Site.OUTPUT)
     norm, lm_head = (reader.read_weight(name, torch.bfloat16) for name in (FINAL_NORM, LM_HEAD))
-    found = Float32Head(norm, lm_head, eps=spec.rms_norm_eps).run(states)
+    found = Float32Head(norm, lm_head, spec=spec).run(states)
     assert set(found) == {ModelSite.FINAL_NORM, ModelSite.LOGITS}
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     exact = states.double()
