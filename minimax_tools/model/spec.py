@@ -105,7 +105,8 @@ _COPIED_FIELDS = (
 class ModelSpec:
     """The quantities of a model, under the names of MiniMax-M2's config.json, and the graph that it computes.
 
-    `raw` is config.json, or what it says of the text model; all other fields are read from it. `intermediate_size` is an expert's width.
+    `raw` is config.json, or what it says of the text model; all other fields are read from it. `intermediate_size` is
+    an expert's width.
 
     Raises:
         CheckpointError: A size is not a positive integer, or two sizes contradict each other.
