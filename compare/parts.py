@@ -101,6 +101,7 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
     second_results = {site: again.result for site, again in recomputed.items()}
     blame = blame_layer(
         results,
+        graph=sides.reference.graph.layer(layer),
         layer=layer,
         given=layer_input.known,
         is_chained=layer_input.is_inherited,
@@ -259,7 +260,8 @@ def _blame_batch(
     """Blame sites of a layer by the tokens of the sides' batch alone, without those that are `passed`."""
     judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
     results = {site: passed[site] if site in passed else judge.judge(site) for site in sites}
-    return blame_layer(results, layer=layer, given=layer_input.known, is_chained=False)
+    graph = sides.reference.graph.layer(layer)
+    return blame_layer(results, graph=graph, layer=layer, given=layer_input.known, is_chained=False)
 
 
 def _with_fault(
@@ -304,7 +306,7 @@ def _look_closer(
         given = layer_input.known
         look = look_again(results, layer=layer, given=given, judge=judge, recomputing=recomputing)
         failing = {site for site, result in look.results.items() if result.status is SiteStatus.FAIL}
-        excused = excused_sites(look.results, given=given)
+        excused = excused_sites(look.results, graph=recomputing.graph, given=given)
         return look, recomputing.judge_sites(excused, failing=look.folded | failing)
 
 

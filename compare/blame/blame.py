@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from compare.blame.regions import MOST_LISTED, TokenList
-from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.model.graph import LayerGraph
+from minimax_tools.model.sites import Site
 from minimax_tools.results.results import WEIGHTS, Blame, BlameGroup, NearestLimit, SiteResult, SiteStatus
 
 # Sites that show every fault of a site, since they are plain products of it. Other operations may hide a fault: a norm
@@ -44,6 +45,7 @@ class _Ancestry:
 def blame_layer(
     results: Mapping[Site, SiteResult],
     *,
+    graph: LayerGraph,
     layer: int,
     given: tuple[Site, ...],
     is_chained: bool,
@@ -57,13 +59,14 @@ def blame_layer(
     where errors begin. `recomputed` are results of excused sites on the port's own values of their inputs; sites that
     are `proved` fail on these whatever they inherit. `folded` sites pass but for a scale that others undo.
     """
-    culprits, excused = _sort_failures(results, given)
+    culprits, excused = _sort_failures(graph, results, given)
     blame = {
         site: _build_blame(
             layer,
             site,
             results,
             ancestry,
+            graph=graph,
             is_chained=is_chained,
             is_proved=site in proved,
             folded=folded,
@@ -76,9 +79,11 @@ def blame_layer(
     return tuple(blame[site] for site in _in_order(set(blame)))
 
 
-def excused_sites(results: Mapping[Site, SiteResult], *, given: tuple[Site, ...]) -> tuple[Site, ...]:
+def excused_sites(
+    results: Mapping[Site, SiteResult], *, graph: LayerGraph, given: tuple[Site, ...]
+) -> tuple[Site, ...]:
     """Return the failing sites behind another failure, which their error may come from, in execution order."""
-    return _sort_failures(results, given)[1]
+    return _sort_failures(graph, results, given)[1]
 
 
 def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
@@ -115,13 +120,17 @@ def badness(result: SiteResult) -> float:
 
 
 def inputs_carrying(
-    site: Site, results: Mapping[Site, SiteResult], *, broken: NearestLimit | None = None
+    site: Site,
+    results: Mapping[Site, SiteResult],
+    *,
+    graph: LayerGraph,
+    broken: NearestLimit | None = None,
 ) -> tuple[Site, ...]:
     """Return the inputs of a site that pass, and whose error may be all that makes it fail."""
     own = results[site].nearest if broken is None else broken
     if own is None:
         return ()
-    passing = (one for one in SITE_INPUTS[site] if _has_status(results, one, SiteStatus.PASS))
+    passing = (one for one in graph.inputs[site] if _has_status(results, one, SiteStatus.PASS))
     return tuple(
         source
         for source in passing
@@ -156,7 +165,7 @@ def carries(source: SiteResult, broken: NearestLimit) -> float:
 
 
 def _sort_failures(
-    results: Mapping[Site, SiteResult], given: tuple[Site, ...]
+    graph: LayerGraph, results: Mapping[Site, SiteResult], given: tuple[Site, ...]
 ) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
     """Sort failing sites into those to blame, with their ancestry, and those that a failure before them excuses.
 
@@ -170,37 +179,41 @@ def _sort_failures(
     for site, result in results.items():
         if result.status is not SiteStatus.FAIL:
             continue
-        ancestry = _ancestry(site, results, given)
+        ancestry = _ancestry(graph, site, results, given)
         if any(_fails(results, source) and source not in inheriting for source in ancestry.known):
             excused.append(site)
-        elif _is_merely_inherited(site, results, ancestry):
+        elif _is_merely_inherited(graph, site, results, ancestry):
             inheriting.add(site)
         else:
             culprits[site] = ancestry
     return culprits, tuple(excused)
 
 
-def _is_merely_inherited(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
-    if not any(_fails(results, source) for source in _all_sources(site, results)):
+def _is_merely_inherited(
+    graph: LayerGraph, site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry
+) -> bool:
+    if not any(_fails(results, source) for source in _all_sources(graph, site, results)):
         return False
     return is_inherited(results[site], [results[known] for known in ancestry.known if known in results])
 
 
-def _all_sources(site: Site, results: Mapping[Site, SiteResult]) -> frozenset[Site]:
+def _all_sources(graph: LayerGraph, site: Site, results: Mapping[Site, SiteResult]) -> frozenset[Site]:
     sources: set[Site] = set()
-    waiting = list(_inputs(site, results))
+    waiting = list(_inputs(graph, site, results))
     while waiting:
         source = waiting.pop()
         if source not in sources:
             sources.add(source)
-            waiting.extend(_inputs(source, results))
+            waiting.extend(_inputs(graph, source, results))
     return frozenset(sources)
 
 
-def _ancestry(site: Site, results: Mapping[Site, SiteResult], given: tuple[Site, ...]) -> _Ancestry:
+def _ancestry(
+    graph: LayerGraph, site: Site, results: Mapping[Site, SiteResult], given: tuple[Site, ...]
+) -> _Ancestry:
     known: set[Site] = set()
     hidden: set[Site] = set()
-    waiting = list(_inputs(site, results))
+    waiting = list(_inputs(graph, site, results))
     while waiting:
         source = waiting.pop()
         is_compared = source in results and results[source].status.is_compared
@@ -208,17 +221,17 @@ def _ancestry(site: Site, results: Mapping[Site, SiteResult], given: tuple[Site,
             known.add(source)
         elif source not in hidden:
             hidden.add(source)
-            waiting.extend(_inputs(source, results))
+            waiting.extend(_inputs(graph, source, results))
     return _Ancestry(known=frozenset(known), hidden=frozenset(hidden))
 
 
-def _inputs(site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
+def _inputs(graph: LayerGraph, site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
     """Return a site's inputs, without a wrong choice of experts if the site was judged with that choice."""
     choice = results.get(_JUDGED_WITH_PORTS[site]) if site in _JUDGED_WITH_PORTS else None
     # A choice without `routing`, of a wrong shape say, could not be compared: nothing was judged with it.
     if choice is None or choice.routing is None or choice.status is not SiteStatus.FAIL:
-        return SITE_INPUTS[site]
-    return tuple(source for source in SITE_INPUTS[site] if source is not _JUDGED_WITH_PORTS[site])
+        return graph.inputs[site]
+    return tuple(source for source in graph.inputs[site] if source is not _JUDGED_WITH_PORTS[site])
 
 
 def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:
@@ -241,13 +254,14 @@ def _build_blame(
     results: Mapping[Site, SiteResult],
     ancestry: _Ancestry,
     *,
+    graph: LayerGraph,
     is_chained: bool,
     is_proved: bool,
     folded: frozenset[Site],
 ) -> Blame:
     """Build the blame of a site; its reason tells what is right before it and what was not compared."""
     # All of the error may be inherited from an input that passes.
-    carrying = set() if is_proved else set(inputs_carrying(site, results)) & ancestry.known
+    carrying = set() if is_proved else set(inputs_carrying(site, results, graph=graph)) & ancestry.known
     suspects = _in_order({*ancestry.hidden, *carrying, site})
     reason = results[site].reason if len(suspects) == 1 else f"{site}: {results[site].reason}"
     # The errors of failing sites among the known ones are merely inherited, else they would excuse this site.

@@ -22,11 +22,10 @@ from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides, spread_evenly
 from minimax_tools.metrics.noise_floor import choice_margin, token_rows
-from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs, decoded_columns
 from minimax_tools.model.router import Router, weigh_experts
 from minimax_tools.model.run import Mode
-from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import Float32Layer
 from minimax_tools.results.results import SiteResult, SiteStatus
 
@@ -39,7 +38,7 @@ class SiteInputs:
     """Inputs of one site, on both sides."""
 
     site: Site
-    graph: ModelGraph
+    graph: LayerGraph
     golden: Values
     port: Values
     usable: torch.Tensor  # tokens whose values in `port` are finite, and whose experts exist, bool [T]
@@ -53,7 +52,7 @@ class SiteInputs:
         golden: dict[Site, torch.Tensor] = {}
         port: dict[Site, torch.Tensor] = {}
         usable = torch.ones_like(prompt_of, dtype=torch.bool)
-        for source in SITE_INPUTS[site]:
+        for source in sides.reference.graph.layer(layer).inputs[site]:
             rows = sides.read_rows(layer, source)
             if rows is None:
                 return None
@@ -62,11 +61,13 @@ class SiteInputs:
         if site is Site.ATTN_CONTEXT:
             # Tokens attend to others of their prompt: one that is not usable spoils all of its prompt.
             usable = ~torch.isin(prompt_of, prompt_of[~usable])
-        return cls(site=site, graph=sides.reference.graph, golden=golden, port=port, usable=usable)
+        return cls(
+            site=site, graph=sides.reference.graph.layer(layer), golden=golden, port=port, usable=usable
+        )
 
     def possible_inputs(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
         """Yield possible inputs of the port's site, to recompute it from each: first the values that the port shows."""
-        groups = [[source] for source in SITE_INPUTS[self.site]]
+        groups = [[source] for source in self.graph.inputs[self.site]]
         if self.site is Site.MOE_DELTA:
             # A choice and its weights go together.
             groups = [[Site.POST_NORM], [Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS]]
@@ -129,12 +130,14 @@ class RecomputingJudge:
     """Judges sites of one layer, computed from the port's own values of their inputs.
 
     The layer's input is the golden's. Nothing is judged without weights, of another tool's golden, and by fixed limits.
+    `graph` is the layer's.
     """
 
     def __init__(self, sides: Sides, *, layer: int, judge: LayerJudge) -> None:
         self._sides = sides
         self._layer = layer
         self._judge = judge
+        self.graph = sides.reference.graph.layer(layer)
         self._stack = ExitStack()
         can_compute = not sides.is_classic and sides.reference.known_description is not None
         self._source = sides.weights if can_compute else None
@@ -144,6 +147,13 @@ class RecomputingJudge:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _name_inputs(self, result: SiteResult) -> SiteResult:
+        if not result.reason:
+            return result
+        inputs = sorted(self.graph.inputs[Site(result.site)], key=lambda site: site.order)
+        names = ", ".join(str(site) for site in inputs)
+        return replace(result, reason=f"{result.reason}, given the port's own {names}")
 
     def judge_sites(self, sites: tuple[Site, ...], *, failing: frozenset[Site]) -> Mapping[Site, Recomputed]:
         """Judge some sites, in execution order, as far as they can be computed; `failing` are all that fail.
@@ -169,7 +179,7 @@ class RecomputingJudge:
         if self._source is None:
             return
         held = set(reference.sites(self._layer)) & set(target.sites(self._layer))
-        if not {site, *SITE_INPUTS[site]} <= held:
+        if not {site, *self.graph.inputs[site]} <= held:
             return
         result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
         mismatch = find_mismatch(reference.read(self._layer, site), target.read(self._layer, site))
@@ -182,14 +192,16 @@ class RecomputingJudge:
         else:
             stored = self._judge.stored_rows(site)
             for rows, own in self._rows(site, stored, doubted=doubted):
-                yield Recomputed(result=_name_inputs(self._judge.judge_rows(site, rows)), rows=rows, own=own)
+                yield Recomputed(
+                    result=self._name_inputs(self._judge.judge_rows(site, rows)), rows=rows, own=own
+                )
 
     def _judge_choice(self, result: SiteResult) -> Iterator[Recomputed]:
         noise = self._judge.router_noise
         choice = None if noise is None else self._choice(noise)
         if choice is not None:
             judged = self._judge.judge_choice(result, *choice)
-            yield Recomputed(result=_name_inputs(judged), own=frozenset({Site.ROUTER_LOGITS}))
+            yield Recomputed(result=self._name_inputs(judged), own=frozenset({Site.ROUTER_LOGITS}))
 
     def _judge_site(self, site: Site, *, doubted: frozenset[Site]) -> Recomputed | None:
         """Judge one site on each of its possible inputs: it passes if it does on any; None if none can be computed."""
@@ -308,7 +320,8 @@ class RecomputingJudge:
         if others:
             # In one call, so that each expert is read once for all of them.
             joined = {
-                name: torch.cat([values[name][tokens] for values in others]) for name in SITE_INPUTS[site]
+                name: torch.cat([values[name][tokens] for values in others])
+                for name in self.graph.inputs[site]
             }
             computed = self._run(site, joined, self._position_ids[tokens].repeat(len(others)))
             yield from zip(others, computed.chunk(len(others)), strict=True)
@@ -410,11 +423,3 @@ def _as_one_prompt(position_ids: torch.Tensor) -> Inputs:
         position_ids=positions,
         source="the port's own values",
     )
-
-
-def _name_inputs(result: SiteResult) -> SiteResult:
-    if not result.reason:
-        return result
-    inputs = sorted(SITE_INPUTS[Site(result.site)], key=lambda site: site.order)
-    names = ", ".join(str(site) for site in inputs)
-    return replace(result, reason=f"{result.reason}, given the port's own {names}")

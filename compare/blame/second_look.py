@@ -17,7 +17,8 @@ from compare.blame.recompute import Recomputed, RecomputingJudge
 from compare.blame.regions import find_scale, unscaled
 from compare.judging.judge import describe_figure
 from compare.judging.layer_judge import LayerJudge
-from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.model.graph import LayerGraph
+from minimax_tools.model.sites import Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 
 # Sites into which a scale can be folded, since weights behind them, or the attention's own scale, can undo it; and the
@@ -55,25 +56,28 @@ def look_again(
         CheckpointError: They cannot be read.
     """
     folded: dict[Site, SiteResult] = {}
-    for site in _culprits(results, layer, given):
+    graph = recomputing.graph
+    for site in _culprits(graph, results, layer, given):
         if site in _SHOWN_BEHIND and site not in folded:
             folded |= _find_folded(site, results, judge=judge, recomputing=recomputing)
     corrected = {**results, **folded}
     passed = frozenset(site for site, result in folded.items() if result.status is SiteStatus.PASS)
     proved = set()
-    for site in _culprits(corrected, layer, given):
-        carrying = [source for source in inputs_carrying(site, corrected) if source not in passed]
+    for site in _culprits(graph, corrected, layer, given):
+        carrying = [
+            source for source in inputs_carrying(site, corrected, graph=graph) if source not in passed
+        ]
         own = _on_own_inputs(site, recomputing) if carrying else None
         if own is not None and own.result.status is SiteStatus.FAIL:
             proved.add(site)
         elif own is not None:
-            origin = _find_origin(site, corrected)
+            origin = _find_origin(graph, site, corrected)
             corrected[origin] = _blamed_by(site, origin, corrected)
     return SecondLook(results=corrected, folded=passed, proved=frozenset(proved))
 
 
-def _culprits(results: Results, layer: int, given: tuple[Site, ...]) -> tuple[Site, ...]:
-    blame = blame_layer(results, layer=layer, given=given, is_chained=False)
+def _culprits(graph: LayerGraph, results: Results, layer: int, given: tuple[Site, ...]) -> tuple[Site, ...]:
+    blame = blame_layer(results, graph=graph, layer=layer, given=given, is_chained=False)
     return tuple(Site(blamed.sites[-1]) for blamed in blame)
 
 
@@ -82,12 +86,12 @@ def _on_own_inputs(site: Site, recomputing: RecomputingJudge) -> Recomputed | No
     return next(recomputing.judgements(site, doubted=frozenset()), None)
 
 
-def _find_origin(site: Site, results: Results) -> Site:
+def _find_origin(graph: LayerGraph, site: Site, results: Results) -> Site:
     """Follow the largest error that a failing site inherits from sites that pass, to where it begins."""
     broken = results[site].nearest
     assert broken is not None, "a site that others' errors make fail has a figure"
     origin = site
-    while carrying := inputs_carrying(origin, results, broken=broken):
+    while carrying := inputs_carrying(origin, results, graph=graph, broken=broken):
         origin = max(carrying, key=lambda source: carries(results[source], broken))
     return origin
 
@@ -111,7 +115,7 @@ def _find_folded(
     scaled = _find_scaled(site, results, judge)
     if not scaled:
         return {}
-    readers = _compared_readers(scaled, results)
+    readers = _compared_readers(recomputing.graph, scaled, results)
     failing = frozenset(one for one, result in results.items() if result.status is SiteStatus.FAIL)
     outcomes = {
         reader: list(recomputing.judgements(reader, doubted=failing | scaled.keys())) for reader in readers
@@ -161,11 +165,11 @@ def _find_scaled(site: Site, results: Results, judge: LayerJudge) -> dict[Site, 
     return scaled
 
 
-def _compared_readers(scaled: Iterable[Site], results: Results) -> tuple[Site, ...]:
+def _compared_readers(graph: LayerGraph, scaled: Iterable[Site], results: Results) -> tuple[Site, ...]:
     """Return the nearest compared sites that are computed from scaled ones, themselves not scaled."""
     passed_on, readers = set(scaled), []
-    for site in Site:
-        if site in passed_on or not passed_on & set(SITE_INPUTS[site]):
+    for site, inputs in graph.inputs.items():
+        if site in passed_on or not passed_on & set(inputs):
             continue
         if site in results and results[site].status.is_compared:
             readers.append(site)

@@ -163,7 +163,12 @@ class ExpertClues:
         some = _few_of_each(self.base[Site.ROUTER_EXPERTS])
         layer = self.base.select_tokens(some)
         every = torch.arange(num_experts).expand(len(some), -1)
-        job = ExpertJob(states=layer[ExpertValue.EXPERT_INPUT], experts=every, shares=torch.ones(every.shape))
+        job = ExpertJob(
+            graph=layer.spec.graph,
+            states=layer[ExpertValue.EXPERT_INPUT],
+            experts=every,
+            shares=torch.ones(every.shape),
+        )
         (outputs,) = run_experts(layer.weights, [job])
         rows = outputs / self.deviation[some][:, None]
         target = self.port[some] / self.deviation[some]

@@ -159,7 +159,7 @@ def _sum_experts(
 ) -> torch.Tensor:
     shares = layer[Site.ROUTER_WEIGHTS][tokens]
     states = layer[ExpertValue.EXPERT_INPUT][tokens]
-    job = ExpertJob(states=states, experts=experts, shares=shares, recipe=recipe)
+    job = ExpertJob(graph=layer.spec.graph, states=states, experts=experts, shares=shares, recipe=recipe)
     return (run_experts(layer.weights, [job])[0] * shares[..., None]).sum(1)
 
 

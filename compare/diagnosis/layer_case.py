@@ -237,6 +237,7 @@ def _read_inputs(
     mask = tokens.attention_mask
     return LayerInputs(
         spec=spec,
+        graph=weights.graph(spec),
         weights=weights,
         attention_mask=mask,
         position_ids=tokens.position_ids,

@@ -40,8 +40,9 @@ from minimax_tools.json_codec import decode, finite_or_none
 from minimax_tools.machine.json_file import parse_json
 from minimax_tools.machine.progress import NoProgress
 from minimax_tools.machine.stops import run_child
+from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.run import Mode
-from minimax_tools.model.sites import SITE_INPUTS, ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.right_stages import cut_behind, sites_behind
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 
@@ -94,7 +95,8 @@ def fit_on_own_input(
         # Weights in any order say nothing: what the experts add up to does.
         shown = Site.MOE_DELTA if Site.MOE_DELTA in comparable else Site.OUTPUT
         judging = tuple(dict.fromkeys(shown if site is Site.ROUTER_WEIGHTS else site for site in cut))
-    own = comparable - hypothesis.sites - sites_behind(hypothesis.sites)
+    graph = reference.graph.layer(layer)
+    own = comparable - hypothesis.sites - sites_behind(graph, hypothesis.sites)
     with torch.no_grad():
         trial = _open_trial(reference, target, weights, layer, judging=judging, own=own | {Site.INPUT})
         fit = _fit(trial, hypothesis, trial.judge([hypothesis])[:1])
@@ -120,7 +122,8 @@ def rho_on_own_input(
     reference: CaptureSource, target: CaptureSource, *, weights: GoldenWeights, layer: int, site: Site
 ) -> float:
     """Return ρ of a site against the right layer, computed from what the port shows before it."""
-    own = comparable_sites(reference, target, layer) - {site} - sites_behind([site])
+    behind = sites_behind(reference.graph.layer(layer), [site])
+    own = comparable_sites(reference, target, layer) - {site} - behind
     with torch.no_grad():
         trial = _open_trial(reference, target, weights, layer, judging=(site,), own=own | {Site.INPUT})
         return trial.null().unexplained
@@ -165,8 +168,9 @@ class RecomputedProofs:
         """Prove mistakes in a layer from what the dump shows of it."""
         hypothesis = join_hypotheses(undone)
         shown = comparable_sites(self.golden, self.dump, layer)
-        cut = cut_behind(hypothesis.sites, replaceable=shown - {Site.OUTPUT})
-        missing = _missing(hypothesis.sites, cut, shown)
+        graph = self.golden.graph.layer(layer)
+        cut = cut_behind(graph, hypothesis.sites, replaceable=shown - {Site.OUTPUT})
+        missing = _missing(graph, hypothesis.sites, cut, shown)
         if missing:
             return not_provable(
                 "there is no port to run, and the dump does not show "
@@ -213,12 +217,14 @@ class RecomputedProofs:
         )
 
 
-def _missing(sites: Collection[Site], cut: tuple[Site, ...], shown: Collection[Site]) -> tuple[Site, ...]:
+def _missing(
+    graph: LayerGraph, sites: Collection[Site], cut: tuple[Site, ...], shown: Collection[Site]
+) -> tuple[Site, ...]:
     """Return the sites that a proof needs and the dump lacks: the layer's input, the stages, and one that follows."""
     if Site.OUTPUT in cut:
-        needed = {*sites, *SITE_INPUTS[Site.OUTPUT]}
+        needed = {*sites, *graph.inputs[Site.OUTPUT]}
     else:
-        needed = {Site.INPUT} if sites_behind(cut) & set(shown) else {Site.INPUT, Site.OUTPUT}
+        needed = {Site.INPUT} if sites_behind(graph, cut) & set(shown) else {Site.INPUT, Site.OUTPUT}
     return tuple(sorted(needed - set(shown), key=lambda site: site.order))
 
 

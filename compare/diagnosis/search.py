@@ -43,6 +43,7 @@ from compare.diagnosis.screening import (
 from compare.diagnosis.trial import Trial
 from compare.sides.golden_weights import GoldenWeights
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import scaled
 from minimax_tools.reference.right_stages import sites_behind
@@ -450,7 +451,11 @@ class LayerSearch:
 
     def _widened(self, suspects: frozenset[Site]) -> frozenset[Site]:
         """Add the sites behind suspects of which none can be judged, such as one of another shape."""
-        return suspects if suspects & self._shown else suspects | sites_behind(suspects)
+        return suspects if suspects & self._shown else suspects | sites_behind(self._graph, suspects)
+
+    @cached_property
+    def _graph(self) -> LayerGraph:
+        return self.golden.graph.layer(self.layer)
 
     @cached_property
     def _shown(self) -> frozenset[Site]:
@@ -459,9 +464,9 @@ class LayerSearch:
     def _own_sites(self, suspects: frozenset[Site]) -> frozenset[Site]:
         """Return the sites before a cause, if another one lies there: the port computed with what these hold."""
         blamed = {Site(blame.sites[-1]) for blame in self.blame}
-        if not sites_behind(blamed - suspects) & suspects:
+        if not sites_behind(self._graph, blamed - suspects) & suspects:
             return frozenset()
-        return self._shown - suspects - sites_behind(suspects)
+        return self._shown - suspects - sites_behind(self._graph, suspects)
 
     def _diagnosis(self, cause: Cause, case: LayerCase, outcome: SearchOutcome) -> LayerDiagnosis:
         spec, named = case.inputs.spec, outcome.named

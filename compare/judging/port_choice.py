@@ -161,6 +161,7 @@ def find_nearest_choice(
             states[tokens],
             candidates,
             weigh_experts(weights.spec.graph, logits[tokens], candidates),
+            graph=weights.spec.graph,
         )
     if stream is not None:
         added = stream[tokens] + added
@@ -330,6 +331,7 @@ class Replay:
             torch.cat((states[tokens], golden[tokens], golden[tokens])),
             experts.repeat(len(kinds), 1),
             torch.cat((exact, rounded, rounded)),
+            graph=weights.spec.graph,
             rounding=ExpertRounding(
                 rounding=Rounding(seed=self._layer), kinds=kinds.repeat_interleave(len(experts))
             ),

@@ -87,6 +87,7 @@ def open_decoded(sides: Sides, layer: int) -> Iterator[DecodedInputs | None]:
         tokens = sides.reference.read_inputs()
         yield DecodedInputs(
             spec=weights.spec,
+            graph=weights.spec.graph.layer(layer),
             weights=LayerWeights(weights.tensors),
             attention_mask=tokens.attention_mask,
             position_ids=tokens.position_ids,

@@ -77,7 +77,7 @@ class Family:
     toy_preset: str  # name of the toy's
     true_sizes: Mapping[str, int]  # of a published model, named as `ModelSpec` names them
     # What its config.json holds beside sizes and token ids, from the sizes.
-    other_keys: Callable[[Mapping[str, int]], Mapping[str, Any]]
+    other_keys: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     toy_sizes: Mapping[str, int] = field(default_factory=dict)  # those that differ from the common toy's
     derived_sizes: frozenset[str] = frozenset()  # sizes that no key of config.json holds
 

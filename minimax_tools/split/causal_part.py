@@ -30,7 +30,6 @@ from minimax_tools.model.family import find_graph_faults, refuse_faults
 from minimax_tools.model.quantisation import find_other_format, find_quantisation_faults, refuse_side_format
 from minimax_tools.model.spec import CONFIG_FILE, read_config_file
 from minimax_tools.model.weight_names import float32_names_of
-from minimax_tools.reference.modules import module_name
 from minimax_tools.split.parts import Part
 
 if TYPE_CHECKING:
@@ -399,7 +398,7 @@ def _float32_names(config: PreTrainedConfig) -> tuple[str, ...]:
     family = FAMILIES.get(config.model_type)
     if family is None:
         return ()
-    return tuple(map(module_name, float32_names_of(family.read_graph(config.to_dict()))))
+    return tuple(map(family.module_names.stored, float32_names_of(family.read_graph(config.to_dict()))))
 
 
 def unfit_checkpoint(where: Path, faults: list[str]) -> CheckpointError:

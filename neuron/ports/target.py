@@ -438,7 +438,7 @@ def target_config(spec: ModelSpec, *, ranks: Ranks | None = None) -> SimpleNames
 
     `config.ranks` holds this rank and the number of ranks, `config.graph` the options of the model's graph.
     """
-    family, keys = spec.family, spec.family.other_keys(spec.num_hidden_layers)
+    family, keys = spec.family, spec.family.other_keys(spec.sizes())
     # Where a family's originals set these keys, a copy that transformers wrote may lack them.
     values = {
         **family.fixed_values,

@@ -22,7 +22,8 @@ from compare.limits.criteria import Criteria
 from compare.sides.golden_weights import GoldenWeights, WeightSource
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.model.graph import LayerGraph
+from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import LayerInputs
 from minimax_tools.reference.expert_pass import LayerWeights
 from minimax_tools.reference.right_stages import (
@@ -148,8 +149,8 @@ class PortProver:
         hypothesis = join_hypotheses(at_stages)
         known = comparable_sites(self._golden, before.capture, self._layer)
         replaceable = known - {Site.INPUT, Site.OUTPUT}
-        cut = cut_behind(hypothesis.sites, replaceable=replaceable)
-        is_last = Site.OUTPUT in hypothesis.sites and set(SITE_INPUTS[Site.OUTPUT]) <= known
+        cut = cut_behind(self._graph, hypothesis.sites, replaceable=replaceable)
+        is_last = Site.OUTPUT in hypothesis.sites and set(self._graph.inputs[Site.OUTPUT]) <= known
         if Site.OUTPUT in cut and not is_last:
             return self._shows_too_little(before, hypothesis.sites - replaceable)
         fit = fit_on_own_input(
@@ -164,8 +165,8 @@ class PortProver:
             return fit.refuted("the port", cut, before=before.comparison.verdict)
         while True:
             # Before the replaced sites the mistake still shows.
-            mistaken = hypothesis.sites | sites_behind(hypothesis.sites)
-            hidden = mistaken - set(cut) - sites_behind(cut)
+            mistaken = hypothesis.sites | sites_behind(self._graph, hypothesis.sites)
+            hidden = mistaken - set(cut) - sites_behind(self._graph, cut)
             after = self._run(
                 _folder((*in_weights, *at_stages)),
                 replace(
@@ -177,8 +178,8 @@ class PortProver:
             passed_over = self._passed_over(before, after, cut)
             if not passed_over:
                 break
-            cut = cut_behind({*cut, *passed_over}, replaceable=replaceable)
-        own = [site for site in sites_behind(cut) - set(cut) if site in known]
+            cut = cut_behind(self._graph, {*cut, *passed_over}, replaceable=replaceable)
+        own = [site for site in sites_behind(self._graph, cut) - set(cut) if site in known]
         if not own and not is_last:
             return not_provable(
                 f"the port goes on with other values than it shows at {_word(cut[:1])}",
@@ -186,6 +187,10 @@ class PortProver:
                 before=before.comparison.verdict,
             )
         return self._conclude(before, after, in_weights, replaced=cut, stage=fit.stage)
+
+    @property
+    def _graph(self) -> LayerGraph:
+        return self._golden.graph.layer(self._layer)
 
     def _undone(
         self, in_weights: tuple[Undo, ...], *, hidden: frozenset[Site] = frozenset()
@@ -219,7 +224,7 @@ class PortProver:
             reader
             for site in cut
             if not self._is_same(before, after, site)
-            for reader in readers_of(site)
+            for reader in readers_of(self._graph, site)
             if reader not in cut and reader in after.capture.sites(self._layer)
         }
         return frozenset(
@@ -319,7 +324,7 @@ def _feed_right(
     """
     asked = tuple(site for site in Site if site in known or site is Site.INPUT)
     border = dict(request.border)
-    for wave in waves(sites):
+    for wave in waves(right.graph, sites):
         shown = run(replace(request, sites=asked, border=border)).tensors
         border |= {site: right_value(right, site, shown) for site in wave}
     return replace(request, border=border)

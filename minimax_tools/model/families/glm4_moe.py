@@ -56,8 +56,8 @@ GLM4_MOE = Family(
     stored_names=_NAMES,
     transformers_prefix="Glm4Moe",
     preset="glm4-moe",
+    preset_words="GLM-4.5-Air",
     toy_preset="toy-glm4-moe",
-    # GLM-4.5-Air.
     true_sizes=MappingProxyType(
         {
             "num_hidden_layers": 46,

@@ -11,7 +11,7 @@ from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.stored_names import StoredNames
 
 
-def _other_keys(sizes: Mapping[str, int]) -> dict[str, Any]:
+def _other_keys(sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attn_type_list": [1] * sizes["num_hidden_layers"],
         "attention_dropout": 0.0,

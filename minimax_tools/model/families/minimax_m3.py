@@ -53,7 +53,7 @@ def _kinds(
     return [one if flag else zero for flag in flags or [default] * num_layers]
 
 
-def _other_keys(sizes: Mapping[str, int]) -> dict[str, Any]:
+def _other_keys(sizes: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, width = sizes["num_hidden_layers"], sizes["intermediate_size"]
     num_dense = min(3, num_layers - 1) if num_layers > 8 else 1
     return {
@@ -106,6 +106,7 @@ MINIMAX_M3 = Family(
     fuses_gate_up=True,
     transformers_prefix="MiniMaxM3VL",
     preset="m3",
+    preset_words="MiniMax-M3, its text model",
     toy_preset="toy-m3",
     true_sizes=MappingProxyType(
         {
