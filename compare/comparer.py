@@ -259,7 +259,10 @@ class _RunJudge:
     ) -> None:
         self._layers = layers
         self._model_sites = _declared_model_sites(target) if layers == declared_layers(target) else ()
-        num_sites = len(self._model_sites) + sum(len(declared_sites(target, layer)) for layer in layers)
+        graph = reference.graph
+        num_sites = len(self._model_sites) + sum(
+            len(declared_sites(target, layer, graph=graph)) for layer in layers
+        )
         sides = Sides(
             reference=reference,
             target=target,

@@ -27,6 +27,7 @@ from compare.sides.pairing import declared_layers
 from compare.sides.port_head import on_port_input, on_port_output
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame, CurvePoint, SiteResult, SiteStatus
 
@@ -74,7 +75,7 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
     Raises:
         IncomparableError: The layer's input is neither the golden's nor another layer's output, or weights do not fit.
     """
-    sites = declared_sites(sides.target, layer)
+    sites = declared_sites(sides.target, layer, graph=sides.reference.graph)
     if layer not in sides.target.layers:
         return _absent(sides.target, layer, tuple(map(str, sites)))
     captured = read_captured_input(sides, layer)
@@ -279,13 +280,16 @@ def _with_fault(
     )
 
 
-def declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:
-    """Return the sites of a layer that the run says it computes, in execution order."""
+def declared_sites(target: CaptureSource, layer: int, *, graph: ModelGraph) -> tuple[Site, ...]:
+    """Return the sites of a layer that the run says it computes, in execution order.
+
+    What says nothing, such as a dump, is held to the sites of the golden's `graph`.
+    """
     description = target.known_description
     if description is not None:
         return description.run.computed_sites_of(layer)
     known = (*target.sites(layer), *target.not_exposed(layer))
-    return tuple(site for site in Site if site in known and site is not Site.INPUT)
+    return tuple(site for site in graph.layer(layer).sites if site in known and site is not Site.INPUT)
 
 
 def _look_closer(

@@ -22,6 +22,7 @@ from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides, spread_evenly
 from minimax_tools.metrics.noise_floor import choice_margin, token_rows
+from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.inputs import Inputs, decoded_columns
 from minimax_tools.model.router import Router, weigh_experts
 from minimax_tools.model.run import Mode
@@ -88,7 +89,7 @@ class SiteInputs:
         if Site.ROUTER_WEIGHTS in group and router is not None and bool(router.usable.all()):
             # The right weights in the order of the experts, whatever order the port shows its weights in.
             experts = self.port[Site.ROUTER_EXPERTS]
-            shares = weigh_experts(self.graph, router.port[Site.ROUTER_LOGITS], experts)
+            shares = weigh_experts(self.graph.model, router.port[Site.ROUTER_LOGITS], experts)
             yield {Site.ROUTER_EXPERTS: experts, Site.ROUTER_WEIGHTS: shares}
         yield {site: self.golden[site] for site in group}
 
@@ -130,17 +131,20 @@ class RecomputingJudge:
     """Judges sites of one layer, computed from the port's own values of their inputs.
 
     The layer's input is the golden's. Nothing is judged without weights, of another tool's golden, and by fixed limits.
-    `graph` is the layer's.
     """
 
     def __init__(self, sides: Sides, *, layer: int, judge: LayerJudge) -> None:
         self._sides = sides
         self._layer = layer
         self._judge = judge
-        self.graph = sides.reference.graph.layer(layer)
         self._stack = ExitStack()
         can_compute = not sides.is_classic and sides.reference.known_description is not None
         self._source = sides.weights if can_compute else None
+
+    @property
+    def graph(self) -> LayerGraph:
+        """The layer's data flow."""
+        return self._sides.reference.graph.layer(self._layer)
 
     def __enter__(self) -> RecomputingJudge:
         return self

@@ -15,8 +15,9 @@ from compare.diagnosis.score import Score
 from compare.noise.yardstick import RIGHT_RHO
 from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
+from minimax_tools.model.formulas import formula
 from minimax_tools.model.graph import ModelGraph
-from minimax_tools.model.sites import SHARED_OPERATIONS, ModelSite, Site, formula
+from minimax_tools.model.sites import SHARED_OPERATIONS, ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Blame, Comparison, Untested, Verdict
 

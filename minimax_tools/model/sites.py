@@ -5,11 +5,10 @@ B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from minimax_tools.errors import UsageError, did_you_mean
-from minimax_tools.model.graph import ModelGraph, QkNorm
 from minimax_tools.text_enum import TextEnum
 
 
@@ -121,86 +120,3 @@ def parse_site(name: str) -> Site:
             expected="one of " + ", ".join(Site),
             next_step=did_you_mean(name, Site) or None,
         ) from None
-
-
-def formula(site: Site | ModelSite, graph: ModelGraph) -> str:
-    """Return what the original computes at a site, in words."""
-    if isinstance(site, ModelSite):
-        return _OUTSIDE[site]
-    if site in _ROUTER:
-        return _ROUTER[site](graph)
-    if site in (Site.Q_NORM, Site.K_NORM):
-        heads = {Site.Q_NORM: "N", Site.K_NORM: "K"}[site]
-        is_per_head = graph.qk_norm is QkNorm.PER_HEAD
-        channels = "the D channels of each head" if is_per_head else f"all {heads}·D channels of a token"
-        return _norm(f"{site.value[0]}_proj", str(site), channels)
-    return _IN_ALL_GRAPHS[site]
-
-
-def _norm(source: str, weight: str, channels: str) -> str:
-    return f"{source} · rsqrt(mean({source}²) + eps) · {weight}.weight, one mean over {channels}, in float32"
-
-
-def _product(source: str, weight: str, further: str = "") -> str:
-    return f"{source} @ {weight}.weightᵀ, without a bias{further}"
-
-
-def _rope(source: str) -> str:
-    return (
-        f"heads of {source} as [B,heads,S,D]; of the first rotary_dim dims, i and i + rotary_dim/2 are turned by "
-        "position · rope_theta^(-2i/rotary_dim), cos and sin in float32; the other dims stay"
-    )
-
-
-def _logits(graph: ModelGraph) -> str:
-    return _product("post_norm", "gate", ", in float32" if graph.has_float32_router else "")
-
-
-def _experts(graph: ModelGraph) -> str:
-    bias = " + e_score_correction_bias" if graph.has_correction_bias else ""
-    return f"the k largest of {graph.router_scores}(router_logits){bias}, in float32"
-
-
-def _shares(graph: ModelGraph) -> str:
-    return ", ".join(
-        (
-            f"{graph.router_scores}(router_logits) of the chosen experts",
-            *(("without the bias",) if graph.has_correction_bias else ()),
-            "divided by their sum" if graph.normalises_shares else "not divided by their sum",
-            "in float32" if graph.has_float32_router else "in float32, then rounded to the model's dtype",
-        )
-    )
-
-
-_ROUTER: Mapping[Site, Callable[[ModelGraph], str]] = MappingProxyType(
-    {Site.ROUTER_LOGITS: _logits, Site.ROUTER_EXPERTS: _experts, Site.ROUTER_WEIGHTS: _shares}
-)
-_IN_ALL_GRAPHS: Mapping[Site, str] = MappingProxyType(
-    {
-        Site.INPUT: "the output of the layer before; in layer 0 the embedding",
-        Site.INPUT_NORM: _norm("input", "input_layernorm", "all H channels"),
-        Site.Q_PROJ: _product("input_norm", "q_proj", ": N heads of D dims side by side"),
-        Site.K_PROJ: _product("input_norm", "k_proj", ": K heads of D dims side by side"),
-        Site.V_PROJ: _product("input_norm", "v_proj", ": K heads of D dims side by side"),
-        Site.Q_ROPE: _rope("q_norm"),
-        Site.K_ROPE: _rope("k_norm"),
-        Site.ATTN_CONTEXT: (
-            "keys and values repeated for N/K neighbouring heads, scores q·k · D^-0.5, causal and padding mask, "
-            "softmax in float32, sum over values; then [B,N,S,D] transposed to [B,S,N·D], heads side by side"
-        ),
-        Site.ATTN_DELTA: _product("attn_context", "o_proj", ", summed over all heads"),
-        Site.ATTN_RESIDUAL: "input + attn_delta",
-        Site.POST_NORM: _norm("attn_residual", "post_attention_layernorm", "all H channels"),
-        Site.MOE_DELTA: (
-            "sum over the chosen experts of router_weight · w2(silu(w1(post_norm)) · w3(post_norm)), not clamped"
-        ),
-        Site.OUTPUT: "attn_residual + moe_delta",
-    }
-)
-_OUTSIDE: Mapping[ModelSite, str] = MappingProxyType(
-    {
-        ModelSite.EMBEDDING: "the rows of embed_tokens.weight at the token ids, not scaled",
-        ModelSite.FINAL_NORM: _norm("the last layer's output", "norm", "all H channels"),
-        ModelSite.LOGITS: _product("final_norm", "lm_head"),
-    }
-)

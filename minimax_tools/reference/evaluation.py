@@ -285,7 +285,7 @@ class Evaluation:
     def expert_job(self) -> ExpertJob:
         """Return what `run_experts` needs to compute this evaluation's experts."""
         return ExpertJob(
-            graph=self.spec.graph,
+            graph=self.graph.model,
             states=self[ExpertValue.EXPERT_INPUT],
             experts=self[ExpertValue.EXPERT_NUMBERS],
             shares=self[Site.ROUTER_WEIGHTS],

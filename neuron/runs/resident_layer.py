@@ -22,7 +22,6 @@ from minimax_tools.errors import Mm2Error
 from minimax_tools.machine.memory import MemoryBudget, free_bytes, give_back_freed_memory
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.inputs import Inputs
-from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
 from neuron.builtin.moe import CHUNK_SIZE_BYTES
@@ -84,7 +83,9 @@ class DeviceFootprint:
     @property
     def activation_bytes(self) -> int:
         """The activations of one layer: its sites and, for mm2's own layer, the tensors between them."""
-        num_values = [math.prod(site_shape(site, self.spec, self.inputs.batch_shape)) for site in Site]
+        num_values = [
+            math.prod(site_shape(site, self.spec, self.inputs.batch_shape)) for site in self.spec.graph.sites
+        ]
         num_in_call = sum(num_values) * self._rows_of_call // self.inputs.batch_size
         site_bytes = (num_in_call + sum(num_values) * _COPIES_ON_HOST) * self.dtype.itemsize
         # Room for two copies of the largest site in float64.

@@ -33,6 +33,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.opening import DumpReading, open_sides, open_source
 from minimax_tools.json_codec import encode
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode, Run, model_run, sweep_run
 from minimax_tools.model.sites import ModelSite, Site
@@ -331,6 +332,7 @@ def open_layer(toy: Path) -> OpenLayer:
         passes = ModelPasses(num_passes=1 + num_decoded, chunks=tuple(map(tuple, chunks)))
         numbers = passes.number_tokens(mask)
         inputs = DecodedInputs(
+            graph=ModelGraph().layer(0),
             spec=spec,
             weights=weights,
             attention_mask=mask,

@@ -23,6 +23,7 @@ from compare.limits.criteria import Criteria
 from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.run import (
     Component,
     component_run,
@@ -161,7 +162,7 @@ class TestChained:
         changes = {(first, Site.OUTPUT): drift} | {
             (layer, site): drift
             for layer in range(first + 1, run.span.stop)
-            for site in Site
+            for site in ModelGraph().sites
             if site not in (Site.INPUT, Site.ROUTER_EXPERTS)
         }
         return copyist.device_run(changes, run=run)  # type: ignore[no-any-return]  # a fixture's value

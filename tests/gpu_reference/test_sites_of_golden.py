@@ -12,6 +12,7 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
@@ -82,7 +83,7 @@ def test_all_18_sites_have_the_shapes_and_dtypes_of_the_design(capture: Capture,
     assert len(tensors) == 18
     assert {site: tuple(tensor.shape) for site, tensor in tensors.items()} == shapes
     assert {site: tensor.dtype for site, tensor in tensors.items()} == {
-        site: router.get(site, torch.bfloat16) for site in Site
+        site: router.get(site, torch.bfloat16) for site in ModelGraph().sites
     }
 
 

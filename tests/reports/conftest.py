@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from minimax_tools.metrics.pair_metrics import PairMetrics
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import (
     Blame,
@@ -85,7 +86,7 @@ def compare_sites(
 ) -> Comparison:
     """A comparison in which every site passes but those that are given."""
     places: list[tuple[int | None, str]] = [
-        (layer, str(site)) for layer in range(layers) for site in Site if site is not Site.INPUT
+        (layer, str(site)) for layer in range(layers) for site in ModelGraph().sites if site is not Site.INPUT
     ]
     places += [(None, str(site)) for site in ModelSite] if model else []
     given = {(site.layer, site.site): site for site in changed}
@@ -195,7 +196,7 @@ def chained() -> Comparison:
     changed = [
         failing_site(layer, str(site), 2.0 + layer + site.order / 10)
         for layer in range(5, 30)
-        for site in Site
+        for site in ModelGraph().sites
         if site not in (Site.INPUT, Site.ROUTER_EXPERTS) and (layer > 5 or site.order >= Site.MOE_DELTA.order)
     ]
     points = tuple(

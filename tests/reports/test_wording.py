@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from minimax_tools.model.sites import Site
+from minimax_tools.model.graph import ModelGraph
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure, word_fraction, word_order, word_sites, word_sites_by_layer
 
@@ -49,7 +49,7 @@ def test_layers_with_the_same_sites_share_a_line_and_others_do_not() -> None:
 
 def test_a_long_run_of_sites_is_told_by_its_ends() -> None:
     assert word_sites(["q_rope", "k_rope", "attn_context"]) == ("q_rope", "k_rope", "attn_context")
-    assert word_sites([str(site) for site in Site][1:]) == ("input_norm to output",)
+    assert word_sites([str(site) for site in ModelGraph().sites][1:]) == ("input_norm to output",)
     apart = ["q_proj", "k_proj", "v_proj", "attn_context", "attn_delta"]
     assert word_sites(apart) == tuple(apart)
 

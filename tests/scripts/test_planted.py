@@ -17,7 +17,8 @@ from faults.plant import Plant, pair_plants
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
 from faults.rivals import RULES
 
-from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.sites import Site
 from neuron.devices.runtime import open_runtime
 
 # On the left padding that one of them needs, and the far row that others do; 70 rows reach the end of a bucket, and a
@@ -57,8 +58,8 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
 def downstream(sites: tuple[Site, ...]) -> set[Site]:
     """The sites, and all that is computed from them."""
     found = set(sites)
-    for site in Site:
-        if found & set(SITE_INPUTS[site]):
+    for site, inputs in ModelGraph().layer(0).inputs.items():
+        if found & set(inputs):
             found.add(site)
     return found
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from compare.blame.blame import blame_layer, group_blame, is_inherited
-from minimax_tools.model.run import BOUNDARIES, Component
+from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.run import Component, component_run
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import (
     Blame,
@@ -21,7 +22,8 @@ from minimax_tools.results.results import (
 )
 
 LAYER = 5
-COMPUTED = tuple(site for site in Site if site is not Site.INPUT)
+GRAPH = ModelGraph().layer(LAYER)
+COMPUTED = tuple(site for site in ModelGraph().sites if site is not Site.INPUT)
 
 
 def past(first: Site) -> tuple[Site, ...]:
@@ -57,7 +59,7 @@ def blame(
         )
         for site in computed
     }
-    return word_blame(blame_layer(results, layer=LAYER, given=given, is_chained=is_chained))
+    return word_blame(blame_layer(results, graph=GRAPH, layer=LAYER, given=given, is_chained=is_chained))
 
 
 def word_blame(blames: tuple[Blame, ...]) -> str:
@@ -66,8 +68,8 @@ def word_blame(blames: tuple[Blame, ...]) -> str:
 
 
 def of_component(component: Component, *failing: Site, hidden: tuple[Site, ...] = ()) -> str:
-    boundary = BOUNDARIES[component]
-    return blame(*failing, hidden=hidden, computed=boundary.computed, given=boundary.fed)
+    run = component_run(LAYER, component)
+    return blame(*failing, hidden=hidden, computed=run.computed_sites, given=run.fed_sites)
 
 
 def test_blame_reads_as_its_golden_text(expect_text: Callable[..., None]) -> None:
@@ -148,7 +150,9 @@ def _traces() -> dict[str, str]:
         Site.MOE_DELTA: failing(7.4),
     }
     return {
-        title: word_blame(blame_layer(results, layer=LAYER, given=(Site.Q_NORM,), is_chained=False))
+        title: word_blame(
+            blame_layer(results, graph=GRAPH, layer=LAYER, given=(Site.Q_NORM,), is_chained=False)
+        )
         for title, results in (
             ("a trace does not account for the culprit behind it", one),
             ("several traces do not", several),

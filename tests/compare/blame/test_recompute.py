@@ -20,6 +20,7 @@ from compare.diagnosis.cli import main as mm2_diagnose
 from compare.sides.golden_weights import CheckpointWeights
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.reader import Capture
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
@@ -201,7 +202,7 @@ def simulated(golden: Path, toy: Path, copyist: Any, judge: Judge) -> Callable[[
         values, shown = {Site.INPUT: capture.read(LAYER, Site.INPUT).float()}, {}
         with CheckpointWeights(model=str(toy)).open_layer(LAYER, capture) as weights:
             own = Float32Layer(weights.spec, weights.tensors)
-            for site in list(Site)[1:]:
+            for site in list(ModelGraph().sites)[1:]:
                 dtype = capture.read(LAYER, site).dtype
                 right = own.compute(site, values, inputs).to(dtype)
                 altered = alter[site](right) if site in alter else right

@@ -12,6 +12,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model import weight_names
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import STAGES, Evaluation, ExpertValue, LayerInputs
@@ -93,6 +94,7 @@ class Weights:
 def layer() -> Evaluation:
     """The layer; its real tokens are the chosen ones."""
     inputs = LayerInputs(
+        graph=ModelGraph().layer(0),
         spec=SPEC,
         weights=cast("LayerWeights", Weights()),
         attention_mask=MASK,
@@ -102,7 +104,7 @@ def layer() -> Evaluation:
     generator = torch.Generator().manual_seed(0)
     tokens = inputs.judged_tokens
     values: dict[Any, torch.Tensor] = {}
-    for site in Site:
+    for site in ModelGraph().sites:
         shape: tuple[int, ...] = (len(tokens), WIDTHS.get(site, 12))
         if site.order < Site.ATTN_CONTEXT.order:
             shape = (2, 6, WIDTHS.get(site, 12))

@@ -24,6 +24,7 @@ from compare.catalogue.outside import MODEL_CATALOGUE, ModelInputs
 from compare.catalogue.words import Place, read_words, require_known
 from minimax_tools.errors import UsageError
 from minimax_tools.model import weight_names
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.reference.evaluation import Evaluation, LayerInputs
 
 # All parameters that are tried on small models; --update writes it anew.
@@ -92,7 +93,8 @@ def decoded_inputs_of(decoded: DecodedInputs) -> dict[str, LayerInputs]:
     positions = (padded.cumsum(1) - 1).clamp(min=0)
     return {
         "nothing is decoded": LayerInputs(
-            **{one.name: getattr(decoded, one.name) for one in fields(LayerInputs)}
+            graph=ModelGraph().layer(0),
+            **{one.name: getattr(decoded, one.name) for one in fields(LayerInputs)},
         ),
         # Multiples of each size hold a longer prefill; there is no other prompt, and no padding.
         "a prompt alone": alone,

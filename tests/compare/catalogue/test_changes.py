@@ -34,6 +34,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.model import weight_names
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EXPERT_MATRICES
@@ -76,6 +77,7 @@ def states_of(tensors: LayerTensors) -> torch.Tensor:
 
 def evaluate(tensors: LayerTensors) -> Evaluation:
     inputs = LayerInputs(
+        graph=ModelGraph().layer(0),
         spec=ModelSpec.from_folder(tensors.reader.folder),
         weights=LayerWeights(tensors),
         attention_mask=MASK,
@@ -102,7 +104,9 @@ def run_planted(plant: Plant, tensors: LayerTensors, config: Any) -> dict[Site, 
     module = PlantedLayer(config, plant)
     state = module.convert_state_dict(tensors.copy(), config, tensors.layer)
     module.load_state_dict({name: tensor.float() for name, tensor in state.items()})
-    taps = {site: Tap(path=f"taps.{site}") for site in Site if site not in (Site.INPUT, Site.OUTPUT)}
+    taps = {
+        site: Tap(path=f"taps.{site}") for site in ModelGraph().sites if site not in (Site.INPUT, Site.OUTPUT)
+    }
     with torch.no_grad(), Recorder(module, taps, keep=copy_to_host) as recorder:
         output, _ = module(states_of(tensors), MASK, POSITIONS)
     shown = {site: shape_to_batch(site, value, MASK.shape) for site, value in recorder.tensors.items()}

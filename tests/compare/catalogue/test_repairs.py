@@ -14,6 +14,7 @@ from compare.catalogue.repairs import lines_for_layers, repair_lines
 from compare.catalogue.undo import Undo, join_hypotheses, undo_finding
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import UsageError
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import STAGES, Evaluation, LayerInputs
@@ -40,6 +41,7 @@ def evaluate(tensors: LayerTensors) -> Evaluation:
     spec = ModelSpec.from_folder(tensors.reader.folder)
     states = torch.randn(1, LENGTH, spec.hidden_size, generator=torch.Generator().manual_seed(0))
     inputs = LayerInputs(
+        graph=ModelGraph().layer(0),
         spec=spec,
         weights=LayerWeights(tensors),
         attention_mask=torch.ones(1, LENGTH, dtype=torch.int64),

@@ -16,6 +16,7 @@ from minimax_tools.capture.passes import CachePair
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs, decoded_tokens
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -156,7 +157,14 @@ def test_padding_of_the_batch_is_its_first_and_that_of_a_bucket_zero(
     spec, source = ModelSpec.from_folder(toy), Capture.open(golden)
     weights = LayerWeights(LayerTensors.open(CheckpointReader(toy), spec, 0, torch.bfloat16))
     one = torch.ones(1, 1, dtype=torch.int64)
-    inputs = LayerInputs(spec=spec, weights=weights, attention_mask=one, position_ids=0 * one, decode_start=1)
+    inputs = LayerInputs(
+        graph=ModelGraph().layer(0),
+        spec=spec,
+        weights=weights,
+        attention_mask=one,
+        position_ids=0 * one,
+        decode_start=1,
+    )
     alone = Evaluation(inputs, with_given({Site.INPUT: row[None, None]}), tokens=torch.tensor([0]))
     entry = torch.stack((alone[Site.K_ROPE], split_heads(alone[Site.V_PROJ], spec.head_dim)))[:, 0]
 

@@ -19,6 +19,7 @@ from compare.diagnosis.report import render_diagnosis
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.run import Run, sweep_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
@@ -27,7 +28,7 @@ from minimax_tools.results.results import Verdict
 # Up to attention: no experts run to judge a layer.
 RUN = replace(
     sweep_run(Span(0, 4), sites_level="all"),
-    sites=tuple(site for site in Site if site.order <= Site.ATTN_DELTA.order),
+    sites=tuple(site for site in ModelGraph().sites if site.order <= Site.ATTN_DELTA.order),
 )
 
 Command = Callable[..., click.testing.Result]

@@ -19,6 +19,7 @@ from compare.diagnosis.trial import Trial
 from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import IncomparableError
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.run import Run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
@@ -129,7 +130,7 @@ def test_columns_are_decoded_unless_rows_are(
 def test_noise_of_logits_that_the_golden_lacks_is_a_share_of_them(
     open_case: Callable[..., LayerCase], copyist: Any
 ) -> None:
-    sites = tuple(site for site in Site if site is not Site.ROUTER_LOGITS)
+    sites = tuple(site for site in ModelGraph().sites if site is not Site.ROUTER_LOGITS)
     reference = copyist.golden(run=replace(copyist.source.description.run, sites=sites))
     judging = (Site.ATTN_DELTA,)
     case = open_case(reference=reference, judging=judging)
@@ -182,7 +183,7 @@ def trial(toy: Path, golden: Path) -> Iterator[Trial]:
 def test_layer_without_a_change_is_the_goldens_twin(trial: Trial, golden: Path) -> None:
     source, kept = Capture.open(golden), trial.settled
     # The twin keeps no input, and the golden's own choice of experts.
-    for site in set(Site) - {Site.INPUT, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS}:
+    for site in set(ModelGraph().sites) - {Site.INPUT, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS}:
         twin = source.read_twin(1, site)
         assert twin is not None
         rows = trial.base.chosen(twin.transpose(1, 2).flatten(2) if site.has_heads_dim else twin)

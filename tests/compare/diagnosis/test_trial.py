@@ -15,6 +15,7 @@ from compare.catalogue.mistake import Hypothesis
 from compare.diagnosis.score import Score
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.noise.yardstick import Yardstick
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import (
     Change,
@@ -34,6 +35,7 @@ def inputs(num_tokens: int = NUM_TOKENS) -> LayerInputs:
     spec: Any = SimpleNamespace(num_experts_per_tok=1, hidden_size=WIDTH, num_local_experts=NUM_EXPERTS)
     weights: Any = None
     return LayerInputs(
+        graph=ModelGraph().layer(0),
         spec=spec,
         weights=weights,
         attention_mask=torch.ones(1, num_tokens, dtype=torch.int64),

@@ -117,7 +117,9 @@ def _run_layer(
     if fault.patch is not None:
         fault.patch(layer, spec)
     rotary = modeling_class(spec.family, "RotaryEmbedding")(config)
-    with torch.no_grad(), recording_layer(layer, sites=tuple(Site), attn_implementation="eager") as shown:
+    graph = spec.graph.layer(number)
+    recording = recording_layer(layer, sites=graph.sites, graph=graph, attn_implementation="eager")
+    with torch.no_grad(), recording as shown:
         layer(
             states,
             attention_mask=create_causal_mask(
@@ -126,7 +128,7 @@ def _run_layer(
             position_ids=inputs.position_ids,
             position_embeddings=rotary(states, position_ids=inputs.position_ids),
         )
-    return {site: shape_to_batch(site, shown[site], inputs.batch_shape) for site in Site}
+    return {site: shape_to_batch(site, shown[site], inputs.batch_shape) for site in graph.sites}
 
 
 def _fused(tensors: Tensors, spec: ModelSpec) -> Tensors:

@@ -33,12 +33,13 @@ from minimax_tools.metrics.noise_floor import (
     token_rows,
     variant_name,
 )
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.run import multi_layer_run, single_layer_run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
 
 NAMES = ("nearest", "random_1")
-JUDGED = tuple(site for site in Site if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
+JUDGED = tuple(site for site in ModelGraph().sites if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
 MODEL_SITES = (ModelSite.FINAL_NORM, ModelSite.LOGITS)
 
 
@@ -70,7 +71,7 @@ def judged_rows(golden: Capture) -> Iterator[tuple[int, Site, torch.Tensor, torc
 def test_full_floor_keeps_the_twin_of_every_computed_site(full: Capture) -> None:
     for layer in full.layers:
         assert full.read_twin(layer, Site.INPUT) is None
-        for site in set(Site) - {Site.INPUT}:
+        for site in set(ModelGraph().sites) - {Site.INPUT}:
             twin = present(full.read_twin(layer, site))
             assert twin.dtype == (torch.int64 if site is Site.ROUTER_EXPERTS else torch.float32)
             assert twin.shape == full.read(layer, site).shape

@@ -15,6 +15,7 @@ from gpu_reference.golden.recording import recording_layers, recording_model
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import GoldenRefusedError
 from minimax_tools.metrics.noise_floor import ROUTER_MARGIN
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import ExpertTokens, pad_rows
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.model.sites import ModelSite, Site
@@ -23,7 +24,7 @@ from minimax_tools.model.sites import ModelSite, Site
 def recorded_logits(golden: Golden, request: GoldenRequest) -> torch.Tensor:
     """The logits of a forward that is recorded at every site, for nobody."""
     options: dict[str, Any] = {
-        "sites": frozenset(Site),
+        "sites": frozenset(ModelGraph().sites),
         "inputs": request.inputs,
         "graph": request.model.spec.graph,
     }
@@ -159,7 +160,7 @@ def test_layer_alone_has_the_states_that_it_has_in_the_whole(
     reached: Capture, request_of_few: GoldenRequest, tmp_path: Path
 ) -> None:
     alone = capture(replace(request_of_few, run=single_layer_run(2, sites_level="all")), tmp_path)
-    for site in Site:
+    for site in ModelGraph().sites:
         is_made = reached.read_inputs().is_expert_token
         if not site.has_heads_dim:
             assert torch.equal(alone.read(2, site)[is_made], reached.read(2, site)[is_made]), site

@@ -20,7 +20,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight, layer_prefix
 
 CPU = torch.device("cpu")
-NewStorage = Callable[[], LayerStorage]
+NewStorage = Callable[[int], LayerStorage]
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def made(new_storage: NewStorage) -> tuple[list[Any], NewStorage]:
     """References to the storages so far, and a function that makes one more."""
     references: list[Any] = []
 
-    def make() -> LayerStorage:
-        storage = new_storage()
+    def make(layer: int) -> LayerStorage:
+        storage = new_storage(layer)
         references.append(weakref.ref(storage))
         return storage
 

@@ -119,7 +119,7 @@ def test_layer_behind_the_last_predicts_further_tokens_and_is_no_decoder_layer()
 
 
 def test_unknown_model_type_is_named_with_the_known_ones() -> None:
-    known = r"'t5'.*minimax_m2, llama, qwen2, qwen3, qwen3_moe, mixtral, gpt2"
+    known = r"'t5'.*minimax_m2, .*llama, qwen2, qwen3, .*gpt2"
     for ask in (
         *(ParamMapper.is_embedding, ParamMapper.is_token_embedding, ParamMapper.get_layer_number),
         *(ParamMapper.is_final_norm, ParamMapper.is_lm_head),

@@ -7,6 +7,7 @@ import pytest
 
 from minimax_tools.errors import UsageError
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.run import (
     BOUNDARIES,
     Component,
@@ -18,7 +19,7 @@ from minimax_tools.model.run import (
     single_layer_run,
     sweep_run,
 )
-from minimax_tools.model.sites import SITE_INPUTS, ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span, word_layers
 
 RUNS = {
@@ -66,12 +67,28 @@ def test_fed_sites_are_not_judged() -> None:
 
 
 @pytest.mark.parametrize("component", Component)
-def test_component_computes_from_what_it_is_fed_alone(component: Component) -> None:
-    boundary = BOUNDARIES[component]
-    known = set(boundary.fed)
-    for site in boundary.computed:
-        assert set(SITE_INPUTS[site]) <= known, site
+@pytest.mark.parametrize("graph", [ModelGraph(), ModelGraph(shared_width=64)], ids=["M2", "shared expert"])
+def test_component_computes_from_what_it_is_fed_alone(component: Component, graph: ModelGraph) -> None:
+    run = component_run(1, component, graph=graph)
+    known = set(run.fed_sites)
+    for site in run.computed_sites:
+        assert set(graph.layer(1).inputs[site]) <= known, site
         known.add(site)
+
+
+def test_dense_layer_has_an_mlp_for_its_experts() -> None:
+    graph = ModelGraph(dense_layers=(0,), dense_width=64)
+    assert component_run(0, Component.MOE, graph=graph).computed_sites == (Site.MLP_DELTA,)
+    with pytest.raises(UsageError, match="layer 0 has no experts: it is dense"):
+        component_run(0, Component.EXPERTS, graph=graph)
+
+
+def test_each_layer_of_a_run_keeps_the_sites_that_it_has() -> None:
+    run = sweep_run(Span(0, 2), sites_level="component", graph=ModelGraph(dense_layers=(0,), dense_width=64))
+    assert Site.MLP_DELTA in run.sites_of(0)
+    assert Site.MOE_DELTA not in run.sites_of(0)
+    assert Site.MLP_DELTA not in run.sites_of(1)
+    assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
 
 
 def test_every_site_but_the_residual_adds_is_computed_by_a_component() -> None:

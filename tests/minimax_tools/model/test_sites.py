@@ -5,24 +5,46 @@ from __future__ import annotations
 import pytest
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.graph import ModelGraph, QkNorm, RouterScores
-from minimax_tools.model.sites import SITE_INPUTS, SITE_LEVELS, ModelSite, Site, formula, parse_site
+from minimax_tools.model.formulas import formula
+from minimax_tools.model.graph import LayerGraph, ModelGraph, QkNorm, RouterScores
+from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site, find_level, parse_site
+
+_BEFORE_QK_NORMS = "input input_norm q_proj k_proj v_proj"
+_ATTENTION = "q_rope k_rope attn_context attn_delta attn_residual post_norm"
+_ROUTER = "router_logits router_experts router_weights"
+WITH_SHARED = ModelGraph(shared_width=64, dense_layers=(0,), qk_norm=QkNorm.NONE)
 
 
-def test_there_are_18_sites_in_execution_order() -> None:
-    assert " ".join(Site) == (
-        "input input_norm q_proj k_proj v_proj q_norm k_norm q_rope k_rope attn_context attn_delta "
-        "attn_residual post_norm router_logits router_experts router_weights moe_delta output"
-    )
-    assert [site.order for site in Site] == list(range(18))
+@pytest.mark.parametrize(
+    ("graph", "sites"),
+    [
+        (
+            ModelGraph().layer(0),
+            f"{_BEFORE_QK_NORMS} q_norm k_norm {_ATTENTION} {_ROUTER} moe_delta output",
+        ),
+        (
+            WITH_SHARED.layer(1),
+            f"{_BEFORE_QK_NORMS} {_ATTENTION} {_ROUTER} routed_delta shared_delta moe_delta output",
+        ),
+        (WITH_SHARED.layer(0), f"{_BEFORE_QK_NORMS} {_ATTENTION} mlp_delta output"),
+    ],
+    ids=["MiniMax-M2", "shared expert", "dense"],
+)
+class TestLayerGraph:
+    def test_sites_are_in_execution_order(self, graph: LayerGraph, sites: str) -> None:
+        assert " ".join(graph.sites) == sites
+        assert list(graph.sites) == sorted(graph.sites, key=lambda site: site.order)
+
+    def test_every_site_is_computed_from_earlier_ones_only(self, graph: LayerGraph, sites: str) -> None:
+        inputs = graph.inputs
+        assert all(source.order < site.order for site, sources in inputs.items() for source in sources)
+        assert [site for site, sources in inputs.items() if not sources] == [Site.INPUT]
+        used = {source for sources in inputs.values() for source in sources}
+        assert set(graph.sites) - used == {Site.OUTPUT}
 
 
-def test_every_site_is_computed_from_earlier_ones_only() -> None:
-    assert set(SITE_INPUTS) == set(Site)
-    assert all(source.order < site.order for site, sources in SITE_INPUTS.items() for source in sources)
-    assert [site for site, sources in SITE_INPUTS.items() if not sources] == [Site.INPUT]
-    used = {source for sources in SITE_INPUTS.values() for source in sources}
-    assert set(Site) - used == {Site.OUTPUT}
+def test_models_with_several_kinds_of_layers_have_the_sites_of_all() -> None:
+    assert set(WITH_SHARED.sites) == set(WITH_SHARED.layer(0).sites) | set(WITH_SHARED.layer(1).sites)
 
 
 def test_levels_grow_in_execution_order() -> None:
@@ -30,9 +52,17 @@ def test_levels_grow_in_execution_order() -> None:
     assert layer == (Site.INPUT, Site.OUTPUT)
     assert component == (
         *(Site.INPUT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, Site.POST_NORM, Site.ROUTER_LOGITS),
-        *(Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT),
+        *(Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.ROUTED_DELTA, Site.SHARED_DELTA, Site.MOE_DELTA),
+        *(Site.MLP_DELTA, Site.OUTPUT),
     )
     assert everything == tuple(Site)
+
+
+@pytest.mark.parametrize("graph", [ModelGraph(), WITH_SHARED], ids=["MiniMax-M2", "others"])
+@pytest.mark.parametrize("level", ["layer", "component", "all"])
+def test_levels_are_found_again_in_the_sites_of_any_graph(graph: ModelGraph, level: str) -> None:
+    assert find_level(graph.level(level)) == level
+    assert find_level((Site.INPUT, Site.Q_PROJ)) is None
 
 
 def test_only_rotated_queries_and_keys_have_a_dim_for_heads() -> None:
@@ -53,6 +83,7 @@ SOFTMAX = ModelGraph(
     router_scores=RouterScores.SOFTMAX,
     has_float32_router=False,
     has_correction_bias=False,
+    has_float32_shares=False,
     normalises_shares=False,
 )
 
@@ -65,8 +96,8 @@ def test_formulas_name_the_inputs_of_all_sites(graph: ModelGraph) -> None:
         Site.ROUTER_WEIGHTS: ("router_logits", "chosen experts"),
         Site.MOE_DELTA: ("post_norm", "chosen experts", "router_weight"),
     }
-    for site in Site:
-        for words in in_words.get(site, SITE_INPUTS[site]):
+    for site, inputs in graph.layer(0).inputs.items():
+        for words in in_words.get(site, inputs):
             assert str(words) in formula(site, graph), site
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import (
     Change,
@@ -39,7 +40,9 @@ class Layer:
     def __init__(self) -> None:
         self.computed: list[GraphNode] = []
         parts: dict[str, Any] = {"spec": "spec", "weights": "weights"}
-        self.inputs = LayerInputs(attention_mask=MASK, position_ids=MASK, decode_start=3, **parts)
+        self.inputs = LayerInputs(
+            graph=ModelGraph().layer(0), attention_mask=MASK, position_ids=MASK, decode_start=3, **parts
+        )
         whole = torch.arange(12.0).reshape(2, 3, 2)
         stages: dict[GraphNode, Stage] = {
             Q_PROJ: lambda layer: layer.inputs.held(whole),

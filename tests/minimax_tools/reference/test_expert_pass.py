@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.reference.expert_pass import Allocate, ExpertJob, Recipe, run_experts
 
 NUM_TOKENS, HIDDEN, WIDTH = 5, 4, 3
@@ -41,6 +42,7 @@ class Weights:
 def job(experts: torch.Tensor = EXPERTS, *, seed: int = 1, recipe: Recipe | None = None) -> ExpertJob:
     generator = torch.Generator().manual_seed(seed)
     return ExpertJob(
+        graph=ModelGraph(),
         states=torch.randn(len(experts), HIDDEN, generator=generator),
         experts=experts,
         shares=torch.rand(experts.shape, generator=generator),

@@ -9,6 +9,7 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.noise_floor import token_rows
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -18,7 +19,7 @@ from minimax_tools.reference.rounding import RoundingKind
 
 LAYER = 2
 KINDS = (RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM, RoundingKind.RANDOM)
-VALUES = tuple(site for site in Site if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
+VALUES = tuple(site for site in ModelGraph().sites if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
 Copy = dict[Site, torch.Tensor]
 
 

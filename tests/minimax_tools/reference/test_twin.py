@@ -10,6 +10,7 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.capture.taps import Tap
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.spec import ModelSpec
@@ -19,7 +20,7 @@ from minimax_tools.reference.modules import read_config, recording_layer
 from minimax_tools.reference.twin import Float32Twin
 
 LAYERS = (0, 3)
-COMPUTED = tuple(site for site in Site if site is not Site.INPUT)
+COMPUTED = tuple(site for site in ModelGraph().sites if site is not Site.INPUT)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,9 @@ def run_in_float32(model: Any, layer: int, states: torch.Tensor, inputs: Inputs)
         model.config, states, inputs.attention_mask, None, position_ids=inputs.position_ids
     )
     module = model.model.layers[layer]
-    recording = recording_layer(module, sites=tuple(Site), attn_implementation="sdpa")
+    recording = recording_layer(
+        module, sites=ModelGraph().sites, graph=ModelGraph().layer(0), attn_implementation="sdpa"
+    )
     with torch.no_grad(), recording as tensors:
         module(
             states,

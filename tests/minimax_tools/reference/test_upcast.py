@@ -5,10 +5,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.weight_names import expert_weight
 from minimax_tools.reference.upcast import upcast_experts
 
 E, K, H, I = 6, 2, 1024, 384  # noqa: E741  # I: intermediate, as everywhere
+
+GRAPH = ModelGraph()
 
 
 def weights_of(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -47,7 +50,7 @@ def exact(
 @pytest.mark.parametrize("num_tokens", [1, 5, 60])
 def test_every_token_goes_through_its_experts_in_float32(num_tokens: int, dtype: torch.dtype) -> None:
     weights, arguments = weights_of(dtype), routing(num_tokens)
-    found, expected = upcast_experts(weights, *arguments), exact(weights, *arguments)
+    found, expected = upcast_experts(weights, *arguments, graph=GRAPH), exact(weights, *arguments)
     assert found.dtype == torch.float32
     # Far below the 4e-3 of one rounding to BF16.
     assert float((found.double() - expected).norm() / expected.norm()) < 2e-6
@@ -64,7 +67,7 @@ def test_another_routing_or_order_of_matrices_would_show(mistake: str) -> None:
     else:
         names = [(expert_weight(expert, "w1"), expert_weight(expert, "w3")) for expert in range(E)]
         weights |= {new: weights[old] for pair in names for new, old in (pair, pair[::-1])}
-    found = upcast_experts(weights, states, experts, shares)
+    found = upcast_experts(weights, states, experts, shares, graph=GRAPH)
     assert float((found.double() - expected).norm() / expected.norm()) > 1e-2
 
 
@@ -76,7 +79,10 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
         try:
             for num_threads in (1, 2, 5):
                 torch.set_num_threads(num_threads)
-                sums += [upcast_experts(weights, *arguments), upcast_experts(weights, *arguments)]
+                sums += [
+                    upcast_experts(weights, *arguments, graph=GRAPH),
+                    upcast_experts(weights, *arguments, graph=GRAPH),
+                ]
                 assert torch.get_num_threads() == num_threads
         finally:
             torch.set_num_threads(before)
@@ -95,13 +101,13 @@ def test_experts_nobody_chose_are_not_asked_for_and_an_error_in_reading_comes_ou
 
     weights, arguments = weights_of(torch.bfloat16), routing(40)
     assert 4 not in arguments[1]
-    upcast_experts(Asked(weights), *arguments)
+    upcast_experts(Asked(weights), *arguments, graph=GRAPH)
     with pytest.raises(OSError, match=r"w1.weight is gone"):
-        upcast_experts(Unreadable(weights), *arguments)
+        upcast_experts(Unreadable(weights), *arguments, graph=GRAPH)
 
 
 def test_weights_that_want_gradients_are_only_read() -> None:
     weights = {name: weight.requires_grad_() for name, weight in weights_of(torch.float32).items()}
     with torch.no_grad():
-        output = upcast_experts(weights, *routing(3))
+        output = upcast_experts(weights, *routing(3), graph=GRAPH)
     assert not output.requires_grad

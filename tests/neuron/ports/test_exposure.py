@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from minimax_tools.errors import TargetError
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from neuron.ports.exposure import Exposure, find_exposure
 
@@ -40,7 +41,7 @@ def stored(record: dict[str, Any]) -> set[str]:
 def test_usual_names_are_found(run_port: Any) -> None:
     result, record = run_port(DECLARING.format(sites=None))
     assert result.exit_code == 0
-    assert stored(record) == {str(site) for site in Site} - HIDDEN
+    assert stored(record) == {str(site) for site in ModelGraph().sites} - HIDDEN
     assert set(record["layers"][0]["not_exposed"]) == HIDDEN
     assert (record["compared"], record["of"]) == (13, 17)
 
