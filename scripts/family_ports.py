@@ -1,0 +1,128 @@
+"""transformers' own modules as ports of every family: a right layer, one with gate and up swapped, a whole model.
+
+scripts/families.py runs them. They take their weights by the hub's names.
+
+B batch, S columns of a pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.masking_utils import create_causal_mask
+
+sys.path.insert(0, str(Path(__file__).parent / "examples"))
+
+import transformers_port
+
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import float32_names
+from minimax_tools.reference.modules import modeling_class, module_name
+
+_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(\w+)\.weight")
+
+
+def read_spec(config):
+    """Return the spec of a port's config."""
+    return ModelSpec.from_config(vars(config))
+
+
+def make_config(config):
+    """Return transformers' config of a port's."""
+    made = AutoConfig.for_model(**read_spec(config).raw)
+    made._attn_implementation, made._experts_implementation = "sdpa", "grouped_mm"
+    return made
+
+
+def keep_router(layer, spec):
+    """Let the tensors of a float32 router be float32."""
+    for name in map(module_name, float32_names(spec)):
+        path, _, leaf = name.rpartition(".")
+        module = layer.get_submodule(path)
+        kind = nn.Buffer if leaf in module._buffers else nn.Parameter
+        setattr(module, leaf, kind(getattr(module, leaf).float()))
+
+
+def by_own_names(tensors, spec, prefix, *, swaps):
+    """Return a layer's tensors by transformers' names: the experts stacked, gate before up or, if it swaps, behind."""
+    state, experts = {}, {}
+    for stored in tensors:
+        name = spec.family.stored_names.own(stored)
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            state[prefix + module_name(name)] = tensors[stored]
+        else:
+            experts[int(match[2]), match[3]] = tensors[stored]
+    first, second = ("w3", "w1") if swaps else ("w1", "w3")
+    numbers = range(spec.num_local_experts)
+    state[prefix + "mlp.experts.gate_up_proj"] = torch.stack(
+        [torch.cat((experts[number, first], experts[number, second])) for number in numbers]
+    )
+    state[prefix + "mlp.experts.down_proj"] = torch.stack([experts[number, "w2"] for number in numbers])
+    return state
+
+
+class Layer(nn.Module):
+    """transformers' decoder layer with its mask and its rotary embedding."""
+
+    reuse = True
+    sites = transformers_port.Same.sites
+    swaps = False
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        spec = read_spec(config)
+        self.config = make_config(config)
+        self.layer = modeling_class(spec.family, "DecoderLayer")(self.config, layer_idx)
+        keep_router(self.layer, spec)
+        self.rotary = modeling_class(spec.family, "RotaryEmbedding")(self.config)
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """Return the tensors by transformers' names."""
+        return by_own_names(tensors, read_spec(config), "layer.", swaps=self.swaps)
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        """Map [B,S,H] to [B,S,H]."""
+        mask = create_causal_mask(self.config, hidden_states, attention_mask, None, position_ids=position_ids)
+        rotation = self.rotary(hidden_states, position_ids=position_ids)
+        return self.layer(
+            hidden_states, attention_mask=mask, position_ids=position_ids, position_embeddings=rotation
+        )
+
+
+class SwappedLayer(Layer):
+    """The layer with gate and up swapped."""
+
+    swaps = True
+
+
+class Model(nn.Module):
+    """transformers' model with its cache."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.spec = read_spec(config)
+        self.whole = modeling_class(self.spec.family, "ForCausalLM")(make_config(config))
+        for layer in self.whole.model.layers:
+            keep_router(layer, self.spec)
+        self.sites = {
+            "layers": "whole.model.layers",
+            "embedding": "whole.model.embed_tokens",
+            "final_norm": "whole.model.norm",
+            **{site: path.removeprefix("layer.") for site, path in Layer.sites.items()},
+        }
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """Return a layer's tensors by transformers' names, or, for `layer_idx` None, the others'."""
+        if layer_idx is None:
+            return {f"whole.{name}": tensors[name] for name in tensors}
+        return by_own_names(tensors, self.spec, f"whole.model.layers.{layer_idx}.", swaps=False)
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
+        """Return transformers' output: logits [B,S,V] and the cache."""
+        return self.whole(input_ids, attention_mask, position_ids, past_key_values, use_cache=True)
