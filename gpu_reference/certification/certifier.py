@@ -46,9 +46,7 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.machine.progress import LayerProgress, Progress
 from minimax_tools.metrics.noise_floor import error_name, error_norms, token_rows, variant_name
-from minimax_tools.model.families import FAMILIES
-from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
-from minimax_tools.model.graph import ModelGraph, QkNorm
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.router import Router, router_dtypes
 from minimax_tools.model.sites import Site
@@ -313,7 +311,7 @@ class LayerCertifier:
     def _check_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
         if Site.Q_ROPE not in stored:
             return
-        if _graph_of(self._golden).qk_norm is not QkNorm.ALL_HEADS:
+        if self._golden.graph.qk_norm is not QkNorm.ALL_HEADS:
             self._norms.missing = "this model norms each head for itself"
             return
         head_dim = stored[Site.Q_ROPE].shape[-1]
@@ -428,16 +426,10 @@ def _check_versions(capture: Capture) -> Check:
     return claim("versions", is_right=not broken, found=found)
 
 
-def _graph_of(golden: Capture) -> ModelGraph:
-    # Goldens without a config were MiniMax-M2's.
-    config = golden.description.provenance.model_config
-    return FAMILIES.get(str(config.get("model_type")), MINIMAX_M2).read_graph(config)
-
-
 def _check_dtypes(capture: Capture) -> Check:
     provenance = capture.description.provenance
     dtypes = provenance.dtypes
-    expected = router_dtypes(_graph_of(capture), dtypes.get("weights", ""))
+    expected = router_dtypes(capture.graph, dtypes.get("weights", ""))
     found = ", ".join(f"{name} {dtypes.get(name, 'unknown')}" for name in expected)
     is_right = all(dtypes.get(name) == dtype for name, dtype in expected.items())
     return claim("float32_router", is_right=is_right, found=found)

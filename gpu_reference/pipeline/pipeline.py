@@ -44,6 +44,7 @@ from minimax_tools.model.architecture import Architecture
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.stored_names import StoredNames
 from minimax_tools.model.weight_names import head_name
 from minimax_tools.partition.node import Stage
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -116,7 +117,12 @@ def validate_plan(plan: PartitionPlan, folder: Path, spec: ModelSpec, part: Slic
             found=f"{spec.num_hidden_layers}",
             next_step="Give --model the checkpoint that was planned for, or plan anew: mm2-split plan.",
         )
-    index = None if is_slice else TensorIndex.from_folder(folder, layers=part.stage.layers)
+    # A plan names tensors as they are stored.
+    index = (
+        None
+        if is_slice
+        else TensorIndex.from_folder(folder, layers=part.stage.layers, stored_names=StoredNames())
+    )
     entries = None if index is None or index.absent else index.entries
     plan.validate(entries, architecture, folder=folder)
 
@@ -232,7 +238,12 @@ class _RankRun:
         """Record the bytes read so far: before the layer made of them is listed, so that no read goes uncounted."""
         reader = self._golden.reader
         assert isinstance(reader, OnceReader), "a slice is read once"
-        self._record.followed_by(reader.sizes_read, reader.bytes_read_by_name).write(self._records_folder)
+        stored = reader.index.stored_names.stored
+        sizes, bytes_read = (
+            {stored(name): size for name, size in read.items()}
+            for read in (reader.sizes_read, reader.bytes_read_by_name)
+        )
+        self._record.followed_by(sizes, bytes_read).write(self._records_folder)
 
     def _first_input(self) -> torch.Tensor | None:
         """Return the input [B,S,H] of the first layer to run; None if the model computes it from the tokens."""

@@ -95,14 +95,19 @@ class TensorIndex:
         absent: Mapping[str, str] = MappingProxyType({}),
         stored_names: StoredNames | None = None,
     ) -> TensorIndex:
-        """Build the index of tensors in any order, by mm2's names; no two have the same name."""
+        """Build the index of tensors in any order, of which no two have the same name.
+
+        Names of `entries` and `absent` are the stored ones; `stored_names` translate them, and None leaves them.
+        """
+        names = stored_names or StoredNames()
+        own = (replace(entry, name=names.own(entry.name)) for entry in entries) if names.layer else entries
         return cls(
             folder=folder,
-            stored_names=stored_names or StoredNames(),
+            stored_names=names,
             entries=MappingProxyType(
-                {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
+                {entry.name: entry for entry in sorted(own, key=lambda entry: entry.name)}
             ),
-            absent=MappingProxyType(dict(sorted(absent.items()))),
+            absent=MappingProxyType(dict(sorted((names.own(name), file) for name, file in absent.items()))),
         )
 
     @property
@@ -223,14 +228,12 @@ def read_index(
     """
     missing = {shard for shard in shards if may_lack_shards and not (folder / shard).is_file()}
     headers, faults = _read_headers(folder, [shard for shard in shards if shard not in missing])
-    names = stored_names or StoredNames()
-    absent = {names.own(name): shard for name, shard in (weight_map or {}).items() if shard in missing}
+    absent = {name: shard for name, shard in (weight_map or {}).items() if shard in missing}
     faults += find_header_faults(headers, weight_map)
     faults += _find_missed_shards(absent, layers)
     if faults:
         raise faulty_checkpoint(folder, faults)
-    entries = (replace(entry, name=names.own(entry.name)) for entry in chain.from_iterable(headers.values()))
-    return TensorIndex.of(folder, entries, absent, names)
+    return TensorIndex.of(folder, chain.from_iterable(headers.values()), absent, stored_names)
 
 
 def _read_headers(

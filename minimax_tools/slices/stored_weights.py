@@ -13,6 +13,7 @@ from minimax_tools.checkpoint.index import TensorIndex, find_index, read_shard_h
 from minimax_tools.checkpoint.weight_files import WeightFiles, find_weight_map
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.model.stored_names import StoredNames
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice
 from minimax_tools.slices.description import SLICE_FILE
 
@@ -61,8 +62,12 @@ class StoredWeights:
         return self.index
 
 
-def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
+def read_slice_index(
+    folder: Path, slice_: Slice, *, stored_names: StoredNames | None = None
+) -> TensorIndex:
     """Read the headers of a slice's tensors, and of no others.
+
+    `stored_names` translate the names of the result; None leaves those of the plan, under which tensors are stored.
 
     The files to open come from the plan. If it names none, they come from the checkpoint's index file, and without
     one all files are opened. The folder is the checkpoint's, and may lack files of other slices. Or it is the slice's
@@ -108,7 +113,7 @@ def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
             next_step="Fetch what is missing (mm2-split fetch). If this is another checkpoint than the plan's, "
             "make a new plan: mm2-split plan.",
         )
-    return TensorIndex.of(folder, entries.values())
+    return TensorIndex.of(folder, entries.values(), stored_names=stored_names)
 
 
 def _choose_files(folder: Path, slice_: Slice, *, is_cut_out: bool) -> tuple[str, ...]:
