@@ -1,4 +1,4 @@
-"""What mm2 does for each family: every command runs on the family's toy, and docs/families.md says how it ended.
+"""Table of what mm2 does for each family, docs/families.md: every command runs on the toys of all families.
 
 python scripts/families.py                              # all families and commands: minutes
 python scripts/families.py --family olmoe --only sweep  # prints one cell, and writes nothing
@@ -329,7 +329,7 @@ def _require_blame(record: Mapping[str, Any]) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Table:
-    """How each column ended for each family."""
+    """End of each column for each family."""
 
     columns: Sequence[str]
     # None for a yes, else the reason, by the family's title and the column.

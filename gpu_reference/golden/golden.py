@@ -284,9 +284,7 @@ def _streamed_index(request: GoldenRequest) -> TensorIndex:
     """Return the index of the tensors that are streamed: a slice's, the first layers' or, with None, all of them."""
     model = request.model
     if request.part is not None:
-        return read_slice_index(
-            model.folder, request.part, stored_names=model.spec.family.stored_names
-        )
+        return read_slice_index(model.folder, request.part, stored_names=model.spec.family.stored_names)
     is_cut = model.num_hidden_layers < model.spec.num_hidden_layers
     return TensorIndex.from_folder(model.folder, layers=range(model.num_hidden_layers) if is_cut else None)
 

@@ -1,10 +1,14 @@
-"""The quantities, sites and runs of a MiniMax-M2, without any tensor of a checkpoint.
+"""The graph, quantities, sites and runs of a model, without any tensor of a checkpoint.
 
-- `family`: the graph of M2, M2.1, M2.5 and M2.7, and keys of config.json that describe another
+- `graph`: what decoder layers compute, as options in which families differ
+- `family`: a description of models with one graph, and keys of config.json that describe another
+- `families`: the descriptions of all families
 - `rope`: the rotary embedding that config.json describes
 - `quantisation`: the quantisation that config.json names
 - `spec`: quantities of config.json, checked
 - `weight_names`: names, shapes and sizes of a layer's tensors
+- `stored_names`: the names under which a family's checkpoints store them
+- `router`: scores, choice and weights of experts
 - `architecture`: module paths of a model, for MiniMax-M2 and other families
 - `sites`: named points of a layer and of the model, and the computation of each in a line
 - `site_layouts`: how ranks share a site, and the place of a site as a text names it

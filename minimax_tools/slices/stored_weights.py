@@ -62,9 +62,7 @@ class StoredWeights:
         return self.index
 
 
-def read_slice_index(
-    folder: Path, slice_: Slice, *, stored_names: StoredNames | None = None
-) -> TensorIndex:
+def read_slice_index(folder: Path, slice_: Slice, *, stored_names: StoredNames | None = None) -> TensorIndex:
     """Read the headers of a slice's tensors, and of no others.
 
     `stored_names` translate the names of the result; None leaves those of the plan, under which tensors are stored.

@@ -24,7 +24,7 @@ LENGTHS = ("--seq-len", "12,7")
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> Family:
-    """Each family."""
+    """Family of models; each in turn."""
     return FAMILIES[request.param]
 
 

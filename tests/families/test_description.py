@@ -1,4 +1,4 @@
-"""What a family's description says holds for its toy: config.json, stored names, and transformers' own module."""
+"""Promises of a family's description, kept by its toy: config.json, stored names, and transformers' own module."""
 
 from __future__ import annotations
 
