@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.model.graph import QkNorm
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.graph import ModelGraph, QkNorm
 from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
+
+
+def graph_of(config: Any) -> ModelGraph:
+    """Return the graph of a config: its own, else that of its model type."""
+    own: ModelGraph | None = getattr(config, "graph", None)
+    return FAMILIES[config.model_type].read_graph(vars(config)) if own is None else own
 
 
 def expert_width_of(config: Any) -> int:
@@ -28,7 +35,7 @@ def expert_width_of(config: Any) -> int:
 
 def router_dtype_of(config: Any) -> torch.dtype:
     """Return the dtype of the router's tensors in a layer that is being built under torch's default dtype."""
-    return torch.float32 if config.graph.has_float32_router else torch.get_default_dtype()
+    return torch.float32 if graph_of(config).has_float32_router else torch.get_default_dtype()
 
 
 class ReferenceNorm(nn.Module):
@@ -61,7 +68,7 @@ class ReferenceAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
-        is_per_head = config.graph.qk_norm is QkNorm.PER_HEAD
+        is_per_head = graph_of(config).qk_norm is QkNorm.PER_HEAD
         self.q_norm = ReferenceNorm(config.head_dim if is_per_head else query_width, config.rms_norm_eps)
         self.k_norm = ReferenceNorm(config.head_dim if is_per_head else key_width, config.rms_norm_eps)
         self.q_rope, self.k_rope = nn.Identity(), nn.Identity()
@@ -132,7 +139,7 @@ class ReferenceGate(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.is_float32 = config.graph.has_float32_router
+        self.is_float32 = graph_of(config).has_float32_router
         shape = (config.num_local_experts, config.hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, dtype=router_dtype_of(config)))
 
@@ -166,7 +173,7 @@ class ReferenceMoe(nn.Module):
         super().__init__()
         self.gate = ReferenceGate(config)
         self.router = ReferenceRouter(config)
-        has_bias = config.graph.has_correction_bias
+        has_bias = graph_of(config).has_correction_bias
         bias = torch.empty(config.num_local_experts, dtype=router_dtype_of(config)) if has_bias else None
         self.register_buffer("e_score_correction_bias", bias)
         self.experts = nn.ModuleList(ReferenceExpert(config) for _ in range(config.num_local_experts))
