@@ -17,12 +17,13 @@ from compare.sides.golden_weights import CheckpointWeights, GoldenWeights, find_
 from minimax_tools.capture.mirror import address_of
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.filling import ReadingPool
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.layer_tensors import CheckpointTensors
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.span import word_layers
 from neuron.devices.weights import WeightLoader
+from neuron.ports.hub_names import hub_named
 from neuron.ports.target import target_config
 from neuron.ports.targets import PortTarget
 
@@ -151,13 +152,14 @@ class GoldenLayer:
         return self.golden.capture.read(self.number, parse_site(site))
 
     @property
-    def weights(self) -> LayerTensors:
+    def weights(self) -> CheckpointTensors:
         """The layer's weights by the hub's names, such as `self_attn.q_proj.weight`; FP8 is dequantised.
 
         A mapping that reads a tensor at each access, and can be changed like a dict: each access to this property gives
         a new one. It raises as `GoldenLayers.open_weights` does.
         """
-        return self._weights.tensors.copy()
+        opened = self._weights
+        return hub_named(opened.tensors, opened.spec.family.stored_names).copy()
 
     @property
     def config(self) -> SimpleNamespace:
@@ -179,7 +181,7 @@ class GoldenLayer:
         name = f"{factory.__module__}:{getattr(factory, '__qualname__', repr(factory))}"
         # A digest tells whether a capture may be resumed: nothing is written here.
         target = PortTarget(name=name, factory=factory, source_digest="")
-        spec, tensors = self._weights.spec, self.weights
+        spec, tensors = self._weights.spec, self._weights.tensors.copy()
         module = target.build(spec, self.number, dtype=tensors.dtype)
         with ReadingPool(torch.get_num_threads()) as pool:
             loader = WeightLoader(torch.device(device), wait=lambda: None, pool=pool)

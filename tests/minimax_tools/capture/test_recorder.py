@@ -150,6 +150,19 @@ def test_wide_unsigned_integers_are_recorded_as_signed_ones() -> None:
     assert (experts.dtype, experts.tolist()) == (torch.int64, [[3, 1]])
 
 
+@pytest.mark.parametrize("site", [Site.Q_NORM, Site.K_NORM])
+@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 3, 4, 5), (2, 3, 3, 5), (2, 3, 20), (6, 20)])
+def test_norms_of_heads_take_and_give_channels_of_tokens(site: Site, shape: tuple[int, ...]) -> None:
+    module, width = nn.Identity(), torch.Size(shape).numel() // 6
+    fed = torch.arange(6.0 * width).view(2, 3, width)
+    with Recorder(module, {site: Tap(path="")}, keep=copy_to_host, feeds={site: fed}) as recorder:
+        output = module(torch.zeros(shape))
+    assert tuple(output.shape) == shape
+    assert torch.equal(shape_to_batch(site, recorder.tensors[site], BATCH), fed)
+    if shape == (2, 4, 3, 5):
+        assert torch.equal(output, fed.view(2, 3, 4, 5).transpose(1, 2))
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 3, 4, 5), (6, 4, 5), (2, 3, 20), (6, 20)])
 def test_fed_heads_take_the_layout_of_what_was_there(shape: tuple[int, ...]) -> None:
     module, fed = nn.Identity(), torch.arange(120.0).view(2, 4, 3, 5)
