@@ -20,11 +20,13 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from mm2.golden_layer import open_golden
+from neuron.cli import main as mm2_test
 from neuron.ports.hub_names import hub_named
 from neuron.ports.target import target_config
 
 QWEN = Path(__file__).parents[1] / "ports" / "qwen3_moe.py"
 OTHERS = ("qwen3_moe", "olmoe")
+BRIEFLY = ("--decode", 1, "--max-new-tokens", 0, "--no-chunks")
 GATE, UP = "mlp.experts.3.gate_proj.weight", "mlp.experts.3.up_proj.weight"
 
 Make = Callable[[str], Path]
@@ -158,8 +160,8 @@ def test_own_layer_passes_on_ranks(
 
 @pytest.mark.parametrize("family", OTHERS)
 @pytest.mark.parametrize("target", ["reference", "builtin"])
-def test_own_layers_hold_the_weights(run: Any, toy_of: Make, family: str, target: str) -> None:
-    result = run("weights", "--model", toy_of(family), "--target", target)
+def test_own_layers_hold_the_weights(command: Any, toy_of: Make, family: str, target: str) -> None:
+    result = command(mm2_test, "weights", "--model", toy_of(family), "--target", target)
     assert result.exit_code == 0, result.stdout + result.stderr
     assert "up_proj of expert 0" in result.stdout or "rows 128–255 up_proj" in result.stdout
 
@@ -173,32 +175,34 @@ class TestUsersPort:
 
     def test_lost_shares_are_to_blame(self, judge: Any) -> None:
         record = judge("sweep", "qwen3_moe", f"{QWEN}:SharesLost")
-        assert {blamed["site"] for blamed in record["blame"]} == {"router_weights"}
+        assert {site for blamed in record["blame"] for site in blamed["sites"]} == {"router_weights"}
 
-    def test_right_weights_are_traced(self, run: Any, toy_of: Make) -> None:
-        result = run("weights", "--model", toy_of("qwen3_moe"), "--target", f"{QWEN}:Layer")
+    def test_right_weights_are_traced(self, command: Any, toy_of: Make) -> None:
+        result = command(mm2_test, "weights", "--model", toy_of("qwen3_moe"), "--target", f"{QWEN}:Layer")
         assert result.exit_code == 0, result.stdout
         assert "experts 0–15: rows 0–127 gate_proj, rows 128–255 up_proj" in result.stdout
 
-    def test_swapped_weights_are_named_as_on_the_hub(self, run: Any, toy_of: Make) -> None:
-        result = run("weights", "--model", toy_of("qwen3_moe"), "--target", f"{QWEN}:SwappedGateUp")
+    def test_swapped_weights_are_named_as_on_the_hub(self, command: Any, toy_of: Make) -> None:
+        result = command(
+            mm2_test, "weights", "--model", toy_of("qwen3_moe"), "--target", f"{QWEN}:SwappedGateUp"
+        )
         assert result.exit_code == 1
         assert "gate_proj and up_proj are swapped" in result.stdout
 
-    def test_name_of_another_family_is_refused(self, run: Any, toy_of: Make) -> None:
-        result = run("weights", "--model", toy_of("qwen3_moe"), "--target", f"{QWEN}:NamesOfM2")
+    def test_name_of_another_family_is_refused(self, command: Any, toy_of: Make) -> None:
+        result = command(mm2_test, "weights", "--model", toy_of("qwen3_moe"), "--target", f"{QWEN}:NamesOfM2")
         assert result.exit_code == 3
         assert "there is no tensor 'block_sparse_moe.gate.weight'" in result.stderr
 
     @pytest.mark.parametrize("name", ["Model", "ModelAtOnce"])
     def test_right_model_passes(self, judge: Any, name: str) -> None:
-        record = judge("model", "qwen3_moe", f"{QWEN}:{name}", "--max-new-tokens", 0)
+        record = judge("model", "qwen3_moe", f"{QWEN}:{name}", *BRIEFLY)
         assert record["verdict"] == "pass"
 
     def test_wrong_layer_of_a_model_comes_first(self, judge: Any) -> None:
-        record = judge("model", "qwen3_moe", f"{QWEN}:SwappedModel", "--max-new-tokens", 0)
+        record = judge("model", "qwen3_moe", f"{QWEN}:SwappedModel", *BRIEFLY)
         first = record["blame"][0]
-        assert (record["verdict"], first["layer"], first["site"]) == ("fail", 2, "moe_delta")
+        assert (record["verdict"], first["layer"], first["sites"]) == ("fail", 2, ["moe_delta"])
 
     def test_bisection_finds_the_wrong_layer(self, run: Any, toy_of: Make, golden_of: Make) -> None:
         given = ("--model", toy_of("qwen3_moe"), "--golden", golden_of("qwen3_moe"))
