@@ -188,7 +188,7 @@ def _other_frequency_widths(inputs: LayerInputs) -> tuple[int, ...]:
 
 
 def _other_thetas(inputs: LayerInputs) -> tuple[float, ...]:
-    thetas = (1e4, 1e6, 5e5, 1e5, 1e7, 5e7, 1e3)
+    thetas = (1e4, 1e6, 5e5, 1e5, 1e7, 5e7, 1e3, 5e6)
     return tuple(theta for theta in thetas if theta != inputs.spec.rope_theta)
 
 

@@ -215,12 +215,6 @@ def choose_experts(biased_scores: torch.Tensor, k: int) -> torch.Tensor:
     return biased_scores.topk(k, dim=-1).indices
 
 
-def expert_shares(scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Return the shares [T,k] of the chosen experts [T,k], proportional to the scores [T,E], with sum 1."""
-    chosen = scores.gather(-1, experts)
-    return chosen / chosen.sum(dim=-1, keepdim=True)
-
-
 def router_of(layer: LayerValues) -> Router:
     """Return the layer's router."""
     has_bias = layer.spec.graph.has_correction_bias

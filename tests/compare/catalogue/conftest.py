@@ -12,6 +12,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model import weight_names
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -37,6 +38,8 @@ SPEC = ModelSpec(
     vocab_size=16,
     max_position_embeddings=64,
     tie_word_embeddings=False,
+    graph=ModelGraph(),
+    family=MINIMAX_M2,
     raw=MappingProxyType({}),
 )
 WIDTHS = {

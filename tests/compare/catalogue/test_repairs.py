@@ -15,6 +15,7 @@ from compare.catalogue.undo import Undo, join_hypotheses, undo_finding
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import UsageError
 from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import STAGES, Evaluation, LayerInputs
@@ -103,7 +104,7 @@ def test_lines_do_what_the_repair_does(name: str, tensors: LayerTensors) -> None
     parameters = PARAMETERS.get(name, {})
     repair = CATALOGUE[name].repair
     assert repair is not None
-    lines = repair_lines(repair, parameters)
+    lines = repair_lines(repair, parameters, MINIMAX_M2)
     assert all(len(line) <= 110 for line in lines)
     by_edit, by_lines = tensors.copy(), tensors.copy()
     repair(by_edit, config_of(tensors), **parameters)
@@ -139,7 +140,7 @@ def negate(tensors: Any, config: Any, *, name: str, scale: float) -> None:
 
 
 def test_lines_are_the_parameters_and_what_was_run() -> None:
-    lines = repair_lines(negate, {"name": "a", "scale": 2.0})
+    lines = repair_lines(negate, {"name": "a", "scale": 2.0}, MINIMAX_M2)
     assert lines == (
         "name = 'a'",
         "scale = 2.0",
@@ -167,7 +168,7 @@ def test_fitted_parameter_is_rounded_to_what_can_be_read() -> None:
 def test_mistake_of_some_experts_is_not_undone_in_the_weights() -> None:
     assert Undo.parse("gate_up_swapped").is_in_weights
     some = Undo.parse("gate_up_swapped,experts=0-2 5")
-    assert (some.is_in_weights, some.lines, some.hypothesis.change.recipe.experts) == (
+    assert (some.is_in_weights, some.lines(MINIMAX_M2), some.hypothesis.change.recipe.experts) == (
         False,
         (),
         {0, 1, 2, 5},
@@ -175,8 +176,8 @@ def test_mistake_of_some_experts_is_not_undone_in_the_weights() -> None:
 
 
 def test_lines_begin_with_the_parameters() -> None:
-    assert Undo.parse("k_norm_scaled,factor=0.5").lines[0] == "factor = 0.5"
-    assert Undo.parse("router_softmax").lines == ()
+    assert Undo.parse("k_norm_scaled,factor=0.5").lines(MINIMAX_M2)[0] == "factor = 0.5"
+    assert Undo.parse("router_softmax").lines(MINIMAX_M2) == ()
 
 
 @pytest.mark.parametrize(

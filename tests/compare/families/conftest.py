@@ -154,3 +154,15 @@ def family_toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     assert result.exit_code == 0, result.output
     (folder / "runs").mkdir()
     return Toy(model=folder / "model", golden=folder / "golden", folder=folder / "runs")
+
+
+@pytest.fixture(scope="session")
+def right() -> Fault:
+    """No mistake."""
+    return RIGHT
+
+
+@pytest.fixture(scope="session")
+def fault() -> type[Fault]:
+    """A mistake that is planted."""
+    return Fault

@@ -20,12 +20,16 @@ from compare.judging.port_choice import (
 from compare.judging.routing import RouterNoise
 from compare.noise.rows import Rows, Squares
 from minimax_tools.metrics.noise_floor import choice_margin
+from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.router import weigh_experts
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, GATE, expert_weight
-from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.reference.upcast import upcast_experts
 
 NO_BIAS = torch.zeros(4)
+
+
+SPEC: Any = SimpleNamespace(num_experts_per_tok=2, graph=ModelGraph())
 
 
 class Port:
@@ -52,7 +56,7 @@ class Port:
     def open_layer(self, layer: int, reference: object) -> Iterator[Any]:
         self.num_opened += 1
         tensors = {CORRECTION_BIAS: self._bias, GATE: GATE_ROWS.bfloat16()}
-        yield SimpleNamespace(tensors=tensors, spec=SimpleNamespace(num_experts_per_tok=2))
+        yield SimpleNamespace(tensors=tensors, spec=SPEC)
 
 
 GATE_ROWS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
@@ -174,10 +178,10 @@ class Layer:
 
     @contextmanager
     def open_layer(self, layer: int, reference: object) -> Iterator[Any]:
-        yield SimpleNamespace(tensors={**WEIGHTS, CORRECTION_BIAS: self._bias})
+        yield SimpleNamespace(tensors={**WEIGHTS, CORRECTION_BIAS: self._bias}, spec=SPEC)
 
     def added(self, experts: torch.Tensor) -> torch.Tensor:
-        return upcast_experts(WEIGHTS, self.states, experts, expert_shares(self.logits.sigmoid(), experts))
+        return upcast_experts(WEIGHTS, self.states, experts, weigh_experts(SPEC.graph, self.logits, experts))
 
     def find(
         self,

@@ -23,13 +23,15 @@ from compare.sides.captured_input import CapturedInput
 from compare.sides.sides import Batch, Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import floor_statistics
+from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.router import Router, weigh_experts
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, GATE, expert_weight
-from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.reference.upcast import upcast_experts
 from minimax_tools.results.results import SiteResult, SiteStatus
 
 LAYER, EXPERTS, CHOSEN, HIDDEN, INNER = 3, 6, 2, 32, 16
+SPEC: Any = SimpleNamespace(num_experts_per_tok=CHOSEN, graph=ModelGraph())
 # The second prompt is shorter.
 MASK = torch.tensor([[1] * 12, [1] * 9 + [0] * 3])
 PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
@@ -98,7 +100,7 @@ class Weights:
 
     @contextmanager
     def open_layer(self, layer: int, reference: object) -> Iterator[Any]:
-        yield SimpleNamespace(tensors=WEIGHTS, spec=SimpleNamespace(num_experts_per_tok=CHOSEN))
+        yield SimpleNamespace(tensors=WEIGHTS, spec=SPEC)
 
 
 def compute(
@@ -109,7 +111,7 @@ def compute(
     logits = states @ WEIGHTS[GATE].T
     if experts is None:
         experts = (logits.sigmoid() + WEIGHTS[CORRECTION_BIAS]).topk(CHOSEN, dim=-1).indices
-    shares = expert_shares(logits.flatten(0, 1).sigmoid(), experts.flatten(0, 1))
+    shares = weigh_experts(SPEC.graph, logits.flatten(0, 1), experts.flatten(0, 1))
     added = upcast_experts(WEIGHTS, states.flatten(0, 1), experts.flatten(0, 1), shares).unflatten(0, batch)
     return {
         Site.ATTN_RESIDUAL: stream,
@@ -141,9 +143,7 @@ def rounded(exact: Mapping[Site, torch.Tensor], *, seed: int) -> dict[Site, torc
 
 GOLDEN = rounded(TWIN, seed=20)
 PORT = rounded(TWIN, seed=40)
-FLOOR = floor_statistics(
-    GOLDEN, TWIN, attention_mask=MASK, correction_bias=WEIGHTS[CORRECTION_BIAS], num_experts_per_tok=CHOSEN
-)
+FLOOR = floor_statistics(GOLDEN, TWIN, attention_mask=MASK, router=Router.of(SPEC, WEIGHTS))
 
 
 def without(tensors: Mapping[Any, torch.Tensor], *names: object) -> dict[Any, torch.Tensor]:
