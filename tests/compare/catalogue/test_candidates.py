@@ -21,10 +21,10 @@ from compare.catalogue.decoding import DECODING_MISTAKES
 from compare.catalogue.misread import has_fp8_weights
 from compare.catalogue.mistake import Mistake
 from compare.catalogue.outside import MODEL_CATALOGUE, ModelInputs
-from compare.catalogue.words import Place, read_words, require_known
+from compare.catalogue.words import Place, read_words, require_fitting, require_known
 from minimax_tools.errors import UsageError
 from minimax_tools.model import weight_names
-from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.graph import ModelGraph, QkNorm, RouterScores
 from minimax_tools.reference.evaluation import Evaluation, LayerInputs
 
 # All parameters that are tried on small models; --update writes it anew.
@@ -37,7 +37,8 @@ def find(name: str) -> Mistake:
 
 
 def clues(wrong: WrongTokens) -> Clues:
-    return cast("Clues", SimpleNamespace(wrong_tokens=wrong))
+    base = SimpleNamespace(spec=SimpleNamespace(graph=ModelGraph()))
+    return cast("Clues", SimpleNamespace(wrong_tokens=wrong, base=base))
 
 
 def listed(candidates: tuple[Parameters, ...]) -> str:
@@ -228,3 +229,50 @@ def test_unknown_name_is_refused_with_a_near_one() -> None:
     assert "Did you mean" not in str(unlike.value)
     with pytest.raises(UsageError):
         require_known(("head_zero",), places=(Place.LAYER,))
+
+
+# Options of the graph, and the mistakes that are none with others.
+SOFTMAX = ModelGraph(
+    qk_norm=QkNorm.PER_HEAD,
+    router_scores=RouterScores.SOFTMAX,
+    has_float32_router=False,
+    has_correction_bias=False,
+    normalises_shares=False,
+)
+OF_ONE_GRAPH = {
+    "qk_norm_per_rank": "norms over all heads",
+    "qk_norm_weight_averaged": "norms over all heads",
+    "qk_norm_by_head_averaged": "norms over all heads",
+    "qk_norm_first_slice": "norms over all heads",
+    "router_softmax": "sigmoid",
+    "router_bias_missing": "correction bias",
+    "router_bias_low_precision": "correction bias",
+    "router_choice_low_precision": "correction bias",
+    "router_bias_negated": "correction bias",
+    "router_bias_in_weights": "correction bias",
+    "router_weights_not_normalised": "weights of sum 1",
+    "router_low_precision": "float32 router",
+    "router_gate_low_precision": "float32 router",
+    "router_softmax_of_chosen": "sigmoid",
+    "router_sigmoid_missing": "sigmoid, correction bias",
+}
+OF_THE_OTHER = {
+    "qk_norm_over_all_heads": "norms per head",
+    "router_sigmoid": "softmax",
+    "router_weights_normalised": "weights of any sum",
+}
+
+
+def test_mistakes_are_those_of_a_graph(layer: Evaluation) -> None:
+    told = {name: mistake.words.models for name, mistake in CATALOGUE.items() if mistake.words.models}
+    assert told == OF_ONE_GRAPH | OF_THE_OTHER
+    other = replace(layer.inputs, spec=replace(layer.spec, graph=SOFTMAX))
+    for inputs, others in ((layer.inputs, OF_THE_OTHER), (other, OF_ONE_GRAPH)):
+        for name in OF_ONE_GRAPH | OF_THE_OTHER:
+            assert bool(find(name).hypotheses(inputs)) is (name not in others), name
+
+
+def test_mistake_of_another_graph_is_refused() -> None:
+    require_fitting(("router_softmax", "norm_eps", "head_zero"), ModelGraph())
+    with pytest.raises(UsageError, match="router_softmax is no mistake in this model.*a model with sigmoid"):
+        require_fitting(("norm_eps", "router_softmax"), SOFTMAX)

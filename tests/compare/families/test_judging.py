@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from compare.catalogue.catalogue import CATALOGUE
+from compare.catalogue.undo import Undo
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.finding import Diagnosis
 from minimax_tools.capture.reader import Capture
@@ -54,6 +55,11 @@ def shift_experts(tensors: Tensors, spec: ModelSpec) -> None:
         for matrix in MATRICES:
             source = expert_weight((expert + 1) % num_experts, matrix)
             tensors[expert_weight(expert, matrix)] = before[source]
+
+
+def scale_down(tensors: Tensors, spec: ModelSpec) -> None:
+    for expert in range(spec.num_local_experts):
+        scale(expert_weight(expert, "w2"), 0.5)(tensors, spec)
 
 
 def in_norms(
@@ -208,11 +214,39 @@ def test_blame_tells_what_the_family_computes(family_toy: Any, fault: Any) -> No
     assert found.formula(Site.ROUTER_EXPERTS) == "the k largest of softmax(router_logits), in float32"
 
 
-def test_lines_that_undo_a_mistake_have_the_hubs_names(family_toy: Any, fault: Any) -> None:
+def test_mistake_is_told_with_the_hubs_names(family_toy: Any, fault: Any) -> None:
     (first, *_) = explain(family_toy, family_toy.run(fault(edit=exchange_gate_and_up), in_layer=1)).findings
     assert first.mistake == "gate_up_swapped"
     assert first.what == "Gate and up are exchanged: up_proj is activated, and gate_proj is not."
     assert first.look_at == "the order of gate_proj and up_proj in the fused weight"
+
+
+@pytest.mark.parametrize(
+    ("undone", "planted"),
+    [
+        ("gate_up_swapped", exchange_gate_and_up),
+        ("expert_ids_shifted,offset=1", shift_experts),
+        ("qk_norm_weights_exchanged", exchange(Q_NORM, K_NORM)),
+        ("k_norm_scaled,factor=2.0", scale(K_NORM, 2.0)),
+        ("moe_delta_scaled,factor=0.5", scale_down),
+    ],
+)
+def test_lines_that_undo_a_mistake_take_the_hubs_names(
+    family_toy: Any, undone: str, planted: Callable[[Tensors, ModelSpec], None]
+) -> None:
+    spec, undo = family_toy.spec, Undo.parse(undone)
+    family = spec.family
+    with CheckpointReader(family_toy.model) as reader:
+        stored = dict(LayerTensors.open(reader, spec, 1, torch.bfloat16))
+    by_edit = dict(stored)
+    undo.edit(by_edit, spec)
+    by_lines = {family.stored_names.stored(name): tensor for name, tensor in stored.items()}
+    names = {"torch": torch, "tensors": by_lines, "config": SimpleNamespace(**spec.raw)}
+    exec("\n".join(undo.lines(family)), names)
+    assert {family.stored_names.own(name) for name in by_lines} == set(stored)
+    assert all(by_lines[family.stored_names.stored(name)].equal(by_edit[name]) for name in stored)
+    planted(by_edit, spec)
+    assert all(by_edit[name].equal(stored[name]) for name in stored)
 
 
 def test_values_of_a_projection_are_those_of_another(family_toy: Any, fault: Any, judge: Judge) -> None:

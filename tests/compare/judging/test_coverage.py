@@ -11,6 +11,7 @@ import torch
 from compare.judging.held_weights import find_router_dtypes
 from compare.parts import is_proved, leave_undecided
 from minimax_tools.metrics.pair_metrics import compare_tensors
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import RouterDtype, RoutingResult, SiteResult, SiteStatus
 
@@ -69,9 +70,11 @@ def test_failures_of_values_are_left_open_without_inputs(found: SiteResult, is_o
     assert leave_undecided({Site.OUTPUT: found}, whole)[Site.OUTPUT] is found
 
 
-def reference(**dtypes: str) -> Any:
+def reference(graph: ModelGraph | None = None, **dtypes: str) -> Any:
     description = SimpleNamespace(provenance=SimpleNamespace(dtypes=dtypes))
-    return SimpleNamespace(known_description=description, description=description)
+    return SimpleNamespace(
+        known_description=description, description=description, graph=graph or ModelGraph()
+    )
 
 
 def flips(*numbers: int) -> list[SiteResult]:
@@ -117,3 +120,9 @@ def test_flips_of_the_run_are_counted() -> None:
 def test_a_golden_in_bfloat16_rounds_too() -> None:
     [found] = find_dtypes(reference(router_gate="bfloat16"), {"router_gate": "float32"})
     assert found.consequence.startswith("no token of this run")
+
+
+@pytest.mark.parametrize(("dtype", "is_told"), [("bfloat16", False), ("float32", False), ("float8", True)])
+def test_router_in_the_models_dtype_may_be_held_in_a_finer_one(dtype: str, is_told: bool) -> None:
+    golden = reference(ModelGraph(has_float32_router=False), router_gate="bfloat16")
+    assert bool(find_dtypes(golden, {"router_gate": dtype})) is is_told
