@@ -100,7 +100,9 @@ class TensorIndex:
         Names of `entries` and `absent` are the stored ones; `stored_names` translate them, and None leaves them.
         """
         names = stored_names or StoredNames()
-        own = (replace(entry, name=names.own(entry.name)) for entry in entries) if names.layer else entries
+        own = (
+            (replace(entry, name=names.own(entry.name)) for entry in entries) if names.translates else entries
+        )
         return cls(
             folder=folder,
             stored_names=names,
@@ -230,7 +232,8 @@ def read_index(
     headers, faults = _read_headers(folder, [shard for shard in shards if shard not in missing])
     absent = {name: shard for name, shard in (weight_map or {}).items() if shard in missing}
     faults += find_header_faults(headers, weight_map)
-    faults += _find_missed_shards(absent, layers)
+    names = stored_names or StoredNames()
+    faults += _find_missed_shards({names.own(name): shard for name, shard in absent.items()}, layers)
     if faults:
         raise faulty_checkpoint(folder, faults)
     return TensorIndex.of(folder, chain.from_iterable(headers.values()), absent, stored_names)

@@ -38,6 +38,11 @@ class StoredNames:
             raise ValueError(f"two tensors are stored under one name: {self.layer}")
         object.__setattr__(self, "_own", MappingProxyType(own))
 
+    @property
+    def translates(self) -> bool:
+        """True if some name is stored as another."""
+        return bool(self.prefix or self.layer)
+
     def stored(self, name: str) -> str:
         """Return the stored name of a tensor, full or relative to its layer."""
         stored = _translate(name, self.layer)
