@@ -19,6 +19,7 @@ from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.graph import ModelGraph, QkNorm
 from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import activate
 
 
 def graph_of(config: Any) -> ModelGraph:
@@ -41,10 +42,11 @@ def router_dtype_of(config: Any) -> torch.dtype:
 class ReferenceNorm(nn.Module):
     """RMSNorm with float32 statistics, over parts of the last dim that are as long as the weight."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, config: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
+        self.eps = config.rms_norm_eps
+        self.has_gain_of_one_plus = graph_of(config).has_gain_of_one_plus
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Normalise [..., width], or each head of [..., heads·width]."""
@@ -52,25 +54,40 @@ class ReferenceNorm(nn.Module):
         parts = states if states.shape[-1] == width else states.unflatten(-1, (-1, width))
         parts_f32 = parts.float()
         normed = parts_f32 * torch.rsqrt(parts_f32.pow(2).mean(-1, keepdim=True) + self.eps)
-        weighted: torch.Tensor = self.weight * normed.to(states.dtype)
+        weighted: torch.Tensor
+        if self.has_gain_of_one_plus:
+            weighted = (normed * (1.0 + self.weight.float())).to(states.dtype)
+        else:
+            weighted = self.weight * normed.to(states.dtype)
         return weighted.reshape(states.shape)
 
 
 class ReferenceAttention(nn.Module):
-    """Attention: q_norm and k_norm span all heads or each one, and RoPE rotates the first dims of each head."""
+    """Attention: q_norm and k_norm span all heads or each one, and RoPE rotates the first dims of each head.
 
-    def __init__(self, config: Any) -> None:
+    In a sparse layer (`is_sparse`) the indexer's weights are held and not used: it hides nothing in short rows.
+    """
+
+    def __init__(self, config: Any, *, is_sparse: bool) -> None:
         super().__init__()
-        self.config = config
+        self.config, graph = config, graph_of(config)
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
-        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
-        is_per_head = graph_of(config).qk_norm is QkNorm.PER_HEAD
-        self.q_norm = ReferenceNorm(config.head_dim if is_per_head else query_width, config.rms_norm_eps)
-        self.k_norm = ReferenceNorm(config.head_dim if is_per_head else key_width, config.rms_norm_eps)
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=graph.has_qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=graph.has_qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=graph.has_qkv_bias)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=graph.has_output_bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if graph.qk_norm is not QkNorm.NONE:
+            is_per_head = graph.qk_norm is QkNorm.PER_HEAD
+            self.q_norm = ReferenceNorm(config.head_dim if is_per_head else query_width, config)
+            self.k_norm = ReferenceNorm(config.head_dim if is_per_head else key_width, config)
+        if is_sparse and graph.sparsity is not None:
+            width, dim = graph.sparsity.num_heads * graph.sparsity.head_dim, graph.sparsity.head_dim
+            self.index_q_proj = nn.Linear(config.hidden_size, width, bias=False)
+            self.index_k_proj = nn.Linear(config.hidden_size, dim, bias=False)
+            self.index_q_norm, self.index_k_norm = (ReferenceNorm(dim, config) for _ in range(2))
         self.q_rope, self.k_rope = nn.Identity(), nn.Identity()
 
     def forward(
@@ -119,18 +136,35 @@ class ReferenceAttention(nn.Module):
 
 
 class ReferenceExpert(nn.Module):
-    """An expert: w2(silu(w1 x) ⊙ w3 x)."""
+    """A routed expert: w2(a(w1 x, w3 x)), where a combines gate and up."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        width = expert_width_of(config)
+        self.graph, width = graph_of(config), expert_width_of(config)
         self.w1 = nn.Linear(config.hidden_size, width, bias=False)
         self.w2 = nn.Linear(width, config.hidden_size, bias=False)
         self.w3 = nn.Linear(config.hidden_size, width, bias=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Run the expert on [T,H]: [T,H]."""
-        output: torch.Tensor = self.w2(nn.functional.silu(self.w1(states)) * self.w3(states))
+        output: torch.Tensor = self.w2(activate(self.graph, self.w1(states), self.w3(states)))
+        return output
+
+
+class ReferenceMlp(nn.Module):
+    """An MLP that every token takes: a shared expert, or the whole of a dense layer."""
+
+    def __init__(self, config: Any, width: int) -> None:
+        super().__init__()
+        self.graph = graph_of(config)
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Run the MLP on [...,H]: [...,H]."""
+        mixed = activate(self.graph, self.gate_proj(states), self.up_proj(states))
+        output: torch.Tensor = self.down_proj(mixed)
         return output
 
 
@@ -171,15 +205,27 @@ class ReferenceMoe(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.graph = graph_of(config)
         self.gate = ReferenceGate(config)
         self.router = ReferenceRouter(config)
-        has_bias = graph_of(config).has_correction_bias
+        has_bias = self.graph.has_correction_bias
         bias = torch.empty(config.num_local_experts, dtype=router_dtype_of(config)) if has_bias else None
         self.register_buffer("e_score_correction_bias", bias)
         self.experts = nn.ModuleList(ReferenceExpert(config) for _ in range(config.num_local_experts))
+        self.routed = nn.Identity()
+        if self.graph.shared_width:
+            self.shared_experts = ReferenceMlp(config, self.graph.shared_width)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Compute moe_delta [B,S,H] from normed states [B,S,H]."""
+        routed: torch.Tensor = self.routed(self.run_experts(states))
+        if not self.graph.shared_width:
+            return routed
+        shared: torch.Tensor = self.shared_experts(states)
+        return routed * self.graph.sum_scale + shared
+
+    def run_experts(self, states: torch.Tensor) -> torch.Tensor:
+        """Compute the sum of each token's routed experts [B,S,H] from normed states [B,S,H]."""
         states_th = states.flatten(0, 1)
         experts, weights = self.router(self.gate(states_th), self.e_score_correction_bias)
         total = torch.zeros(states_th.shape, dtype=torch.float32, device=states.device)
@@ -216,16 +262,26 @@ class ReferenceLayer(nn.Module):
             str(Site.ROUTER_LOGITS): "block_sparse_moe.gate",
             str(Site.ROUTER_EXPERTS): "block_sparse_moe.router:output[0]",
             str(Site.ROUTER_WEIGHTS): "block_sparse_moe.router:output[1]",
+            str(Site.ROUTED_DELTA): "block_sparse_moe.routed",
+            str(Site.SHARED_DELTA): "block_sparse_moe.shared_experts",
             str(Site.MOE_DELTA): "block_sparse_moe",
+            str(Site.MLP_DELTA): "mlp",
         }
     )
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        self.input_layernorm = ReferenceNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = ReferenceAttention(config)
-        self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = ReferenceMoe(config)
+        graph = graph_of(config)
+        kind = graph.layer(layer_idx)
+        self.input_layernorm = ReferenceNorm(config.hidden_size, config)
+        self.self_attn = ReferenceAttention(config, is_sparse=kind.is_sparse)
+        self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config)
+        self.is_dense = kind.is_dense
+        if kind.is_dense:
+            self.mlp = ReferenceMlp(config, graph.dense_width)
+        else:
+            self.block_sparse_moe = ReferenceMoe(config)
+        self.sites = {name: place for name, place in type(self).sites.items() if name in kind.sites}
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
@@ -233,5 +289,6 @@ class ReferenceLayer(nn.Module):
         """Compute the layer's output [B,S,H] from its input [B,S,H], a 0/1 mask [B,S] and positions [B,S]."""
         normed = self.input_layernorm(hidden_states)
         residual = hidden_states + self.self_attn(normed, attention_mask, position_ids)
-        output: torch.Tensor = residual + self.block_sparse_moe(self.post_attention_layernorm(residual))
+        states = self.post_attention_layernorm(residual)
+        output: torch.Tensor = residual + (self.mlp if self.is_dense else self.block_sparse_moe)(states)
         return output

@@ -254,7 +254,6 @@ class LayerExecutor(RankExecutor):
         self.footprint = device_footprint(setup, runtime)  # host memory of a layer, from shapes
         self._resident = ResidentLayer(setup, runtime=runtime, reader=reader, footprint=self.footprint)
         self.loader = self._resident.loader
-        self._lines = LineTable(setup.spec)
 
     def _order_to_follow(self) -> Callable[[Runtime], None]:
         return partial(
@@ -316,7 +315,7 @@ class LayerExecutor(RankExecutor):
         with device_memory_errors(f"when the weights of layer {request.layer} were written to it"):
             module = self._resident.load(request.layer, next_layer=request.next_layer)
         self.setup.budget.require(self.footprint.activation_bytes, f"what layer {request.layer} computes")
-        held_weights = self._join_held(self._resident.take_held())
+        held_weights = self._join_held(self._resident.take_held(), request.layer)
         stopwatch.mark_loaded()
         exposure = self._find_exposure(module, request, what=what)
         batch_shape = (layer_input.batch_size, layer_input.num_columns)  # [B,S]
@@ -372,12 +371,12 @@ class LayerExecutor(RankExecutor):
             times=stopwatch.times(),
         )
 
-    def _join_held(self, part: HeldPart | None) -> HeldWeights | None:
+    def _join_held(self, part: HeldPart | None, layer: int) -> HeldWeights | None:
         """Return what all ranks hold of a layer; None on other ranks than the lead, and if nothing was compared."""
         if part is None:
             return None
         parts = self.runtime.messages.gather(part)
-        return conclude(parts, self._lines) if parts else None
+        return conclude(parts, LineTable(self.setup.spec, layer)) if parts else None
 
     def _find_exposure(self, module: nn.Module, request: LayerRequest, *, what: str) -> Exposure:
         exposure = find_exposure(module, what=what)

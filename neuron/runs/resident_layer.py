@@ -21,6 +21,7 @@ from minimax_tools.checkpoint.shard_files import ReadAhead, stored_layer_bytes
 from minimax_tools.errors import Mm2Error
 from minimax_tools.machine.memory import MemoryBudget, free_bytes, give_back_freed_memory
 from minimax_tools.machine.size import format_size
+from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
@@ -173,7 +174,8 @@ class NextLayer:
         self._prepared: OpenedLayer | None = None
         # What the port holds is compared with what it was given, unless mm2 changed that.
         compares = setup.target.reads_weights and not setup.edits
-        self._lines = LineTable(setup.spec) if compares else None
+        # The table of each kind of layer, made when it is needed; None if weights are not compared.
+        self._lines: dict[LayerGraph, LineTable] | None = {} if compares else None
         self._compared: set[int] = set()
 
     def read_ahead(self, layer: int, next_layer: int | None) -> None:
@@ -229,7 +231,10 @@ class NextLayer:
     def _open_tensors(self, layer: int) -> LayerTensors:
         setup = self._setup
         if self._lines is not None and layer not in self._compared:
-            return NotedTensors.noting(self._reader, setup.spec, layer, setup.dtype, table=self._lines)
+            kind = setup.spec.graph.layer(layer)
+            if kind not in self._lines:
+                self._lines[kind] = LineTable(setup.spec, layer)
+            return NotedTensors.noting(self._reader, setup.spec, layer, setup.dtype, table=self._lines[kind])
         tensors = LayerTensors.open(self._reader, setup.spec, layer, setup.dtype)
         for edit in setup.edits.values():
             edit(tensors, target_config(setup.spec))
@@ -296,7 +301,7 @@ class ResidentLayer:
         setup, target, ranks = self._setup, self._setup.target, self._runtime.ranks
         opened = self._next.take(layer)
         self._next.read_ahead(layer, next_layer)
-        module = self._module if target.is_reused else None
+        module = self._module if target.is_reused and self._is_alike(layer) else None
         # This frees a module that is not reused. Another is forgotten until it is loaded: after an error it may hold
         # weights of two layers.
         self._module = self._layer = None
@@ -326,6 +331,11 @@ class ResidentLayer:
         self._module, self._layer = module, layer
         return module
 
+    def _is_alike(self, layer: int) -> bool:
+        """Decide whether a layer is of the kind that the module was built for: dense layers have other weights."""
+        graph = self._setup.spec.graph
+        return self._layer is not None and graph.layer(layer) == graph.layer(self._layer)
+
     def take_held(self) -> HeldPart | None:
         """Return what this rank holds of the weights that were loaded last, once; None if nothing was compared."""
         held, self._held = self._held, None
@@ -333,7 +343,7 @@ class ResidentLayer:
 
     def prepare_next(self, layer: int | None) -> None:
         """Begin to read the next layer's weights while this one computes, if the host can hold both."""
-        if layer is not None and self._module is not None:
+        if layer is not None and self._module is not None and self._is_alike(layer):
             self._next.prepare(layer, self._module)
 
     def free(self) -> None:

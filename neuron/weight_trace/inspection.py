@@ -174,7 +174,9 @@ class TracedPort:
         self._share(partial(TracedPort.load_checkpoint, config=config))
         spec = ModelSpec.from_config(config)
         module = self._build(spec, self.dtype)
-        tensors = NotedTensors.noting(self.reader, spec, self.layer, self.dtype, table=LineTable(spec))
+        tensors = NotedTensors.noting(
+            self.reader, spec, self.layer, self.dtype, table=LineTable(spec, self.layer)
+        )
         self._load(module, tensors, spec)
         self.loaded = find_port_tensors(module)
         return self.runtime.messages.gather(check_part(module, tensors, sent=PortLines(spec), pool=self.pool))
@@ -311,7 +313,9 @@ def inspect_weights(
     compared = None
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
-        held = conclude(port.load_checkpoint(dict(checkpoint_spec.raw)), LineTable(checkpoint_spec))
+        held = conclude(
+            port.load_checkpoint(dict(checkpoint_spec.raw)), LineTable(checkpoint_spec, port.layer)
+        )
         found_by_trace = number_as_loaded(findings, held.faults) if spec != checkpoint_spec else findings
         own = LayerTensors.open(port.reader, checkpoint_spec, port.layer, port.dtype)
         findings = [*found_by_trace, *check_loaded(held, port.loaded, own, by_rank[0], findings)]

@@ -122,9 +122,12 @@ class Direction(Enum):
 
 
 class LineTable:
-    """Numbers of the lines of a layer of `spec`: of each tensor the rows, then the columns."""
+    """Numbers of the lines of a layer of `spec`: of each tensor the rows, then the columns.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    All layers of one kind share a table: see `of`.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
         self.matrices: dict[
             str, tuple[int, int]
         ] = {}  # each tensor as a matrix [R,C]; a vector has a row per block
@@ -134,7 +137,7 @@ class LineTable:
         self.num_experts = spec.num_local_experts
         self._names = spec.family.stored_names
         widths = {CORRECTION_BIAS: 1, Q_NORM: spec.head_dim, K_NORM: spec.head_dim}
-        for name, shape in expected_layer_shapes(spec).items():
+        for name, shape in expected_layer_shapes(spec, layer).items():
             if len(shape) == 1:
                 width = widths.get(name, shape[0])
                 self.matrices[name] = shape[0] // width, width

@@ -154,8 +154,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: Config, layer_idx):
         super().__init__()
         self.self_attn = self.attention_class(config)
-        self.input_layernorm = ReferenceNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = ReferenceNorm(config.hidden_size, config)
+        self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config)
         self.block_sparse_moe = Moe(config)
 
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
@@ -321,8 +321,8 @@ class HeadNorms(Attention):
 
     def norm_queries_and_keys(self, config):
         del self.q_norm, self.k_norm
-        self.q_layernorm = ReferenceNorm(config.head_dim, config.rms_norm_eps)
-        self.k_layernorm = ReferenceNorm(config.head_dim, config.rms_norm_eps)
+        self.q_layernorm = ReferenceNorm(config.head_dim, config)
+        self.k_layernorm = ReferenceNorm(config.head_dim, config)
 
     def normed(self, q, k):
         by_head = (states.unflatten(-1, (-1, self.config.head_dim)) for states in (q, k))
