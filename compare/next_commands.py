@@ -21,7 +21,7 @@ from compare.diagnosis.proof import MistakeProof
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.run_commands import RunCommands, judge_port, make_golden
 from minimax_tools.model.run import Mode, single_layer_run
-from minimax_tools.model.sites import SITE_LEVELS, Site
+from minimax_tools.model.sites import Site, find_level
 from minimax_tools.results.results import Comparison, Verdict
 
 # Sites that no weight enters between their inputs and them. Where inputs were not shown, a blame names those too.
@@ -68,7 +68,7 @@ def after_proof(
     if proof.is_proved:
         return (judge_port(golden.directory, run, model=model, arguments=arguments),)
     undone = ("--undo", proof.remaining[0]) if proof.remaining else ()
-    layer_alone = single_layer_run(layer, sites_level="all")
+    layer_alone = single_layer_run(layer, sites_level="all", graph=golden.graph)
     return (judge_port(golden.directory, layer_alone, model=model, arguments=(*arguments, *undone)),)
 
 
@@ -91,14 +91,14 @@ def _after_failure(comparison: Comparison, commands: RunCommands) -> tuple[str, 
 
 def _settle(commands: RunCommands) -> str:
     """Return the command that shows more: a map of a dump, each layer alone with every site, or a whole golden."""
-    port, golden, every = commands.port, commands.golden_run, SITE_LEVELS["all"]
+    port, golden = commands.port, commands.golden_run
     if port is None:
         return commands.map_template()
     if commands.is_whole_port:
         return commands.again()
-    if golden is None or golden.sites != every:
+    if golden is None or find_level(golden.sites) != "all":
         return make_golden(commands.model)
-    is_isolated = port.run.mode is Mode.ISOLATED and port.run.sites == every
+    is_isolated = port.run.mode is Mode.ISOLATED and port.run.sites == golden.sites
     return commands.show() if is_isolated else commands.isolated()
 
 

@@ -37,7 +37,7 @@ SiteKind = TypeVar("SiteKind", Site, ModelSite)
 
 # Sites behind the experts; either shows the layer's mistakes. One in the last residual add does not show in
 # `moe_delta`; it shows in the next layer's input in a dump.
-_ENDS = (Site.MOE_DELTA, Site.OUTPUT)
+_ENDS = (Site.MOE_DELTA, Site.MLP_DELTA, Site.OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

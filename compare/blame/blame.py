@@ -31,7 +31,9 @@ _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
 _LEAST_CARRIED = 0.5
 
 # A site that is judged with the port's own choice of experts: a wrong choice does not excuse it.
-_JUDGED_WITH_PORTS: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
+_JUDGED_WITH_PORTS: Mapping[Site, Site] = MappingProxyType(
+    {Site.ROUTED_DELTA: Site.ROUTER_EXPERTS, Site.MOE_DELTA: Site.ROUTER_EXPERTS}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Blame, SiteResult
 
 # Sites whose error may lie in the tokens of some experts, and sites whose channels are heads side by side.
-_OF_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
+_OF_EXPERTS = (Site.ROUTED_DELTA, Site.MOE_DELTA, Site.OUTPUT)
 _OF_HEADS = (
     Site.Q_PROJ,
     Site.K_PROJ,

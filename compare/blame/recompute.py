@@ -69,7 +69,7 @@ class SiteInputs:
     def possible_inputs(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
         """Yield possible inputs of the port's site, to recompute it from each: first the values that the port shows."""
         groups = [[source] for source in self.graph.inputs[self.site]]
-        if self.site is Site.MOE_DELTA:
+        if self.site is self.graph.routed_sum:
             # A choice and its weights go together.
             groups = [[Site.POST_NORM], [Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS]]
         alternatives = [list(self._alternatives(group, doubted, router)) for group in groups]
@@ -253,7 +253,7 @@ class RecomputingJudge:
         if site_inputs is None or (site is Site.ATTN_CONTEXT and not stored.has_floor):
             return
         tokens = site_inputs.usable
-        if site is Site.MOE_DELTA:
+        if site is self.graph.routed_sum:
             tokens = tokens & _sample(stored)
         if not bool(tokens.any()):
             return
@@ -312,11 +312,11 @@ class RecomputingJudge:
         self, site: Site, site_inputs: SiteInputs, tokens: torch.Tensor, doubted: frozenset[Site]
     ) -> Iterator[tuple[Values, torch.Tensor]]:
         """Yield possible inputs of a site, [T,F] each, with the site computed from them at the `tokens`, [t,F]."""
-        router = self._read(Site.ROUTER_WEIGHTS) if site is Site.MOE_DELTA else None
+        router = self._read(Site.ROUTER_WEIGHTS) if site is self.graph.routed_sum else None
         variants = site_inputs.possible_inputs(doubted, router)
         first = next(variants)
         yield first, self._compute(site, first, tokens, golden=site_inputs.golden)
-        if site is not Site.MOE_DELTA:
+        if site is not self.graph.routed_sum:
             for values in variants:
                 yield values, self._compute(site, values, tokens, golden=site_inputs.golden)
             return

@@ -278,16 +278,17 @@ class ChainJudge:
         return visible * math.sqrt(1.0 + 1.0 / result.nearest.limit**2)
 
     def sweep_visible(self, span: Span) -> float | None:
-        """Return the smallest noise in the MoE's delta that isolated runs would see in every layer of `span`.
+        """Return the smallest noise in the last delta that isolated runs would see in every layer of `span`.
 
         It is a share of the layer's output; None if the golden kept no floor of that site.
         """
         sizes = []
         for layer in span:
-            if self._golden.read_floor(layer, error_name(Site.MOE_DELTA)) is None:
+            site = self._golden.graph.layer(layer).last_delta
+            if self._golden.read_floor(layer, error_name(site)) is None:
                 return None
-            dtype = self._golden.read(layer, Site.MOE_DELTA).dtype
-            sizes.append(self._visible_alone(layer, Site.MOE_DELTA, dtype=dtype))
+            dtype = self._golden.read(layer, site).dtype
+            sizes.append(self._visible_alone(layer, site, dtype=dtype))
         return max(sizes)
 
 

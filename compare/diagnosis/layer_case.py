@@ -211,7 +211,9 @@ def _judging_sites(
             next_step="Capture the layer's output on both sides.",
         )
     if not suspects:
-        return tuple(site for site in common if site in (Site.ATTN_DELTA, Site.MOE_DELTA, common[-1]))
+        return tuple(
+            site for site in common if site in (Site.ATTN_DELTA, Site.MOE_DELTA, Site.MLP_DELTA, common[-1])
+        )
     judging = [site for site in common if site in suspects]
     behind = [site for site in common if site.order > max(suspect.order for suspect in suspects)]
     return tuple(judging or behind[:1] or common[-1:])

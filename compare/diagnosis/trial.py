@@ -26,9 +26,9 @@ _NUM_DRAWS = 6
 _NOISE_FACTOR = 2.0
 # Factor on the mean square of a right site's error, at least that of noise, beyond which a hypothesis makes it wrong.
 _MOST_WORSE = 2.0
-_STREAM_DELTAS = (Site.ATTN_DELTA, Site.MOE_DELTA)
+_STREAM_DELTAS = (Site.ATTN_DELTA, Site.MOE_DELTA, Site.MLP_DELTA)
 _ROUTER_CHOICE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
-_BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
+_BEHIND_EXPERTS = (Site.ROUTED_DELTA, Site.MOE_DELTA, Site.OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -44,7 +44,7 @@ _MOST_CHOICES = 24
 # Tokens whose choices are computed. A right port has few above the ρ; a wrong one shows in these.
 _MOST_TOKENS = 256
 # Sites that need the experts' weights; router weights follow from the logits alone.
-_BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
+_BEHIND_EXPERTS = (Site.ROUTED_DELTA, Site.MOE_DELTA, Site.OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,7 +120,7 @@ def find_nearest_choice(
 ) -> DerivedChoice | None:
     """Find the choice nearest to each token of a port, among those that noise may have made.
 
-    The layer's input is the golden's. The site is `moe_delta` or `output`; its rows, all real tokens of both sides,
+    The layer's input is the golden's. The site is behind the experts; its rows, all real tokens of both sides,
     have a floor and are finite. `noise` is the margin and noise of the golden's choice. None if the weights are not
     known, or the golden does not hold its experts' input or, for the output, the residual stream.
     """
@@ -128,10 +128,10 @@ def find_nearest_choice(
     # twin. The stream is what the experts' sum is added to.
     golden = sides.read_golden(layer, Site.ROUTER_EXPERTS)
     states, logits = sides.read_exact(layer, Site.POST_NORM), sides.read_exact(layer, Site.ROUTER_LOGITS)
-    stream = None if site is Site.MOE_DELTA else sides.read_stream(layer, is_exact=True)
+    beside = sides.read_beside(layer, site, is_exact=True)
     if sides.weights is None or golden is None or states is None or logits is None:
         return None
-    if stream is None and site is Site.OUTPUT:
+    if beside is None:
         return None
     experts = golden.long()
     reach = noise.reach
@@ -163,8 +163,7 @@ def find_nearest_choice(
             weigh_experts(weights.spec.graph, logits[tokens], candidates),
             graph=weights.spec.graph,
         )
-    if stream is not None:
-        added = stream[tokens] + added
+    added = beside[tokens] + sides.routed_scale(layer, site) * added
     distance = square_difference(added, rows.target[tokens], massive=rows.massive).whole
     nearest = experts.clone()
     for token in choices:
@@ -239,8 +238,7 @@ class Replay:
         if site in _BEHIND_EXPERTS:
             held = self._sides.reference.sites(self._layer)
             is_known = self._sides.weights is not None and Site.POST_NORM in held
-        if site is Site.OUTPUT:
-            is_known = is_known and self._sides.holds_stream(self._layer)
+            is_known = is_known and self._sides.holds_beside(self._layer, site)
         return self._replayable if is_known else torch.zeros_like(self._replayable)
 
     def rows(self, site: Site, rows: Rows) -> Rows:
@@ -285,18 +283,20 @@ class Replay:
         return (widened.whole / golden_squares.whole.clamp(min=TINY)).clamp(min=1.0)
 
     def _behind(self, site: Site, experts: _Values, tokens: torch.Tensor, rows: Rows) -> _Values:
-        """Return the values of a site behind the experts, from what the experts add; the output adds the stream."""
-        if site is Site.MOE_DELTA:
+        """Return the values of a site behind the experts, from what the routed experts add."""
+        if site is self._sides.reference.graph.layer(self._layer).routed_sum:
             return experts
         exact, golden = (
-            self._sides.read_stream(self._layer, is_exact=is_exact) for is_exact in (True, False)
+            self._sides.read_beside(self._layer, site, is_exact=is_exact) for is_exact in (True, False)
         )
-        assert exact is not None, "the output is replayed where the residual stream is known"
-        assert golden is not None, "the output is replayed where the residual stream is known"
+        assert exact is not None, "a site is replayed where all that it adds is known"
+        assert golden is not None, "a site is replayed where all that it adds is known"
+        scale = self._sides.routed_scale(self._layer, site)
         golden_sum, variant_sum = (
-            (golden[tokens] + added).to(rows.dtype).float() for added in (experts.golden, experts.variant)
+            (golden[tokens] + scale * added).to(rows.dtype).float()
+            for added in (experts.golden, experts.variant)
         )
-        return _Values(exact[tokens] + experts.exact, golden_sum, variant_sum)
+        return _Values(exact[tokens] + scale * experts.exact, golden_sum, variant_sum)
 
     def _are_experts(self) -> torch.Tensor:
         """Find tokens for which the port names experts that exist: bool [T]."""

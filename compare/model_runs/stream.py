@@ -183,18 +183,19 @@ def _is_taken(sides: Sides, layer: int, *, but: Collection[int]) -> bool:
 
 def _parts(sides: Sides, layer: int) -> Iterator[_Candidate]:
     """Yield sums that lack a part of a layer's output, or have one twice, as far as the port shows the parts."""
+    delta = sides.reference.graph.layer(layer).last_delta
     shown: dict[Site, torch.Tensor] = {
         site: sides.batch.rows(sides.target.read(layer, site), site).float()
-        for site in (Site.INPUT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, Site.MOE_DELTA, Site.OUTPUT)
+        for site in (Site.INPUT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, delta, Site.OUTPUT)
         if site in sides.target.sites(layer)
     }
     sums: tuple[tuple[str, str, tuple[Site, ...]], ...] = (
-        ("residual_lost", "what its experts added, without the residual", (Site.MOE_DELTA,)),
+        ("residual_lost", "what its experts added, without the residual", (delta,)),
         ("residual_lost", "what its attention added, without the residual", (Site.ATTN_DELTA,)),
         ("addend_lost", "its stream without what its experts added", (Site.ATTN_RESIDUAL,)),
-        ("addend_lost", "its stream without what its attention added", (Site.INPUT, Site.MOE_DELTA)),
+        ("addend_lost", "its stream without what its attention added", (Site.INPUT, delta)),
         ("residual_twice", "its output with the residual added twice", (Site.OUTPUT, Site.ATTN_RESIDUAL)),
-        ("addend_twice", "its output with what its experts added twice", (Site.OUTPUT, Site.MOE_DELTA)),
+        ("addend_twice", "its output with what its experts added twice", (Site.OUTPUT, delta)),
     )
     for mistake, words, sites in sums:
         if all(site in shown and shown[site].shape == shown[sites[0]].shape for site in sites):

@@ -189,10 +189,49 @@ class Sides:
         twin = self.reference.read_twin(layer, site)
         return self.read_golden(layer, site) if twin is None else self.batch.rows(twin, site).float()
 
+    def holds_beside(self, layer: int, site: Site) -> bool:
+        """Decide whether the golden kept what `read_beside` reads."""
+        if site is self.reference.graph.layer(layer).routed_sum:
+            return True
+        has_shared = bool(self.reference.graph.shared_width)
+        is_shared_known = not has_shared or Site.SHARED_DELTA in self.reference.sites(layer)
+        return is_shared_known and (site is Site.MOE_DELTA or self.holds_stream(layer))
+
+    def read_beside(self, layer: int, site: Site, *, is_exact: bool) -> torch.Tensor | None:
+        """Read what the golden adds to the routed experts' sum up to a site, [T,H] float32; None if it is not known.
+
+        It is zero for the sum itself, the shared experts' for `moe_delta`, and the residual stream too for the output.
+        `is_exact` prefers float32 twins to the golden's values.
+        """
+        read = self.read_exact if is_exact else self.read_golden
+        states = read(layer, Site.POST_NORM)
+        if states is None or not self.holds_beside(layer, site):
+            return None
+        beside = torch.zeros_like(states, dtype=torch.float32)
+        if site is self.reference.graph.layer(layer).routed_sum:
+            return beside
+        if self.reference.graph.shared_width:
+            shared = read(layer, Site.SHARED_DELTA)
+            assert shared is not None, "the golden holds what the shared experts add"
+            beside = beside + shared
+        if site is Site.OUTPUT:
+            stream = self.read_stream(layer, is_exact=is_exact)
+            assert stream is not None, "the golden holds the residual stream"
+            beside = beside + stream
+        return beside
+
+    def routed_scale(self, layer: int, site: Site) -> float:
+        """Return the factor on the routed experts' sum in a site behind it."""
+        graph = self.reference.graph
+        return 1.0 if site is Site.ROUTED_DELTA else graph.sum_scale
+
     def holds_stream(self, layer: int) -> bool:
         """Decide whether the golden kept the residual stream, or what it follows from (see `read_stream`)."""
         held = self.reference.sites(layer)
-        return Site.ATTN_RESIDUAL in held or (Site.OUTPUT in held and Site.MOE_DELTA in held)
+        return Site.ATTN_RESIDUAL in held or (Site.OUTPUT in held and self._last_delta(layer) in held)
+
+    def _last_delta(self, layer: int) -> Site:
+        return self.reference.graph.layer(layer).last_delta
 
     def read_stream(self, layer: int, *, is_exact: bool) -> torch.Tensor | None:
         """Read the golden's residual stream that the experts' sum is added to, [T,H] float32.
@@ -203,5 +242,5 @@ class Sides:
         residual = read(layer, Site.ATTN_RESIDUAL)
         if residual is not None:
             return residual
-        output, added = read(layer, Site.OUTPUT), read(layer, Site.MOE_DELTA)
+        output, added = read(layer, Site.OUTPUT), read(layer, self._last_delta(layer))
         return None if output is None or added is None else output - added

@@ -123,6 +123,11 @@ class LayerGraph:
     is_sparse: bool = False  # whether an indexer chooses what its attention sees
 
     @property
+    def routed_sum(self) -> Site:
+        """The site of the routed experts' sum."""
+        return Site.ROUTED_DELTA if self.model.shared_width else Site.MOE_DELTA
+
+    @property
     def last_delta(self) -> Site:
         """The site that is added to the residual stream last."""
         return Site.MLP_DELTA if self.is_dense else Site.MOE_DELTA

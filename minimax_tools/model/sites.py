@@ -5,7 +5,7 @@ B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from minimax_tools.errors import UsageError, did_you_mean
@@ -102,7 +102,7 @@ DENSE_SITES = (Site.MLP_DELTA,)
 _OPTIONAL = frozenset((Site.Q_NORM, Site.K_NORM, *EXPERT_SITES, *DENSE_SITES))
 
 
-def find_level(sites: tuple[Site, ...]) -> str | None:
+def find_level(sites: Sequence[str]) -> str | None:
     """Find the name of the sites that a run keeps, of any graph; None if they are no level's."""
     for name, level in SITE_LEVELS.items():
         if set(level) - _OPTIONAL <= set(sites) <= set(level):

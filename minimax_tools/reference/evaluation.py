@@ -50,14 +50,9 @@ def _node_inputs(graph: LayerGraph) -> Mapping[GraphNode, tuple[GraphNode, ...]]
             ExpertValue.EXPERT_INPUT: (Site.POST_NORM,),
             ExpertValue.EXPERT_NUMBERS: (Site.ROUTER_EXPERTS,),
             ExpertValue.EXPERT_OUTPUTS: (ExpertValue.EXPERT_INPUT, ExpertValue.EXPERT_NUMBERS),
-            routed_sum(graph): (ExpertValue.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
+            graph.routed_sum: (ExpertValue.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
         }
     return MappingProxyType(inputs)
-
-
-def routed_sum(graph: LayerGraph) -> Site:
-    """Return the site of the routed experts' sum."""
-    return Site.ROUTED_DELTA if graph.model.shared_width else Site.MOE_DELTA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -358,7 +353,7 @@ class Float32Layer:
         """
         layer = Evaluation(
             LayerInputs.of(self._spec, self._weights, inputs),
-            {**STAGES, routed_sum(self._weights.graph(self._spec)): self._run_experts},
+            {**STAGES, self._weights.graph(self._spec).routed_sum: self._run_experts},
             tokens=torch.arange(inputs.attention_mask.numel()),
             values={
                 given: value if has_all_tokens(given) else value.flatten(0, 1)

@@ -38,7 +38,7 @@ def bisect_whole_port(options: BisectOptions) -> NoReturn:
     golden = Capture.open(options.golden).of_whole_ports()
     inputs = golden.read_inputs()
     num_decoded = choose_num_decoded(inputs, options.num_decoded)
-    run = whole_bisect_run(spec.num_hidden_layers, num_decoded=num_decoded)
+    run = whole_bisect_run(spec.num_hidden_layers, num_decoded=num_decoded, graph=spec.graph)
     directory = options.store.directory(DEVICE_SIDE, run.name)
     folder = resolve_model(options.model)
     with output_set_aside():

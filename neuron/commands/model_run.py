@@ -57,7 +57,7 @@ def run_model(options: ModelOptions) -> None:
     num_decoded = options.num_decoded
     if num_decoded is None:
         num_decoded = min(_USUAL_STEPS, min(inputs.lengths) - 1)
-    run = model_run(spec.num_hidden_layers, sites_level="all", num_decoded=num_decoded)
+    run = model_run(spec.num_hidden_layers, sites_level="all", num_decoded=num_decoded, graph=spec.graph)
     folder = resolve_model(options.model)
     with output_set_aside():
         request = ModelRequest(

@@ -47,7 +47,7 @@ def single_layer_command(layer: int, mistakes: tuple[str, ...], options: DeviceO
             from neuron.commands.undo import prove_layer
 
         prove_layer(options, layer, mistakes)
-    _run(options, lambda _: single_layer_run(layer, sites_level=options.sites_level))
+    _run(options, lambda spec: single_layer_run(layer, sites_level=options.sites_level, graph=spec.graph))
 
 
 @click.command(
@@ -62,7 +62,7 @@ def multi_layer_command(span: Span | None, options: DeviceOptions) -> None:
     _run(
         options,
         lambda spec: multi_layer_run(
-            span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level
+            span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level, graph=spec.graph
         ),
     )
 
@@ -78,7 +78,9 @@ def sweep_command(span: Span | None, options: DeviceOptions) -> None:
     """Run each layer of a range by itself on the golden's input: the usual way to find a fault."""
     _run(
         options,
-        lambda spec: sweep_run(span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level),
+        lambda spec: sweep_run(
+            span or Span(0, spec.num_hidden_layers), sites_level=options.sites_level, graph=spec.graph
+        ),
     )
 
 
@@ -99,7 +101,10 @@ def sweep_command(span: Span | None, options: DeviceOptions) -> None:
 def full_command(options: DeviceOptions) -> None:
     """Run the whole model from the tokens to the logits, and print what each row generates."""
     # --max-new-tokens is in `options`, like every option that `DeviceOptions` has.
-    _run(options, lambda spec: full_run(spec.num_hidden_layers, sites_level=options.sites_level))
+    _run(
+        options,
+        lambda spec: full_run(spec.num_hidden_layers, sites_level=options.sites_level, graph=spec.graph),
+    )
 
 
 @click.command(
@@ -118,7 +123,7 @@ def full_command(options: DeviceOptions) -> None:
 @device_options
 def component_command(layer: int, component: str, options: DeviceOptions) -> None:
     """Run one component of a layer on the golden's values at its border."""
-    _run(options, lambda _: component_run(layer, Component(component)))
+    _run(options, lambda spec: component_run(layer, Component(component), graph=spec.graph))
 
 
 def _run(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> None:

@@ -119,7 +119,7 @@ def trace_command(
         # Compilers write it themselves, and run the port's code, which may change the working folder.
         trace = trace_layer(request, reader, output.absolute())
     arguments = ("--target", f"{PREFIX}{output}")
-    run = single_layer_run(layer, sites_level="all")
+    run = single_layer_run(layer, sites_level="all", graph=spec.graph)
     if golden is None:
         following = judge_port_of(model, *arguments, run=run, batch_shape=rows.batch_shape)
     else:

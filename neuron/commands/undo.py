@@ -29,7 +29,7 @@ def prove_layer(options: DeviceOptions, layer: int, mistakes: tuple[str, ...]) -
     undone = tuple(map(Undo.parse, mistakes))
     _refuse_other_inputs(options)
     spec = ModelSpec.from_folder(resolve_config(options.model))
-    run = single_layer_run(layer, sites_level="all")
+    run = single_layer_run(layer, sites_level="all", graph=spec.graph)
     run.span.within(spec.num_hidden_layers)  # raises if the model lacks the layer
     assert options.golden is not None, "a proof without a golden was refused"
     golden = Capture.open(options.golden)

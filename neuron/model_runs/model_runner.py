@@ -198,7 +198,7 @@ class ModelRun:
         result = self._executor.run(PassRequest(model_pass=prefill, is_first=True, fed=(layer, layer_input)))
         sites = dict(result.layers.get(layer, {}))
         sites[Site.INPUT] = layer_input
-        run = single_layer_run(layer, sites_level="all")
+        run = single_layer_run(layer, sites_level="all", graph=request.golden.graph)
         description = Description(
             side=DEVICE_SIDE,
             run=run,

@@ -65,7 +65,7 @@ class GoldenStream:
                 next_step="Leave out --dtype.",
             )
         span = Span(0, spec.num_hidden_layers)
-        sources = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
+        sources = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer", graph=golden.graph))
         sources.verify(model=fingerprint_model(reader, spec, span), dtype=dtype)
         return cls(golden=golden, inputs=golden.read_inputs(), spec=spec)
 

@@ -224,7 +224,7 @@ def bisect_layers(
     golden, span = request.golden, request.span
     model = fingerprint_model(reader, request.spec, span)
     # A chain may begin at any layer: so every layer's input is needed, as for a sweep.
-    golden_inputs = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
+    golden_inputs = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer", graph=golden.graph))
     golden_inputs.verify(model=model, dtype=request.dtype)
     _refuse_missing_outputs(golden, span)
     judge = ChainJudge(golden, criteria=request.criteria)
@@ -311,7 +311,7 @@ def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime)
     sites = [(layer, site) for layer in request.span for site in (Site.INPUT, Site.OUTPUT)]
     return Description(
         side=DEVICE_SIDE,
-        run=bisect_run(request.span),
+        run=bisect_run(request.span, graph=golden.graph),
         provenance=request.provenance(
             runtime,
             model=model,

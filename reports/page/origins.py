@@ -10,7 +10,7 @@ from typing import Any
 
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.json_codec import encode
-from minimax_tools.model.sites import SITE_LEVELS
+from minimax_tools.model.sites import find_level
 
 # Characters of a value; a longer one is cut in the middle.
 _LONGEST = 120
@@ -83,7 +83,7 @@ def _word(value: Any) -> str:
     if isinstance(value, str):
         return value[:_SHOWN_OF_DIGEST] + _CUT if _DIGEST.fullmatch(value) else value or _ABSENT
     if isinstance(value, Sequence) and all(isinstance(item, str) for item in value):
-        if tuple(value) == SITE_LEVELS["all"]:
+        if find_level(value) == "all":
             return "all"
         return ", ".join(value) or _ABSENT
     return json.dumps(value, ensure_ascii=False)
