@@ -80,14 +80,29 @@ class Mistake:
         """Return a hypothesis for each of the mistake's candidates."""
         if not self.fits(inputs.spec.graph):
             return ()
-        return tuple(self.with_parameters(parameters) for parameters in self.candidates(inputs))
+        return self._of_layer(inputs.graph, self.candidates(inputs))
 
     def found_hypotheses(self, clues: Clues, *, at_last: bool = False) -> tuple[Hypothesis, ...]:
         """Return a hypothesis for each parameter set that the port's values speak for."""
         if not self.fits(clues.base.spec.graph):
             return ()
         find = self.find_at_last if at_last else self.find
-        return tuple(self.with_parameters(parameters) for parameters in find(clues))
+        return self._of_layer(clues.base.graph, find(clues))
+
+    def _of_layer(self, graph: LayerGraph, found: Iterable[Parameters]) -> tuple[Hypothesis, ...]:
+        """Return the hypotheses of these parameters that are ones of a layer."""
+        hypotheses = map(self.with_parameters, found)
+        return tuple(hypothesis for hypothesis in hypotheses if self._can_be_of(graph, hypothesis.change))
+
+    def _can_be_of(self, graph: LayerGraph, change: Change) -> bool:
+        """Decide whether a change is one of a layer: a dense layer has no router, and other graphs other sums."""
+        if not change.nodes <= node_inputs(graph).keys():
+            return False
+        options = self.words.graph
+        if change.recipe is not None and change.recipe.mix is not None and graph.model.has_swiglu_oai:
+            return "has_swiglu_oai" in options
+        replaces_sum = Site.MOE_DELTA in change.stages and graph.model.has_shared_experts
+        return not replaces_sum or "has_shared_experts" in options
 
     def with_parameters(self, parameters: Parameters, *, is_fitted: bool = False) -> Hypothesis:
         """Return the hypothesis that a port made this mistake with these parameters."""

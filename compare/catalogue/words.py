@@ -45,6 +45,12 @@ _OPTIONS: Mapping[tuple[str, str | bool], str] = MappingProxyType(
         ("has_correction_bias", True): "correction bias",
         ("normalises_shares", True): "weights of sum 1",
         ("normalises_shares", False): "weights of any sum",
+        ("has_gain_of_one_plus", True): "gains of 1 + weight",
+        ("has_gain_of_one_plus", False): "gains of weight",
+        ("has_qkv_bias", True): "biases of q, k and v",
+        ("has_shared_experts", True): "shared experts",
+        ("has_sum_scale", True): "scaled routed sum",
+        ("has_swiglu_oai", True): "SwiGLU-OAI",
     }
 )
 # Places whose mistakes a user may choose by name.

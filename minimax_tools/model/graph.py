@@ -78,6 +78,21 @@ class ModelGraph:
     sparsity: BlockSparsity | None = None
 
     @property
+    def has_shared_experts(self) -> bool:
+        """True if every token takes shared experts beside the routed ones."""
+        return bool(self.shared_width)
+
+    @property
+    def has_sum_scale(self) -> bool:
+        """True if the routed experts' sum is multiplied by a factor."""
+        return self.sum_scale != 1
+
+    @property
+    def has_swiglu_oai(self) -> bool:
+        """True if experts combine gate and up by SwiGLU-OAI."""
+        return self.swiglu_alpha is not None
+
+    @property
     def sites(self) -> tuple[Site, ...]:
         """The sites that some layer has, in execution order."""
         kinds = {LayerGraph(self, is_dense=is_dense) for is_dense in (False, bool(self.dense_layers))}

@@ -41,7 +41,8 @@ Stage = Callable[["Evaluation"], torch.Tensor]
 
 
 @cache
-def _node_inputs(graph: LayerGraph) -> Mapping[GraphNode, tuple[GraphNode, ...]]:
+def node_inputs(graph: LayerGraph) -> Mapping[GraphNode, tuple[GraphNode, ...]]:
+    """Return what each node of a layer is computed from."""
     inputs: dict[GraphNode, tuple[GraphNode, ...]] = {
         site: tuple[GraphNode, ...](sources) for site, sources in graph.inputs.items()
     }
@@ -435,5 +436,5 @@ def _downstream(graph: LayerGraph, nodes: frozenset[GraphNode]) -> frozenset[Gra
     reached, num_before = set(nodes), 0
     while len(reached) > num_before:
         num_before = len(reached)
-        reached |= {node for node, inputs in _node_inputs(graph).items() if reached.intersection(inputs)}
+        reached |= {node for node, inputs in node_inputs(graph).items() if reached.intersection(inputs)}
     return frozenset(reached)
