@@ -84,8 +84,6 @@ class Mistake:
 
     def found_hypotheses(self, clues: Clues, *, at_last: bool = False) -> tuple[Hypothesis, ...]:
         """Return a hypothesis for each parameter set that the port's values speak for."""
-        if not self.fits(clues.base.spec.graph):
-            return ()
         find = self.find_at_last if at_last else self.find
         return self._of_layer(clues.base.graph, find(clues))
 

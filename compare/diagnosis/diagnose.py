@@ -133,7 +133,9 @@ def diagnose_run(
                 reference,
                 weights,
                 judgeable,
-                mistakes=_chosen(CATALOGUE, mistakes),
+                mistakes=[
+                    mistake for mistake in _chosen(CATALOGUE, mistakes) if mistake.fits(reference.graph)
+                ],
                 passes_over=layers is None,
                 tries_shapes=bool(mistakes),
                 progress=progress,

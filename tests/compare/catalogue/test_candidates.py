@@ -37,8 +37,7 @@ def find(name: str) -> Mistake:
 
 
 def clues(wrong: WrongTokens) -> Clues:
-    base = SimpleNamespace(spec=SimpleNamespace(graph=ModelGraph()))
-    return cast("Clues", SimpleNamespace(wrong_tokens=wrong, base=base))
+    return cast("Clues", SimpleNamespace(wrong_tokens=wrong))
 
 
 def listed(candidates: tuple[Parameters, ...]) -> str:

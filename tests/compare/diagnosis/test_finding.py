@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +14,12 @@ from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding, PassedOver, SiteDiagnosis
 from compare.diagnosis.layer_group import group_layers, withdraw_rare, withdraw_unequal
 from compare.diagnosis.score import Score
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.evaluation import replace_stage
 from minimax_tools.results.results import Blame, Verdict
 
-SPEC: Any = "spec"
+SPEC: Any = SimpleNamespace(name="spec", family=MINIMAX_M2)
 
 
 def mistake(name: str, *sites: Site, **options: Any) -> Mistake:
@@ -35,7 +36,7 @@ FIRST = mistake(
     "rope_theta",
     Site.K_ROPE,
     Site.Q_ROPE,
-    detail=lambda spec, parameters: f"{spec} {parameters['theta']}",
+    detail=lambda spec, parameters: f"{spec.name} {parameters['theta']}",
 )
 SECOND = mistake("gate_up_swapped", Site.MOE_DELTA)
 

@@ -13,6 +13,7 @@ from compare.catalogue.candidates import values_of
 from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.diagnosis.score import Score
 from compare.diagnosis.screening import fit_parameters
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import replace_stage
 
@@ -47,7 +48,7 @@ class Search:
         self, *right: float, amplitude: Callable[..., float] = lambda *_: 1.0, decoded: bool = False
     ) -> None:
         self.right, self.amplitude, self.decoded = right, amplitude, decoded
-        self.base = SimpleNamespace(inputs=None)
+        self.base = SimpleNamespace(inputs=SimpleNamespace(spec=SimpleNamespace(graph=ModelGraph())))
         self.rounds: list[list[tuple[float, ...]]] = []
 
     def score(self, hypothesis: Hypothesis, *, is_decode_only: bool = False) -> Score:

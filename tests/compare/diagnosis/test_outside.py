@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from compare.catalogue.candidates import values_of
 from compare.catalogue.outside import ModelInputs, ModelMistake
 from compare.diagnosis.outside import SiteCase, SiteNoise, search_site
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from minimax_tools.model.sites import ModelSite
 
 SITE = ModelSite.FINAL_NORM
@@ -20,7 +22,8 @@ NOISE = SiteNoise(variance=torch.full((4,), 1e-4), size=torch.ones(4))
 
 
 def case(port: torch.Tensor, correct: torch.Tensor = CORRECT, **parts: Any) -> SiteCase:
-    inputs = cast("ModelInputs", None)  # these mistakes read none
+    # These mistakes read nothing of them.
+    inputs = cast("ModelInputs", SimpleNamespace(spec=SimpleNamespace(family=MINIMAX_M2)))
     return SiteCase(
         **{"site": SITE, "inputs": inputs, "port": port, "correct": correct, "noise": NOISE, **parts}
     )

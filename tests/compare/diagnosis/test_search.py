@@ -14,6 +14,7 @@ import torch
 from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.diagnosis.score import Score
 from compare.diagnosis.search import SearchOutcome, search_layer
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import replace_stage
 
@@ -59,8 +60,12 @@ class Port:
     @property
     def base(self) -> Any:
         mask = torch.ones(1, self.num_tokens, dtype=torch.int64)
+        spec = SimpleNamespace(graph=ModelGraph())
         return SimpleNamespace(
-            tokens=torch.arange(self.num_tokens), attention_mask=mask, inputs=SimpleNamespace(is_judged=mask)
+            spec=spec,
+            tokens=torch.arange(self.num_tokens),
+            attention_mask=mask,
+            inputs=SimpleNamespace(is_judged=mask, spec=spec),
         )
 
     @property

@@ -32,7 +32,9 @@ LATE = torch.arange(NUM_TOKENS) >= 2
 
 
 def inputs(num_tokens: int = NUM_TOKENS) -> LayerInputs:
-    spec: Any = SimpleNamespace(num_experts_per_tok=1, hidden_size=WIDTH, num_local_experts=NUM_EXPERTS)
+    spec: Any = SimpleNamespace(
+        num_experts_per_tok=1, hidden_size=WIDTH, num_local_experts=NUM_EXPERTS, graph=ModelGraph()
+    )
     weights: Any = None
     return LayerInputs(
         graph=ModelGraph().layer(0),

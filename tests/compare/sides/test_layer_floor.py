@@ -15,6 +15,7 @@ from compare.noise.rows import Squares
 from compare.sides.layer_floor import LayerFloor, read_squares
 from compare.sides.sides import Batch
 from minimax_tools.errors import CaptureError
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 
 MASK = torch.tensor([[1, 1, 0]])
@@ -38,6 +39,7 @@ class Golden:
     l2: float | None = 1.0
     dtype: str = "bfloat16"
     directory: Path = Path("golden")
+    graph: ModelGraph = field(default_factory=ModelGraph)
 
     @property
     def known_description(self) -> Any:
