@@ -78,7 +78,7 @@ class Words:
 
     @property
     def models(self) -> str:
-        """The models in which it is a mistake, in words; "" for all."""
+        """What the models have in which it is a mistake; "" for all."""
         return ", ".join(_OPTIONS[option, value] for option, value in self.graph.items())
 
 
@@ -151,7 +151,7 @@ def catalogue_record() -> dict[str, Any]:
                 "what": words.what,
                 "look_at": words.look_at,
                 "sources": list(words.sources),
-                "graph": dict(words.graph),
+                "models": words.models,
             }
             for words in _listed()
         ]

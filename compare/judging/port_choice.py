@@ -322,7 +322,7 @@ class Replay:
         exact, rounded = (
             weigh_experts(self._graph, side[tokens], experts) for side in (logits, golden_logits)
         )
-        if not self._graph.has_float32_router:
+        if not self._graph.has_float32_shares:
             rounded = rounded.bfloat16().float()
         kinds = torch.tensor([RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM])
         # One call for the three ways, so that each expert is read and upcast once.

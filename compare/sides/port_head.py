@@ -25,8 +25,6 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import Float32Head, Rounding, RoundingKind
 
-# A golden with a float32 router keeps these in float32.
-_FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
 # A golden's name for its first variant with random roundings.
 _VARIANT = "random_1"
 
@@ -157,7 +155,9 @@ class PortInputGolden(_ComputedGolden):
 
     def sites(self, layer: int) -> tuple[Site, ...]:
         """Return the sites of a layer: every one of the computed layer."""
-        return tuple(Site) if layer == self._layer else super().sites(layer)
+        if layer != self._layer:
+            return super().sites(layer)
+        return tuple(site for site in Site if site is Site.INPUT or site in self._twin)
 
     def read(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor:
         """Read a site's tensor, rounded as a golden rounds."""
@@ -166,8 +166,12 @@ class PortInputGolden(_ComputedGolden):
         if site is Site.INPUT:
             return self._given
         value = self._rounded[site]
-        of_router = self.graph.has_float32_router and site in _FLOAT32_SITES
-        is_kept = self._is_float32 or of_router or not value.is_floating_point()
+        graph = self.graph
+        of_router = {
+            Site.ROUTER_LOGITS: graph.has_float32_router,
+            Site.ROUTER_WEIGHTS: graph.has_float32_shares,
+        }
+        is_kept = self._is_float32 or of_router.get(site, False) or not value.is_floating_point()
         return value if is_kept else value.bfloat16()
 
     def read_twin(self, layer: int | None, site: Site | ModelSite) -> torch.Tensor | None:

@@ -148,7 +148,7 @@ def test_catalogue_is_listed_without_a_model(command: Command) -> None:
     assert result.exit_code == 0
     assert "gate_up_swapped" in result.stdout
     record = json.loads(command(mm2_diagnose, "--list", "--json").stdout)
-    assert {"mistake", "what", "look_at", "sources", "graph"} == set(record["mistakes"][0])
+    assert {"mistake", "what", "look_at", "sources", "models"} == set(record["mistakes"][0])
 
 
 class TestKeptDiagnosis:

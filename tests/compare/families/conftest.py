@@ -25,8 +25,8 @@ from minimax_tools.model.run import Mode, Run, multi_layer_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EXPERTS, expert_weight
-from minimax_tools.reference.modules import modeling_class, module_name, read_config, recording_layer
+from minimax_tools.model.weight_names import expert_weight, module_weights
+from minimax_tools.reference.modules import modeling_class, read_config, recording_layer
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -113,7 +113,7 @@ def _run_layer(
     if fault.edit is not None:
         fault.edit(tensors, spec)
     layer = modeling_class(spec.family, "DecoderLayer")(config, number).to(torch.bfloat16).eval()
-    layer.load_state_dict(_fused(tensors, spec))
+    layer.load_state_dict(_fused(tensors, spec, number))
     if fault.patch is not None:
         fault.patch(layer, spec)
     rotary = modeling_class(spec.family, "RotaryEmbedding")(config)
@@ -131,14 +131,17 @@ def _run_layer(
     return {site: shape_to_batch(site, shown[site], inputs.batch_shape) for site in graph.sites}
 
 
-def _fused(tensors: Tensors, spec: ModelSpec) -> Tensors:
+def _fused(tensors: Tensors, spec: ModelSpec, layer: int) -> Tensors:
     """Return a layer's weights as transformers holds them."""
     experts = range(spec.num_local_experts)
     gate, down, up = (
         torch.stack([tensors[expert_weight(expert, matrix)] for expert in experts])
         for matrix in ("w1", "w2", "w3")
     )
-    others = {module_name(name): tensor for name, tensor in tensors.items() if EXPERTS not in name}
+    others = {
+        place: torch.cat([tensors[name] for name in names])
+        for place, names in module_weights(spec, layer).items()
+    }
     return {**others, "mlp.experts.gate_up_proj": torch.cat((gate, up), dim=1), "mlp.experts.down_proj": down}
 
 
