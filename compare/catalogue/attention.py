@@ -15,8 +15,8 @@ from compare.catalogue.candidates import each, once_if, rank_of, share, values_o
 from compare.catalogue.mistake import Mistake
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
-from minimax_tools.reference.evaluation import Change, Evaluation, LayerInputs, replace_stage, scaled
-from minimax_tools.reference.float32_stages import attend, normalise, product_stage
+from minimax_tools.reference.evaluation import Change, Evaluation, LayerInputs, Stage, replace_stage, scaled
+from minimax_tools.reference.float32_stages import PROJECTIONS, attend, normalise, product_stage
 
 
 def _attend_with(**options: Any) -> Change:
@@ -104,17 +104,37 @@ def _scales(inputs: LayerInputs) -> tuple[float, ...]:
 
 
 def _post_norm_of_input(layer: Evaluation) -> torch.Tensor:
-    weight = layer.weight(weight_names.POST_NORM)
+    weight = layer.gain(weight_names.POST_NORM)
     return normalise(layer.rows(Site.INPUT), weight, layer.spec.rms_norm_eps)
 
 
 # `build` takes the parameters of a candidate. The one named by `fitted` (a whole number if `is_whole`) is then searched
 # between the candidates. With `is_rounding` the error can be predicted only in part.
+# Projections whose biases may be missing together, as parameters name them.
+_BIASED = {
+    "q_proj, k_proj and v_proj": (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ),
+    **{str(site): (site,) for site in (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ)},
+}
+
+
+def _without_bias(sites: tuple[Site, ...]) -> Change:
+    def stage(site: Site) -> Stage:
+        source, weight = PROJECTIONS[site]
+        return lambda layer: layer[source] @ layer.weight(weight).T
+
+    return Change(stages={site: stage(site) for site in sites})
+
+
 ATTENTION_MISTAKES = (
     Mistake(
         name="kv_repeat_tiled",
         build=lambda: _attend_with(is_tiled=True),
         candidates=once_if(lambda inputs: bool(_orders(inputs))),
+    ),
+    Mistake(
+        name="qkv_bias_missing",
+        build=lambda sites: _without_bias(_BIASED[sites]),
+        candidates=values_of("sites", *_BIASED),
     ),
     Mistake(name="k_v_swapped", build=_keys_and_values_swapped, repair=repairs.exchange_keys_and_values),
     Mistake(

@@ -222,9 +222,9 @@ def _padding_pair(layer: Evaluation, content: str) -> tuple[torch.Tensor, torch.
         zeros = torch.zeros(spec.num_key_value_heads, spec.head_dim)
         return zeros, zeros
     name, _, place = content.partition(" at ")
-    normed = normalise(inputs.padding[name], layer.weight(weight_names.INPUT_NORM), spec.rms_norm_eps)
+    normed = normalise(inputs.padding[name], layer.gain(weight_names.INPUT_NORM), spec.rms_norm_eps)
     key = normalise(
-        layer.weight(weight_names.K_PROJ) @ normed, layer.weight(weight_names.K_NORM), spec.rms_norm_eps
+        layer.weight(weight_names.K_PROJ) @ normed, layer.gain(weight_names.K_NORM), spec.rms_norm_eps
     )
     # The last position of each prompt's prefill, or 0.
     last = inputs.prefilled() - 1

@@ -52,6 +52,46 @@ def _mix_with(mix: Mix, experts: str = "") -> Change:
     return Change(recipe=Recipe(mix=mix, experts=frozenset(parse_experts(experts)) if experts else None))
 
 
+def _oai_with(alpha: float, limit: float, added: float = 1.0) -> Change:
+    """Combine gate and up by SwiGLU-OAI with these numbers; `added` is what up is added to."""
+
+    def mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + added)
+
+    return _mix_with(mix)
+
+
+def _alpha(inputs: LayerInputs) -> tuple[Parameters, ...]:
+    """Give a mistake of SwiGLU-OAI the model's own alpha."""
+    alpha = inputs.spec.graph.swiglu_alpha
+    return () if alpha is None else ({"alpha": alpha},)
+
+
+def _limit(inputs: LayerInputs) -> tuple[Parameters, ...]:
+    """Give a mistake of SwiGLU-OAI the model's own limit."""
+    return ({"limit": inputs.spec.graph.swiglu_limit},)
+
+
+def _alpha_and_limit(inputs: LayerInputs) -> tuple[Parameters, ...]:
+    """Give a mistake of SwiGLU-OAI the model's own alpha and limit."""
+    return tuple({**alpha, **limit} for alpha in _alpha(inputs) for limit in _limit(inputs))
+
+
+def _add_shared(*, times: float = 1.0, is_scaled: bool = False, scales_routed: bool = True) -> Change:
+    """Add the shared experts' sum so many times, or scaled as the routed sum is, or to an unscaled routed sum."""
+
+    def stage(layer: Evaluation) -> torch.Tensor:
+        scale = layer.graph.model.sum_scale
+        routed = layer[Site.ROUTED_DELTA] * (scale if scales_routed else 1.0)
+        return routed + layer[Site.SHARED_DELTA] * times * (scale if is_scaled else 1.0)
+
+    return replace_stage(Site.MOE_DELTA, stage)
+
+
+_SHARED_ZERO = replace_stage(Site.SHARED_DELTA, lambda layer: torch.zeros_like(layer[Site.POST_NORM]))
+
+
 def _find_some(mix: Mix) -> Finder:
     """Find the experts that combine gate and up in another way while the others are right."""
 
@@ -317,6 +357,18 @@ EXPERT_MISTAKES = (
         find_at_last=_find_some(_swapped),
         repair=repairs.exchange_gate_and_up,
     ),
+    Mistake(name="up_plus_one_missing", build=partial(_oai_with, added=0.0), candidates=_alpha_and_limit),
+    Mistake(name="swiglu_clamp_missing", build=lambda alpha: _oai_with(alpha, torch.inf), candidates=_alpha),
+    Mistake(name="swiglu_alpha_missing", build=lambda limit: _oai_with(1.0, limit), candidates=_limit),
+    Mistake(name="swiglu_plain", build=lambda: _mix_with(lambda gate, up, _: swiglu(gate, up))),
+    Mistake(
+        name="shared_missing",
+        build=lambda where: _add_shared(times=0.0) if where == "sum" else _SHARED_ZERO,
+        candidates=values_of("where", "sum", "shared experts"),
+    ),
+    Mistake(name="shared_twice", build=lambda: _add_shared(times=2.0)),
+    Mistake(name="shared_scaled_too", build=lambda: _add_shared(is_scaled=True)),
+    Mistake(name="routed_scale_missing", build=lambda: _add_shared(scales_routed=False)),
     Mistake(
         name="up_plus_one", build=lambda: _mix_with(lambda gate, up, _: functional.silu(gate) * (up + 1.0))
     ),

@@ -20,6 +20,7 @@ from minimax_tools.reference.expert_pass import Allocate, Decoding, LayerWeights
 from minimax_tools.reference.float32_stages import (
     NORMS,
     PROJECTIONS,
+    gain_of,
     normalise,
     router_of,
     router_scores,
@@ -98,7 +99,7 @@ def _of_layer(source_layer: int) -> Change:
     def norm(source: Site, weight: str) -> Stage:
         return lambda layer: normalise(
             layer[source],
-            layer.weights.of_layer(source_layer).kept_value(weight),
+            gain_of(layer.graph.model, layer.weights.of_layer(source_layer).kept_value(weight)),
             layer.spec.rms_norm_eps,
         )
 

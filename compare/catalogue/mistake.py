@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from compare.catalogue.candidates import Parameters, is_list, once
 from compare.catalogue.clues import Clues
 from compare.catalogue.repairs import Repair
 from compare.catalogue.words import Place, Words, words_of
-from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.graph import LayerGraph, ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.evaluation import Change, LayerInputs
+from minimax_tools.reference.evaluation import Change, LayerInputs, node_inputs
 
 # From the inputs to the parameter sets worth a try on them; an empty tuple if the mistake cannot show on them.
 Candidates = Callable[[LayerInputs], tuple[Parameters, ...]]

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from compare.catalogue import repairs
-from compare.catalogue.candidates import Parameters, degrees, each, once_if
+from compare.catalogue.candidates import Parameters, degrees, each, once_if, values_of
 from compare.catalogue.mistake import Mistake
 from minimax_tools.model import weight_names
 from minimax_tools.model.graph import QkNorm
@@ -48,7 +48,7 @@ def _replace(sites: tuple[Site, ...], norm: _PortNorm) -> Change:
         source, weight_name = NORMS[site]
 
         def stage_of(layer: Evaluation) -> torch.Tensor:
-            states, weight = layer[source], layer.weight(weight_name)
+            states, weight = layer[source], layer.gain(weight_name)
             if len(weight) == states.shape[-1]:
                 return norm(layer, states, weight)
             # The weight is of one head, and each is normed alone.
@@ -65,6 +65,10 @@ def _rms_norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> 
 
 def _plus_one(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _rms_norm(layer, states, weight + 1.0)
+
+
+def _minus_one(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _rms_norm(layer, states, weight - 1.0)
 
 
 def _unweighted(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -140,7 +144,7 @@ def _over_all_heads() -> Change:
         source, weight_name = NORMS[site]
 
         def norm(layer: Evaluation) -> torch.Tensor:
-            states, weight = layer[source], layer.weight(weight_name)
+            states, weight = layer[source], layer.gain(weight_name)
             return _rms_norm(layer, states, weight.repeat(states.shape[-1] // len(weight)))
 
         return norm
@@ -163,7 +167,7 @@ def _weight_from_query_norm(heads: str) -> _PortNorm:
     """Take the key norm's weight from the query norm's: from the `first` heads, or from the first `of each group`."""
 
     def norm(layer: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        taken = layer.weight(weight_names.Q_NORM)
+        taken = layer.gain(weight_names.Q_NORM)
         if heads == "of each group":
             groups = taken.unflatten(0, (layer.spec.num_key_value_heads, -1, layer.spec.head_dim))
             taken = groups[:, 0].flatten()
@@ -198,7 +202,7 @@ def _after_rope() -> Change:
             head_dim = layer.spec.head_dim
             rotated = rotate_halves(split_heads(layer[source], head_dim), rotation_angles(layer))
             flat = rotated.transpose(1, 2).flatten(2)
-            return split_heads(_rms_norm(layer, flat, layer.weight(weight_name)), head_dim)
+            return split_heads(_rms_norm(layer, flat, layer.gain(weight_name)), head_dim)
 
         return rotate_and_norm
 
@@ -241,6 +245,11 @@ NORM_MISTAKES = (
         name="post_norm_plus_one",
         build=lambda: _replace((Site.POST_NORM,), _plus_one),
         repair=repairs.subtract_one_from_post_norm,
+    ),
+    Mistake(
+        name="norm_one_plus_missing",
+        build=lambda norms: _replace(_NORMS_OF[norms], _minus_one),
+        candidates=values_of("norms", *_NORMS_OF),
     ),
     Mistake(name="input_norm_weight_missing", build=lambda: _replace((Site.INPUT_NORM,), _unweighted)),
     Mistake(name="post_norm_weight_missing", build=lambda: _replace((Site.POST_NORM,), _unweighted)),

@@ -502,4 +502,6 @@ def _word_description(score: Score) -> str:
 
 
 def _sites(cause: Cause) -> frozenset[Site]:
-    return frozenset(Site(site) for blame in cause for site in blame.sites)
+    sites = frozenset(Site(site) for blame in cause for site in blame.sites)
+    # Beside shared experts, a mistake of the routed ones is told at the sum of both.
+    return sites | {Site.MOE_DELTA} if Site.ROUTED_DELTA in sites else sites

@@ -21,7 +21,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference import float32_stages
 from minimax_tools.reference.expert_pass import ExpertJob, LayerWeights, Recipe, run_experts
-from minimax_tools.reference.float32_stages import choose_tokens, has_all_tokens
+from minimax_tools.reference.float32_stages import choose_tokens, gain_of, has_all_tokens
 from minimax_tools.reference.upcast import upcast_experts
 from minimax_tools.text_enum import TextEnum
 
@@ -209,6 +209,10 @@ class Evaluation:
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight of the layer that is no expert's, float32; it is converted once and kept."""
         return self.weights.kept_value(name)
+
+    def gain(self, name: str) -> torch.Tensor:
+        """Return what a norm multiplies by, float32, by its weight's name."""
+        return gain_of(self.graph.model, self.weight(name))
 
     def __getitem__(self, node: GraphNode, /) -> torch.Tensor:
         if node in self._values:

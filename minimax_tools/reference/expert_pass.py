@@ -23,8 +23,8 @@ from minimax_tools.model.weight_names import (
     EXPERT_DOWN,
     EXPERT_GATE,
     EXPERT_UP,
+    EXPERTS,
     GATE,
-    INPUT_NORM,
     expert_weight,
     layer_prefix,
     scale_name,
@@ -83,8 +83,9 @@ class LayerWeights:
         return LayerGraph(spec.graph, is_dense=GATE not in self._tensors)
 
     def has_layer(self, layer: int) -> bool:
-        """Decide whether the checkpoint that is open here holds another layer's weights."""
-        return layer_prefix(layer) + INPUT_NORM in self._stored.reader.index.entries
+        """Decide whether the checkpoint that is open here holds another layer of the same kind."""
+        held = self._stored.reader.index.entries
+        return all(layer_prefix(layer) + name in held for name in self._tensors if EXPERTS not in name)
 
     def of_layer(self, layer: int) -> LayerWeights:
         """Return the weights of another layer of the same checkpoint; its experts' matrices are read at every use.

@@ -48,6 +48,9 @@ class LayerValues(Protocol):
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight by mm2's name relative to the layer, float32."""
 
+    def gain(self, name: str) -> torch.Tensor:
+        """Return what a norm multiplies by, float32, by its weight's name."""
+
 
 Stage = Callable[[LayerValues], torch.Tensor]
 
@@ -247,9 +250,7 @@ def activate(graph: ModelGraph, gate: torch.Tensor, up: torch.Tensor) -> torch.T
 
 def norm_stage(source: Site, weight: str) -> Stage:
     """Build the stage of an RMSNorm: its input site and its weight's name."""
-    return lambda layer: normalise(
-        layer[source], gain_of(layer.spec.graph, layer.weight(weight)), layer.spec.rms_norm_eps
-    )
+    return lambda layer: normalise(layer[source], layer.gain(weight), layer.spec.rms_norm_eps)
 
 
 def product_stage(source: Site, weight: str) -> Stage:
