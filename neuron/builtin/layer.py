@@ -1,7 +1,8 @@
 """Device layer: mm2's own decoder layer for a device, with static shapes and weights as graph inputs.
 
-One resident layer serves all layers of the model: its parameters are refilled, and its graphs stay. Each of several
-ranks holds some of the heads (see `head_layout`) and a part of the experts. Two sums over the ranks complete the layer.
+One resident layer serves all layers of its kind: its parameters are refilled, and its graphs stay. Each of several
+ranks holds some of the heads (see `HeadLayout`), and a part of the experts and of every MLP. Sums over the ranks
+complete attention, experts and MLP.
 Shapes: B batch, S sequence, P tokens of the past, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim,
 G heads per kv head.
 """
@@ -17,25 +18,40 @@ from torch import nn
 
 from minimax_tools.checkpoint.filling import unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.graph import QkNorm
+from minimax_tools.model.graph import ModelGraph, QkNorm
 from minimax_tools.model.site_layouts import Sharded
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
     GATE,
+    INDEXER,
     INPUT_NORM,
+    K_BIAS,
     K_NORM,
     K_PROJ,
+    O_BIAS,
     O_PROJ,
     POST_NORM,
+    Q_BIAS,
     Q_NORM,
     Q_PROJ,
+    V_BIAS,
     V_PROJ,
 )
 from minimax_tools.reference.layer import ReferenceLayer
-from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe, ranks_of
+from neuron.builtin.modules import (
+    BIAS_AXES,
+    COLUMN_AXES,
+    ROW_AXES,
+    DeviceMlp,
+    RMSNorm,
+    UndrawnLinear,
+    behind,
+    ranks_of,
+)
+from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe
 from neuron.builtin.rank_cut import HeadLayout, RankCut
-from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
+from neuron.devices.spmd import Axes
 from neuron.devices.weights import Weight, read_in_place
 
 # Rotated keys and values of the kv heads that a rank holds, [B,K,P,D] each.
@@ -45,39 +61,16 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 _WHOLE_NAMES = (INPUT_NORM, POST_NORM, GATE, CORRECTION_BIAS)
 
 
-class RMSNorm(nn.Module):
-    """RMS norm: float32 statistics, one rounding, then the weight in the run's dtype.
+class DeviceAttention(nn.Module):
+    """Grouped-query attention with partial rotary embedding; q and k are normed over all heads, over each, or not.
 
-    It norms parts of the states that are as long as the weight: all of their width, or each head.
+    In a sparse layer (`is_sparse`) the indexer's weights are held and not used: it hides nothing in short rows.
     """
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, states: torch.Tensor, mean_square: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `states` normed, in their shape and dtype.
-
-        Args:
-            states: The states [..., width]; on several ranks, this rank's part of their width.
-            mean_square: Mean square [..., 1] over all ranks; None to compute it from `states`.
-        """
-        width = len(self.weight)
-        parts = states if states.shape[-1] == width else states.unflatten(-1, (-1, width))
-        exact = parts.float()
-        if mean_square is None:
-            mean_square = exact.square().mean(dim=-1, keepdim=True)
-        exact = exact * torch.rsqrt(mean_square + self.eps)
-        return (self.weight * exact.to(states.dtype)).reshape(states.shape)
-
-
-class DeviceAttention(nn.Module):
-    """Grouped-query attention with norms over all heads of q and k or over each one, and partial rotary embedding."""
-
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, is_sparse: bool) -> None:
         super().__init__()
         self._ranks = ranks_of(config)  # `config.ranks`; a single rank without it
+        self._graph: ModelGraph = config.graph
         self._layout = HeadLayout(
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -88,17 +81,25 @@ class DeviceAttention(nn.Module):
         self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
         self.rope_theta = config.rope_theta
         query_width, key_width = len(self._heads) * self.head_dim, len(self._kv_heads) * self.head_dim
-        self.q_proj = UndrawnLinear(config.hidden_size, query_width)
-        self.k_proj = UndrawnLinear(config.hidden_size, key_width)
-        self.v_proj = UndrawnLinear(config.hidden_size, key_width)
-        self.o_proj = UndrawnLinear(query_width, config.hidden_size)
-        self._norms_heads = config.graph.qk_norm is QkNorm.PER_HEAD
-        self.q_norm = RMSNorm(self.head_dim if self._norms_heads else query_width, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim if self._norms_heads else key_width, config.rms_norm_eps)
+        has_bias = self._graph.has_qkv_bias
+        self.q_proj = UndrawnLinear(config.hidden_size, query_width, bias=has_bias)
+        self.k_proj = UndrawnLinear(config.hidden_size, key_width, bias=has_bias)
+        self.v_proj = UndrawnLinear(config.hidden_size, key_width, bias=has_bias)
+        self.o_proj = UndrawnLinear(query_width, config.hidden_size, bias=self._graph.has_output_bias)
+        self._norms_heads = self._graph.qk_norm is QkNorm.PER_HEAD
+        if self._graph.qk_norm is not QkNorm.NONE:
+            self.q_norm = RMSNorm(self.head_dim if self._norms_heads else query_width, config)
+            self.k_norm = RMSNorm(self.head_dim if self._norms_heads else key_width, config)
+        sparsity = self._graph.sparsity if is_sparse else None
+        if sparsity is not None:
+            width, dim = sparsity.num_heads * sparsity.head_dim, sparsity.head_dim
+            self.index_q_proj = UndrawnLinear(config.hidden_size, width)
+            self.index_k_proj = UndrawnLinear(config.hidden_size, dim)
+            self.index_q_norm, self.index_k_norm = RMSNorm(dim, config), RMSNorm(dim, config)
         # Modules of no effect: sites where the rotated queries and keys are captured.
         self.q_rope = nn.Identity()
         self.k_rope = nn.Identity()
-        if self._ranks.are_several and not self._norms_heads:
+        if self._ranks.are_several and self._graph.qk_norm is QkNorm.ALL_HEADS:
             # For each index of this rank's keys: 1 if the sum over all ranks counts it here; 0 for padding, and for a
             # kv head of which another copy counts.
             is_first = torch.tensor(self._layout.is_first_copy(self._ranks.rank), dtype=torch.float32)
@@ -109,16 +110,32 @@ class DeviceAttention(nn.Module):
         query_rows = RankCut.of_heads(self._heads, head_dim=self.head_dim, dim=0)
         key_rows = RankCut.of_heads(self._kv_heads, head_dim=self.head_dim, dim=0)
         cuts = {
-            Q_PROJ: query_rows,
-            **dict.fromkeys((K_PROJ, V_PROJ), key_rows),
+            **dict.fromkeys((Q_PROJ, Q_BIAS), query_rows),
+            **dict.fromkeys((K_PROJ, V_PROJ, K_BIAS, V_BIAS), key_rows),
             O_PROJ: RankCut.of_heads(self._heads, head_dim=self.head_dim, dim=1),
         }
-        norms: dict[str, Weight] = {
+        if O_BIAS in tensors:
+            # A sum over the ranks counts it once.
+            (size,) = tensors.given_shape(O_BIAS)
+            cuts[O_BIAS] = RankCut.of_lead(size, rank=self._ranks.rank)
+        if not self._norms_heads:
             # A norm of each head has one weight for all of them.
-            name: unchanged(tensors, name) if self._norms_heads else rows.weight(tensors, name)
-            for name, rows in ((Q_NORM, query_rows), (K_NORM, key_rows))
+            cuts |= {Q_NORM: query_rows, K_NORM: key_rows}
+        return {
+            name: cuts[name].weight(tensors, name) if name in cuts else unchanged(tensors, name)
+            for name in (*cuts, Q_NORM, K_NORM, *INDEXER)
+            if name in tensors
         }
-        return {name: cut.weight(tensors, name) for name, cut in cuts.items()} | norms
+
+    @property
+    def shardings(self) -> dict[str, Axes]:
+        """For each dim of each weight, the mesh axes over which devices of one process divide it; see `Spmd`."""
+        biased = ("q_proj", "k_proj", "v_proj")
+        return {
+            **{f"{name}.weight": ROW_AXES for name in biased},
+            **({f"{name}.bias": BIAS_AXES for name in biased} if self._graph.has_qkv_bias else {}),
+            "o_proj.weight": COLUMN_AXES,
+        }
 
     def site_layouts(self) -> dict[Site, Sharded]:
         """Return how the ranks' parts of a site join, for each site that is divided; {} on one rank.
@@ -148,9 +165,11 @@ class DeviceAttention(nn.Module):
         """
         cos, sin = self._rotation(position_ids, states.dtype)
         queries, keys = self.q_proj(states), self.k_proj(states)
-        query_square, key_square = self._mean_squares(queries, keys)
-        q_bnsd = self.q_rope(_rotate(self._split_heads(self.q_norm(queries, query_square)), cos, sin))
-        k_bksd = self.k_rope(_rotate(self._split_heads(self.k_norm(keys, key_square)), cos, sin))
+        if self._graph.qk_norm is not QkNorm.NONE:
+            query_square, key_square = self._mean_squares(queries, keys)
+            queries, keys = self.q_norm(queries, query_square), self.k_norm(keys, key_square)
+        q_bnsd = self.q_rope(_rotate(self._split_heads(queries), cos, sin))
+        k_bksd = self.k_rope(_rotate(self._split_heads(keys), cos, sin))
         v_bksd = self._split_heads(self.v_proj(states))
         if past_key_value is not None:
             k_bksd = torch.cat((past_key_value[0], k_bksd), dim=2)
@@ -208,25 +227,12 @@ class DeviceAttention(nn.Module):
         return torch.matmul(weights, v_bksd[:, :, None]).flatten(1, 2)
 
 
-class UndrawnLinear(nn.Linear):
-    """A linear layer without bias whose weight holds anything until it is loaded.
-
-    `torch.nn.utils.skip_init` serves as well, but draws on the meta device, and for that torch loads sympy.
-    """
-
-    def __init__(self, width_in: int, width_out: int, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__(width_in, width_out, bias=False, dtype=dtype)
-        self.requires_grad_(False)
-
-    def reset_parameters(self) -> None:
-        """Draw nothing."""
-
-
 class DeviceLayer(nn.Module):
-    """The builtin target, built as `DeviceLayer(config, layer_idx)` and reused for every layer.
+    """The builtin target, built as `DeviceLayer(config, layer_idx)` and reused for every layer of its kind.
 
     On a lazy device a forward pass runs as three graphs: attention and router, one expert chunk (run once per chunk),
-    and the residual addition. A chunk has at most `chunk_size_bytes` of weights. `layer_idx` changes nothing.
+    and the residual addition, after a shared expert if there is one. A dense layer is one graph. A chunk has at most
+    `chunk_size_bytes` of weights. `layer_idx` tells the layer's kind, and changes nothing else.
     """
 
     reuse = True
@@ -243,35 +249,45 @@ class DeviceLayer(nn.Module):
 
     def __init__(self, config: Any, layer_idx: int, *, chunk_size_bytes: int = CHUNK_SIZE_BYTES) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DeviceAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = DeviceMoe(config, chunk_size_bytes=chunk_size_bytes)
-        layouts = self.self_attn.site_layouts()
+        graph: ModelGraph = config.graph
+        kind = graph.layer(layer_idx)
+        self.input_layernorm = RMSNorm(config.hidden_size, config)
+        self.self_attn = DeviceAttention(config, is_sparse=kind.is_sparse)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
+        self._is_dense = kind.is_dense
+        if kind.is_dense:
+            self.mlp = DeviceMlp(config, graph.dense_width)
+        else:
+            self.block_sparse_moe = DeviceMoe(config, chunk_size_bytes=chunk_size_bytes)
+        layouts, places = self.self_attn.site_layouts(), type(self).sites
         # On several ranks a path is followed by its layout, as in "self_attn.q_proj@shard(-1; 0,1,2,3)".
         self.sites = {
-            **type(self).sites,
-            **{str(site): f"{type(self).sites[site]}{layout}" for site, layout in layouts.items()},
+            str(site): f"{places[site]}{layouts.get(site, '')}" for site in kind.sites if site in places
         }
 
     @property
     def shardings(self) -> Mapping[str, Axes]:
         """For each dim of each weight, the mesh axes over which devices of one process divide it; see `Spmd`."""
-        # Experts are divided among groups of devices, the attention among all devices.
-        all_devices = (EXPERT_AXIS, TENSOR_AXIS)
-        rows, columns = (all_devices, None), (None, all_devices)
-        matrices = {Q_PROJ: rows, K_PROJ: rows, V_PROJ: rows, O_PROJ: columns}
-        experts = self.block_sparse_moe.shardings
-        return {**matrices, **{f"block_sparse_moe.{name}": axes for name, axes in experts.items()}}
+        # Experts are divided among groups of devices, all else among all devices.
+        of_experts = (
+            behind("mlp", self.mlp.shardings)
+            if self._is_dense
+            else behind("block_sparse_moe", self.block_sparse_moe.shardings)
+        )
+        return behind("self_attn", self.self_attn.shardings) | of_experts
 
     @read_in_place
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """Return the layer's weights under this module's names. Loading reads them straight into its parameters."""
-        experts = self.block_sparse_moe.expert_weights(tensors)
+        of_experts = (
+            behind("mlp", self.mlp.weights(tensors, path="mlp"))
+            if self._is_dense
+            else behind("block_sparse_moe", self.block_sparse_moe.expert_weights(tensors))
+        )
         return {
             **self.self_attn.weights(tensors),
             **{name: unchanged(tensors, name) for name in _WHOLE_NAMES if name in tensors},
-            **{f"block_sparse_moe.{name}": weight for name, weight in experts.items()},
+            **of_experts,
         }
 
     def forward(
@@ -289,7 +305,8 @@ class DeviceLayer(nn.Module):
             self.input_layernorm(hidden_states), attention_mask, position_ids, past_key_value
         )
         residual = hidden_states + attn_delta
-        output: torch.Tensor = residual + self.block_sparse_moe(self.post_attention_layernorm(residual))
+        normed = self.post_attention_layernorm(residual)
+        output: torch.Tensor = residual + (self.mlp if self._is_dense else self.block_sparse_moe)(normed)
         return output, key_value
 
 

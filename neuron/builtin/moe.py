@@ -19,9 +19,10 @@ from minimax_tools.checkpoint.layer_loader import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import UsageError
 from minimax_tools.model.router import Router
+from minimax_tools.reference.float32_stages import activate
 from minimax_tools.reference.layer import expert_width_of, router_dtype_of
+from neuron.builtin.modules import DeviceMlp, behind, ranks_of
 from neuron.builtin.rank_cut import RankCut, part_size
-from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import cut_graph
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Weight
@@ -62,7 +63,7 @@ class ExpertChunk(nn.Module):
 
     def __init__(self, num_experts: int, config: Any) -> None:
         super().__init__()
-        self._ranks = ranks_of(config)
+        self._ranks, self._graph = ranks_of(config), config.graph
         self._intermediate_size = expert_width_of(config)
         hidden = config.hidden_size
         intermediate = part_size(self._intermediate_size, self._ranks.ranks_per_expert)
@@ -74,7 +75,8 @@ class ExpertChunk(nn.Module):
     ) -> torch.Tensor:
         """Add this chunk's weighted outputs to the float32 total [T,H]."""
         gate_cti, up_cti = torch.matmul(states_th[None], self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
-        output_cth = torch.matmul(nn.functional.silu(gate_cti) * up_cti, self.down_proj.transpose(1, 2))
+        mixed_cti = activate(self._graph, gate_cti, up_cti)
+        output_cth = torch.matmul(mixed_cti, self.down_proj.transpose(1, 2))
         # A BF16 sum accumulates in BF16 on some backends: widen first.
         return total_th + (output_cth.float() * affinities_tc.T[:, :, None]).sum(dim=0)
 
@@ -114,6 +116,11 @@ class DeviceMoe(nn.Module):
         )
         num_chunks = num_experts // self.chunk_size
         self.experts = nn.ModuleList(ExpertChunk(self.chunk_size, config) for _ in range(num_chunks))
+        # A module of no effect: the site where the routed experts' sum is captured.
+        self.routed = nn.Identity()
+        self._sum_scale, self._has_shared = config.graph.sum_scale, bool(config.graph.shared_width)
+        if self._has_shared:
+            self.shared_experts = DeviceMlp(config, config.graph.shared_width)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return moe_delta [B,S,H] for states [B,S,H]."""
@@ -128,7 +135,14 @@ class DeviceMoe(nn.Module):
             cut_graph(states.device)
             total_th = chunk(states_th, affinities_tc, total_th)
         cut_graph(states.device)
-        return self._ranks.reduce(total_th, dtype=states.dtype).view(states.shape)
+        routed: torch.Tensor = self.routed(
+            self._ranks.reduce(total_th, dtype=states.dtype).view(states.shape)
+        )
+        if not self._has_shared:
+            return routed
+        shared: torch.Tensor = self.shared_experts(states)
+        total: torch.Tensor = routed * self._sum_scale + shared
+        return total
 
     @property
     def shardings(self) -> dict[str, Axes]:
@@ -137,15 +151,20 @@ class DeviceMoe(nn.Module):
             "gate_up_proj": (EXPERT_AXIS, TENSOR_AXIS, None),
             "down_proj": (EXPERT_AXIS, None, TENSOR_AXIS),
         }
-        return {
+        of_experts: dict[str, Axes] = {
             f"experts.{index}.{name}": weight_axes
             for index in range(len(self.experts))
             for name, weight_axes in axes.items()
         }
+        shared = behind("shared_experts", self.shared_experts.shardings) if self._has_shared else {}
+        return of_experts | shared
 
     def expert_weights(self, tensors: LayerTensors) -> dict[str, Weight]:
-        """Return the chunks' weights under this module's names."""
+        """Return the weights of the chunks, and of the shared expert, under this module's names."""
         weights: dict[str, Weight] = {}
+        if self._has_shared:
+            of_shared = self.shared_experts.weights(tensors, path="block_sparse_moe.shared_experts")
+            weights |= behind("shared_experts", of_shared)
         for index, chunk in enumerate(self.experts):
             assert isinstance(chunk, ExpertChunk), "experts holds chunks only"
             experts = self._held_experts[index * self.chunk_size : (index + 1) * self.chunk_size]
@@ -158,12 +177,6 @@ class DeviceMoe(nn.Module):
         held = torch.arange(self._held_experts.start, self._held_experts.stop, device=experts.device)
         chosen = experts[:, :, None] == held
         return torch.where(chosen, weights[:, :, None], 0.0).sum(dim=1)
-
-
-def ranks_of(config: Any) -> Ranks:
-    """Return the ranks that share the layer; a single rank if the config names none."""
-    ranks: Ranks = getattr(config, "ranks", Ranks())
-    return ranks
 
 
 def experts_per_rank(config: Any) -> int:

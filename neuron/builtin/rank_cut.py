@@ -143,6 +143,11 @@ class RankCut:
         filled = min(length, size - start)
         return cls(dim=dim, size=length, runs=(IndexRun(start, 0, filled),) if filled else ())
 
+    @classmethod
+    def of_lead(cls, size: int, *, rank: int) -> RankCut:
+        """Build a vector's part, which is the whole on rank 0, and padding on others: an addend of a sum over ranks."""
+        return cls(dim=0, size=size, runs=() if rank else (IndexRun(0, 0, size),))
+
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the part's shape for a tensor of `shape`."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])

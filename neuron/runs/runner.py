@@ -35,7 +35,8 @@ from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, head_name
 from minimax_tools.text.tokenizer import decode_if_possible
-from neuron.builtin.layer import KeyValues, RMSNorm, UndrawnLinear
+from neuron.builtin.layer import KeyValues
+from neuron.builtin.modules import RMSNorm, UndrawnLinear
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight
 from neuron.runs.device_request import DeviceRequest, GoldenInputs
@@ -50,7 +51,7 @@ class DeviceHead(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps).to(dtype)
+        self.norm = RMSNorm(spec.hidden_size, spec).to(dtype)
         self.lm_head = UndrawnLinear(spec.hidden_size, spec.vocab_size, dtype=dtype)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
