@@ -3,6 +3,7 @@
 - `target`: the protocol of a port, a layer or a whole one: found by name, built, loaded; translation of its errors
 - `targets`: all kinds of targets, and the search by name; the layers of mm2, `builtin` and `reference`; a port's own
   class or function; `sources`: the file or module that it is imported from
+- `hub_names`: the tensors that a port takes, by the names of its family's checkpoints
 - `nxdi`: layers on neuronx-distributed-inference (NxDI), behind the protocol
 - `nxdi_config`: NxDI's configs of a layer and of an application
 - `nxdi_application`: the port's own, with NxDI's cast and NxD's sharding; `nxdi_layout`: mm2's table

@@ -194,16 +194,19 @@ class TestUsersPort:
         assert result.exit_code == 3
         assert "there is no tensor 'block_sparse_moe.gate.weight'" in result.stderr
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["Model", "ModelAtOnce"])
     def test_right_model_passes(self, judge: Any, name: str) -> None:
         record = judge("model", "qwen3_moe", f"{QWEN}:{name}", *BRIEFLY)
         assert record["verdict"] == "pass"
 
+    @pytest.mark.slow
     def test_wrong_layer_of_a_model_comes_first(self, judge: Any) -> None:
         record = judge("model", "qwen3_moe", f"{QWEN}:SwappedModel", *BRIEFLY)
         first = record["blame"][0]
         assert (record["verdict"], first["layer"], first["sites"]) == ("fail", 2, ["moe_delta"])
 
+    @pytest.mark.slow
     def test_bisection_finds_the_wrong_layer(self, run: Any, toy_of: Make, golden_of: Make) -> None:
         given = ("--model", toy_of("qwen3_moe"), "--golden", golden_of("qwen3_moe"))
         for name, found in (("Layer", 0), ("SwappedGateUp", 1)):
