@@ -50,7 +50,7 @@ class ReferenceNorm(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Normalise [..., width], or each head of [..., heads·width]."""
-        width = len(self.weight)
+        width = self.weight.shape[-1]
         parts = states if states.shape[-1] == width else states.unflatten(-1, (-1, width))
         parts_f32 = parts.float()
         normed = parts_f32 * torch.rsqrt(parts_f32.pow(2).mean(-1, keepdim=True) + self.eps)
