@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent / "examples"))
 import transformers_port
 
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import float32_names
-from minimax_tools.reference.modules import modeling_class, module_name
+from minimax_tools.model.weight_names import float32_places
+from minimax_tools.reference.modules import modeling_class
 
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(\w+)\.weight")
 
@@ -39,10 +39,9 @@ def make_config(config):
     return made
 
 
-def keep_router(layer, spec):
+def keep_router(layer, spec, layer_idx):
     """Let the tensors of a float32 router be float32."""
-    for name in map(module_name, float32_names(spec)):
-        path, _, leaf = name.rpartition(".")
+    for _, path, leaf in float32_places(spec, layer_idx):
         module = layer.get_submodule(path)
         kind = nn.Buffer if leaf in module._buffers else nn.Parameter
         setattr(module, leaf, kind(getattr(module, leaf).float()))
@@ -55,9 +54,11 @@ def by_own_names(tensors, spec, prefix, *, swaps):
         name = spec.family.stored_names.own(stored)
         match = _EXPERT.fullmatch(name)
         if match is None:
-            state[prefix + module_name(name)] = tensors[stored]
+            state[prefix + spec.family.module_names.stored(name)] = tensors[stored]
         else:
             experts[int(match[2]), match[3]] = tensors[stored]
+    if not experts:
+        return state
     first, second = ("w3", "w1") if swaps else ("w1", "w3")
     numbers = range(spec.num_local_experts)
     state[prefix + "mlp.experts.gate_up_proj"] = torch.stack(
@@ -70,21 +71,21 @@ def by_own_names(tensors, spec, prefix, *, swaps):
 class Layer(nn.Module):
     """transformers' decoder layer with its mask and its rotary embedding."""
 
-    reuse = True
     sites = transformers_port.Same.sites
-    swaps = False
+    first_swapped = None  # layers from this number on have gate and up swapped
 
     def __init__(self, config, layer_idx):
         super().__init__()
         spec = read_spec(config)
         self.config = make_config(config)
         self.layer = modeling_class(spec.family, "DecoderLayer")(self.config, layer_idx)
-        keep_router(self.layer, spec)
+        keep_router(self.layer, spec, layer_idx)
         self.rotary = modeling_class(spec.family, "RotaryEmbedding")(self.config)
 
     def convert_state_dict(self, tensors, config, layer_idx):
         """Return the tensors by transformers' names."""
-        return by_own_names(tensors, read_spec(config), "layer.", swaps=self.swaps)
+        swaps = self.first_swapped is not None and layer_idx >= self.first_swapped
+        return by_own_names(tensors, read_spec(config), "layer.", swaps=swaps)
 
     def forward(self, hidden_states, attention_mask, position_ids):
         """Map [B,S,H] to [B,S,H]."""
@@ -96,9 +97,15 @@ class Layer(nn.Module):
 
 
 class SwappedLayer(Layer):
-    """The layer with gate and up swapped."""
+    """Port whose layers have gate and up swapped."""
 
-    swaps = True
+    first_swapped = 0
+
+
+class LateSwappedLayer(Layer):
+    """Port whose layers have gate and up swapped from layer 2 on."""
+
+    first_swapped = 2
 
 
 class Model(nn.Module):
@@ -108,8 +115,8 @@ class Model(nn.Module):
         super().__init__()
         self.spec = read_spec(config)
         self.whole = modeling_class(self.spec.family, "ForCausalLM")(make_config(config))
-        for layer in self.whole.model.layers:
-            keep_router(layer, self.spec)
+        for index, layer in enumerate(self.whole.model.layers):
+            keep_router(layer, self.spec, index)
         self.sites = {
             "layers": "whole.model.layers",
             "embedding": "whole.model.embed_tokens",
