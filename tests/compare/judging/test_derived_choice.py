@@ -181,7 +181,9 @@ class Layer:
         yield SimpleNamespace(tensors={**WEIGHTS, CORRECTION_BIAS: self._bias}, spec=SPEC)
 
     def added(self, experts: torch.Tensor) -> torch.Tensor:
-        return upcast_experts(WEIGHTS, self.states, experts, weigh_experts(SPEC.graph, self.logits, experts))
+        return upcast_experts(
+            WEIGHTS, self.states, experts, weigh_experts(SPEC.graph, self.logits, experts), graph=SPEC.graph
+        )
 
     def find(
         self,

@@ -112,7 +112,9 @@ def compute(
     if experts is None:
         experts = (logits.sigmoid() + WEIGHTS[CORRECTION_BIAS]).topk(CHOSEN, dim=-1).indices
     shares = weigh_experts(SPEC.graph, logits.flatten(0, 1), experts.flatten(0, 1))
-    added = upcast_experts(WEIGHTS, states.flatten(0, 1), experts.flatten(0, 1), shares).unflatten(0, batch)
+    added = upcast_experts(
+        WEIGHTS, states.flatten(0, 1), experts.flatten(0, 1), shares, graph=SPEC.graph
+    ).unflatten(0, batch)
     return {
         Site.ATTN_RESIDUAL: stream,
         Site.POST_NORM: states,
