@@ -44,7 +44,7 @@ NUM_LAYERS = 4
 ONE_LAYER = single_layer_run(1, sites_level="all")
 TRANSFORMERS = Path(__file__).parents[2] / "scripts" / "examples" / "transformers_port.py"
 # Of each layer: all sites but the input.
-NUM_SITES = len(Site) - 1
+NUM_SITES = len(ModelGraph().sites) - 1
 # The second row of the toy's batch has 33 tokens of 48.
 PADDING = (1, slice(33, None))
 

@@ -172,8 +172,13 @@ class Layer:
         values = {Site.POST_NORM: self.states, Site.ROUTER_LOGITS: self.logits}[site]
         return None if str(site) in self.lacking else values
 
-    def read_stream(self, layer: int, *, is_exact: bool) -> torch.Tensor | None:
+    def routed_scale(self, layer: int, site: Site) -> float:
+        return 1.0
+
+    def read_beside(self, layer: int, site: Site, *, is_exact: bool) -> torch.Tensor | None:
         assert is_exact
+        if site is Site.MOE_DELTA:
+            return torch.zeros_like(self.stream)
         return None if "stream" in self.lacking else self.stream
 
     @contextmanager

@@ -21,7 +21,7 @@ Judge = Callable[..., Comparison]
 
 NUM_LAYERS = 4
 # Of each layer: all sites but the input.
-NUM_SITES = len(Site) - 1
+NUM_SITES = len(ModelGraph().sites) - 1
 # The second row of the toy's batch has 33 tokens of 48.
 PADDING = (1, slice(33, None))
 
