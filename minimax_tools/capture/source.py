@@ -136,7 +136,7 @@ class CaptureSource(ABC):
 
     @property
     def graph(self) -> ModelGraph:
-        """What the model's layers compute."""
+        """The graph of the model's layers."""
         return self.family.read_graph(self._model_config)
 
     @property

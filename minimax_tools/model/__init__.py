@@ -10,7 +10,7 @@
 - `stored_names`: the names under which a family's checkpoints store them
 - `router`: scores, choice and weights of experts
 - `architecture`: module paths of a model, for MiniMax-M2 and other families
-- `sites`: named points of a layer and of the model, and the computation of each in a line
+- `sites`: named points of a layer and of the model; `formulas`: the computation of each in a line
 - `site_layouts`: how ranks share a site, and the place of a site as a text names it
 - `span`: a range of layers
 - `run`: layers, mode and sites of a run; parts of a layer that can run alone

@@ -111,7 +111,7 @@ class Float32Head:
 
     @property
     def gain(self) -> torch.Tensor:
-        """What the final norm multiplies by, float32 [H]."""
+        """The factor of the final norm, float32 [H]."""
         return gain_of(self.spec.graph, self.norm.to(torch.float32))
 
     def scale(self, hidden_states: torch.Tensor) -> torch.Tensor:

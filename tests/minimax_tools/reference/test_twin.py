@@ -92,7 +92,7 @@ def test_twin_is_the_reference_layer_in_float32(
     states, real = capture.read(layer, Site.INPUT), inputs.attention_mask.bool()
     module = ReferenceLayer(spec, layer)
     module.load_state_dict({name: tensor.float() for name, tensor in open_layer(layer).items()})
-    taps = {parse_site(name): Tap.parse(text) for name, text in ReferenceLayer.sites.items()}
+    taps = {parse_site(name): Tap.parse(text) for name, text in module.sites.items()}
     with torch.no_grad(), Recorder(module, taps, keep=copy_to_host) as recorder:
         output = module(states.float(), inputs.attention_mask, inputs.position_ids)
     exact = {
