@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
             states: The states [..., width]; on several ranks, this rank's part of their width.
             mean_square: Mean square [..., 1] over all ranks; None to compute it from `states`.
         """
-        width = len(self.weight)
+        width = self.weight.shape[-1]
         parts = states if states.shape[-1] == width else states.unflatten(-1, (-1, width))
         exact = parts.float()
         if mean_square is None:
