@@ -13,7 +13,16 @@ from types import MappingProxyType
 
 import torch
 
-from compare.catalogue.candidates import Parameters, degree_of, degrees, each, once, rank_of, values_of
+from compare.catalogue.candidates import (
+    Parameters,
+    degree_of,
+    degrees,
+    each,
+    once,
+    once_if,
+    rank_of,
+    values_of,
+)
 from compare.catalogue.low_bits import ROUNDINGS, rounding_dtypes
 from compare.catalogue.words import Place, Words, read_words, words_of
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -21,7 +30,7 @@ from minimax_tools.model import weight_names
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import head_name
-from minimax_tools.reference.float32_stages import normalise
+from minimax_tools.reference.float32_stages import gain_of, normalise
 
 _LAYER_NORMS = (weight_names.INPUT_NORM, weight_names.POST_NORM)
 
@@ -53,19 +62,21 @@ class ModelWeights:
 
     @cached_property
     def final_norm(self) -> torch.Tensor:
-        """Weight of the final norm, [H]: float32, in which predictions are computed."""
-        return self._reader.read_weight(weight_names.FINAL_NORM, self._dtype).float()
+        """What the final norm multiplies by, [H]: float32, in which predictions are computed."""
+        weight = self._reader.read_weight(weight_names.FINAL_NORM, self._dtype).float()
+        return gain_of(self._spec.graph, weight)
 
     @cached_property
     def layer_norms(self) -> Mapping[str, torch.Tensor]:
-        """Weights of the norms before attention and experts, float32 [H], by names such as `2.input_layernorm`."""
+        """What the norms of layers multiply by, float32 [H], by names such as `2.input_layernorm`."""
         weights = {}
         for layer in range(self._spec.num_hidden_layers):
             for name in _LAYER_NORMS:
                 hub_name = weight_names.layer_prefix(layer) + name
                 if hub_name in self._reader.index.entries:
                     short_name = f"{layer}.{name.removesuffix('.weight')}"
-                    weights[short_name] = self._reader.read_weight(hub_name, self._dtype).float()
+                    weight = self._reader.read_weight(hub_name, self._dtype).float()
+                    weights[short_name] = gain_of(self._spec.graph, weight)
         return weights
 
 
@@ -309,6 +320,12 @@ FINAL_NORM_MISTAKES = (
     _of_final_norm(
         name="final_norm_one_plus_weight",
         predict=lambda inputs, _: _normed_states(inputs, inputs.weights.final_norm + 1.0),
+        candidates=once_if(lambda inputs: not inputs.spec.graph.has_gain_of_one_plus),
+    ),
+    _of_final_norm(
+        name="final_norm_one_plus_missing",
+        predict=lambda inputs, _: _normed_states(inputs, inputs.weights.final_norm - 1.0),
+        candidates=once_if(lambda inputs: inputs.spec.graph.has_gain_of_one_plus),
     ),
     _of_final_norm(name="final_norm_missing", predict=lambda inputs, _: _states(inputs)),
     _of_final_norm(
