@@ -192,12 +192,13 @@ class ReferenceRouter(nn.Module):
     def forward(
         self, logits: torch.Tensor, correction_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return experts [T,k] and their weights [T,k], in the dtype of the logits [T,E]."""
+        """Return experts [T,k] and their weights [T,k], float32 or in the dtype of the logits [T,E]."""
         router = Router(spec=self.config, bias=correction_bias)
         # Scores are float32, even where logits are not.
         scores = router.scores(logits if self.config.graph.has_float32_router else logits.float())
         experts = router.choose(scores)
-        return experts, router.shares(scores, experts).to(logits.dtype)
+        shares = router.shares(scores, experts)
+        return experts, shares if graph_of(self.config).has_float32_shares else shares.to(logits.dtype)
 
 
 class ReferenceMoe(nn.Module):

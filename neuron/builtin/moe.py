@@ -47,12 +47,14 @@ class DeviceRouter(nn.Module):
     def forward(
         self, states_th: torch.Tensor, correction_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logits [T,E], weights [T,k] in their dtype, and experts [T,k] for states [T,H]."""
+        """Return logits [T,E], weights [T,k], float32 or in their dtype, and experts [T,k] for states [T,H]."""
         logits = torch.matmul(states_th.to(self.weight.dtype), self.weight.T)
         router = Router(spec=self.config, bias=correction_bias)
         scores = router.scores(logits.float())
         experts = router.choose(scores)
-        return logits, router.shares(scores, experts).to(logits.dtype), experts
+        shares = router.shares(scores, experts)
+        has_float32_shares = self.config.graph.has_float32_shares
+        return logits, shares if has_float32_shares else shares.to(logits.dtype), experts
 
 
 class ExpertChunk(nn.Module):

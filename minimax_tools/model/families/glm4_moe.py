@@ -11,7 +11,8 @@ from minimax_tools.model.family import Family
 from minimax_tools.model.graph import ModelGraph, QkNorm
 from minimax_tools.model.stored_names import StoredNames
 
-_NAMES = StoredNames(
+# Names of a mixture with a correction bias and shared experts, which other families have too.
+SHARED_NAMES = StoredNames(
     layer=MappingProxyType(
         {
             **QWEN_NAMES.layer,
@@ -53,7 +54,7 @@ GLM4_MOE = Family(
         {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
     ),
     default_rotary_factor=0.5,
-    stored_names=_NAMES,
+    stored_names=SHARED_NAMES,
     transformers_prefix="Glm4Moe",
     preset="glm4-moe",
     preset_words="GLM-4.5-Air",
