@@ -30,7 +30,8 @@ def graph_of(config: Any) -> ModelGraph:
 
 def expert_width_of(config: Any) -> int:
     """Return the intermediate size of an expert: config.json may have another one beside it."""
-    width: int = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    has_own_key = hasattr(config, "moe_intermediate_size")
+    width: int = config.moe_intermediate_size if has_own_key else config.intermediate_size
     return width
 
 

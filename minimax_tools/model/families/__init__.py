@@ -7,6 +7,7 @@
 - `qwen3_moe`: norms of queries and keys per head, a router with softmax
 - `mixtral`: no norms of queries and keys, a router with softmax
 - `olmoe`: norms over all heads, a router with softmax
+- `solar_open`: no norms of queries and keys, a shared expert
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from minimax_tools.model.families.minimax_m3 import MINIMAX_M3
 from minimax_tools.model.families.mixtral import MIXTRAL
 from minimax_tools.model.families.olmoe import OLMOE
 from minimax_tools.model.families.qwen3_moe import QWEN3_MOE
+from minimax_tools.model.families.solar_open import SOLAR_OPEN
 from minimax_tools.model.family import Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
-        for family in (MINIMAX_M2, MINIMAX_M3, QWEN3_MOE, GLM4_MOE, OLMOE, DOTS1, MIXTRAL)
+        for family in (MINIMAX_M2, MINIMAX_M3, QWEN3_MOE, GLM4_MOE, OLMOE, DOTS1, MIXTRAL, SOLAR_OPEN)
     }
 )
 
