@@ -21,7 +21,12 @@ from minimax_tools.machine.memory import available_bytes
 from minimax_tools.machine.progress import format_duration
 from minimax_tools.machine.size import format_size
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes, vocabulary_bytes
+from minimax_tools.model.weight_names import (
+    expected_layer_shapes,
+    layer_bytes,
+    one_layer_of_each_kind,
+    vocabulary_bytes,
+)
 from minimax_tools.provenance import library_versions, numeric_environment
 from minimax_tools.stored_dtype import dtype_name
 from minimax_tools.text.input_request import InputRequest
@@ -266,7 +271,11 @@ def _check_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) 
         )
     # The largest in a MiniMax-M2: a port may hold gate and up of all experts in one tensor.
     gate_up_bytes = spec.num_local_experts * 2 * spec.intermediate_size * spec.hidden_size * dtype.itemsize
-    tensor_bytes = (math.prod(shape) * dtype.itemsize for shape in expected_layer_shapes(spec).values())
+    tensor_bytes = (
+        math.prod(shape) * dtype.itemsize
+        for layer in one_layer_of_each_kind(spec)
+        for shape in expected_layer_shapes(spec, layer).values()
+    )
     largest_bytes = max(gate_up_bytes, head_bytes, *tensor_bytes)
     if largest_bytes > _MAX_TENSOR_BYTES:
         yield MachineFinding(

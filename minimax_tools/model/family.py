@@ -62,6 +62,8 @@ class Family:
     read_graph: Callable[[Mapping[str, Any]], ModelGraph]  # from the content of config.json
     # The key of config.json of each size that is not named as `ModelSpec` names it.
     size_keys: Mapping[str, str] = field(default_factory=dict)
+    # Keys of config.json of the widths of shared and dense MLPs, as far as they are no multiple of an expert's.
+    width_keys: tuple[str, ...] = ()
     default_rotary_factor: float = 1.0  # share of a head's dims that are rotated, if config.json names none
     # Whether all its models name how many dims of a head are rotated; a copy that does not has lost the key.
     names_rotary_width: bool = False

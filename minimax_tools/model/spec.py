@@ -243,8 +243,14 @@ class ModelSpec:
         }
 
     def resized(self, **sizes: int) -> ModelSpec:
-        """Return the model with other sizes, by their names here."""
+        """Return the model with other sizes, by their names here; the widths of all MLPs keep their proportions."""
         keys = {self.family.size_key(name): size for name, size in sizes.items()}
+        if "intermediate_size" in sizes:
+            keys |= {
+                key: self.raw[key] * sizes["intermediate_size"] // self.intermediate_size
+                for key in self.family.width_keys
+                if self.raw.get(key)
+            }
         return ModelSpec.from_config({**self.raw, "head_dim": self.head_dim, **keys})
 
     def warn_of_rotary_width(self, *, where: Path | str) -> None:

@@ -181,9 +181,10 @@ def _mlp_shapes(names: Sequence[str], hidden: int, width: int) -> dict[str, tupl
     return {gate: (width, hidden), down: (hidden, width), up: (width, hidden)}
 
 
-def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest decoder layer in `dtype`, with a float32 router in float32."""
-    return max(_layer_bytes(spec, layer, dtype) for layer in one_layer_of_each_kind(spec))
+def layer_bytes(spec: ModelSpec, dtype: torch.dtype, layer: int | None = None) -> int:
+    """Return the bytes of a decoder layer in `dtype`, with a float32 router in float32; None for the largest layer."""
+    layers = one_layer_of_each_kind(spec) if layer is None else (layer,)
+    return max(_layer_bytes(spec, number, dtype) for number in layers)
 
 
 def one_layer_of_each_kind(spec: ModelSpec) -> tuple[int, ...]:

@@ -145,7 +145,7 @@ def weights_command(
             for number in layers:
                 port = TracedPort(
                     target=found,
-                    spec=spec if full_size else smaller_spec(spec, num_ranks=ranks.degree),
+                    spec=spec if full_size else smaller_spec(spec, number, num_ranks=ranks.degree),
                     layer=number,
                     dtype=dtype,
                     reader=reader,

@@ -22,6 +22,7 @@ from minimax_tools.model.stored_names import StoredNames
 from minimax_tools.text_enum import TextEnum
 from neuron.weight_trace.port_tensors import name_pattern
 from neuron.weight_trace.source_tensors import (
+    SHARED_EXPERTS,
     SourceTensor,
     SourceTensors,
     TensorOrigin,
@@ -155,7 +156,7 @@ def _unlike_kinds(held: ExpertMatrices, patterns: Sequence[str]) -> tuple[str, .
 
 
 # Kinds whose columns, not rows, meet the partner's.
-_BY_COLUMNS = ("o_proj", "w2")
+_BY_COLUMNS = ("o_proj", "w2", "down_proj", "shared_experts.down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +202,12 @@ def _partners(spec: ModelSpec) -> Iterator[tuple[_Side, _Side]]:
         ("w1", "w3", 1, "channels"),
         ("w1", "w2", 1, "channels"),
         ("gate", "e_score_correction_bias", 1, "experts"),
+        *((kind, f"{kind}.bias", head, "heads") for kind in ("q_proj", "k_proj", "v_proj")),
+        *(
+            (f"{mlp}gate_proj", f"{mlp}{other}", 1, "channels")
+            for mlp in ("", f"{SHARED_EXPERTS}.")
+            for other in ("up_proj", "down_proj")
+        ),
     ):
         if second in ("q_norm", "k_norm") and spec.graph.qk_norm is QkNorm.PER_HEAD:
             # All heads have one weight of the norm.
@@ -236,10 +243,15 @@ _SLACK = 2.0**-7
 # Kinds that give away a scale, channel by channel, and those whose columns read these channels.
 _READERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "input_layernorm": ("q_proj", "k_proj", "v_proj"),
-        "post_attention_layernorm": ("gate", "w1", "w3"),
+        "input_layernorm": ("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),
+        "post_attention_layernorm": (
+            *("gate", "w1", "w3", "gate_proj", "up_proj"),
+            *(f"{SHARED_EXPERTS}.gate_proj", f"{SHARED_EXPERTS}.up_proj"),
+        ),
         "v_proj": ("o_proj",),
         "w3": ("w2",),
+        "up_proj": ("down_proj",),
+        f"{SHARED_EXPERTS}.up_proj": (f"{SHARED_EXPERTS}.down_proj",),
     }
 )
 
@@ -328,6 +340,7 @@ def find_scaled(scales: Scales) -> Iterator[WeightFinding]:
 def _find_moved(scales: Scales, spec: ModelSpec) -> Iterator[MovedScale]:
     """Yield the scales that a kind of tensors gave away, and that at least one kind of its readers took."""
     for giver, readers in _READERS.items():
+        readers = tuple(kind for kind in readers if scales.of_kind(kind))
         along = [_along(factors, 0) for factors in scales.of_kind(giver)]
         given = tuple(factors for factors in along if factors is not None)
         if giver not in scales.scaled or len(given) < len(along):

@@ -104,7 +104,7 @@ class TracedPort:
             self._load_generated(module, make, self.dtype)
             return find_port_tensors(module)
 
-        sources, shapes = sample.sources(self.spec), expected_layer_shapes(self.spec)
+        sources, shapes = sample.sources(self.spec), expected_layer_shapes(self.spec, self.layer)
         origins = OriginTracer(sources, shapes, load, pool=self.pool).trace()
         return self.runtime.messages.gather(origins)
 
@@ -155,14 +155,14 @@ class TracedPort:
 
     def measure_conversion(self) -> int | None:
         """Return the most bytes of float32 temporaries that the conversion holds at once; None for a large layer."""
-        if layer_bytes(self.spec, self.dtype) > _MOST_MEASURED_BYTES:
+        if layer_bytes(self.spec, self.dtype, self.layer) > _MOST_MEASURED_BYTES:
             return None
         module = self._build(self.spec, self.dtype)
         # Made beforehand, in the dtypes that a conversion gets: else their making would count.
         in_float32 = float32_names(self.spec)
         given = {
             name: torch.rand(shape).to(torch.float32 if name in in_float32 else self.dtype)
-            for name, shape in expected_layer_shapes(self.spec).items()
+            for name, shape in expected_layer_shapes(self.spec, self.layer).items()
         }
         with WideAllocations() as allocations:
             self._load_generated(module, given.__getitem__, self.dtype)
@@ -285,8 +285,8 @@ def inspect_weights(
     spec = port.spec
     # Some targets fill their parameters without a converted copy.
     num_layers_held = 1 if port.target.fills_storage else 2
-    sample = ExpertSample.fitting(spec, port.dtype, budget, num_layers_held=num_layers_held)
-    sources = sample.sources(spec)
+    sample = ExpertSample.fitting(spec, port.layer, port.dtype, budget, num_layers_held=num_layers_held)
+    sources, all_sources = sample.sources(spec), SourceTensors.of(spec, port.layer)
     of_sample = "" if sample.is_whole else f", of {sample}"
     logger.info("Tracing where every element of layer %d lands%s.", port.layer, of_sample)
     origins = _trace(port, sample, is_smaller=spec != checkpoint_spec)
@@ -297,14 +297,14 @@ def inspect_weights(
     missing = {
         kind for finding in findings if finding.mistake is WeightMistake.MISSING for kind in finding.kinds
     }
-    memory = TrialMemory.fitting(spec, port.dtype, budget, num_layers_held=num_layers_held)
+    memory = TrialMemory.fitting(spec, port.layer, port.dtype, budget, num_layers_held=num_layers_held)
     # Of several ranks each holds parts of the tensors: none is told what to overwrite.
-    refills = find_refills(by_rank[0], SourceTensors.of(spec), missing) if len(by_rank) == 1 else {}
+    refills = find_refills(by_rank[0], all_sources, missing) if len(by_rank) == 1 else {}
     trial = run_trial(
         port.run_trial,
         spec,
         port.layer,
-        candidate_repairs(by_rank, SourceTensors.of(spec), spec, scales if sample.is_whole else None),
+        candidate_repairs(by_rank, all_sources, spec, scales if sample.is_whole else None),
         computes_in_bf16=port.build_trial(memory.dtype),
         keeps_tensors=memory.keeps_tensors,
         refills=refills,
@@ -337,6 +337,7 @@ def inspect_weights(
             # The other ranks do not convert beside the lead, whom a conversion may wait for.
             peak_bytes=port.measure_conversion() if len(by_rank) == 1 else None,
             spec=spec,
+            layer=port.layer,
             checkpoint_spec=checkpoint_spec,
             dtype=port.dtype,
         ),

@@ -25,6 +25,7 @@ from neuron.weight_trace.agreement import (
 )
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, name_pattern
 from neuron.weight_trace.source_tensors import (
+    SHARED_EXPERTS,
     SourceTensor,
     SourceTensors,
     TensorOrigin,
@@ -148,6 +149,8 @@ _NAMED_KINDS = {
     **{kind: kind for kind in ("input_layernorm", "post_attention_layernorm", "e_score_correction_bias")},
     **{"correction_bias": "e_score_correction_bias", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
 }
+# Kinds of experts' matrices, as those of other MLPs are named.
+_MLP_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def check_layouts(
@@ -182,7 +185,7 @@ def find_refills(
     """
     refills = {}
     for layout in layouts:
-        for kind in _named_kinds(layout.origin) & set(missing):
+        for kind in _named_kinds(layout.origin, sources) & set(missing):
             of_kind = [source for source in sources.all if source.kind == kind]
             if len(of_kind) == 1 and of_kind[0].shape == tuple(layout.origin.shape):
                 refills[layout.origin.name] = of_kind[0].name
@@ -333,7 +336,7 @@ def _find_in_tensor(layout: TensorLayout, sources: SourceTensors) -> Iterator[We
             contradicts_names=contradicts_names,
         )
 
-    named = _named_kinds(origin)
+    named = _named_kinds(origin, sources)
     if len(named) == 1 and kinds and not named & set(kinds):
         text = f"is named {sources.word(named)}, and holds {sources.word(kinds)}"
         yield fault(WeightMistake.SWAPPED, text, contradicts_names=True)
@@ -361,9 +364,22 @@ def _find_in_tensor(layout: TensorLayout, sources: SourceTensors) -> Iterator[We
         yield fault(WeightMistake.COMPUTED, _word_computed(origin, sources))
 
 
-def _named_kinds(origin: TensorOrigin) -> set[str]:
+def _named_kinds(origin: TensorOrigin, sources: SourceTensors) -> set[str]:
     """Return the kinds that a port tensor's name says it holds."""
-    return {_NAMED_KINDS[part] for part in origin.name.split(".") if part in _NAMED_KINDS}
+    parts, kinds = origin.name.split("."), kinds_of(sources.all)
+    return {_named_kind(parts, _NAMED_KINDS[part], kinds) for part in parts if part in _NAMED_KINDS}
+
+
+def _named_kind(parts: Sequence[str], kind: str, kinds: Sequence[str]) -> str:
+    """Return the kind that is meant by a name that speaks of `kind`: it may be that of a bias, or of another MLP."""
+    matrix = _MLP_MATRICES.get(kind, kind)
+    meant = {
+        f"{kind}.bias": parts[-1] == "bias",
+        f"{SHARED_EXPERTS}.{matrix}": any(part.startswith("shared_") for part in parts),
+        f"index_{kind}": "indexer" in parts,
+        matrix: kind not in kinds,
+    }
+    return next((other for other, is_meant in meant.items() if is_meant and other in kinds), kind)
 
 
 def _word_disorder(segment: LayoutSegment) -> tuple[WeightMistake, str]:

@@ -30,12 +30,20 @@ _SWAPPED_PAIRS = (
     ("q_norm", "k_norm"),
     ("q_proj", "k_proj"),
     ("input_layernorm", "post_attention_layernorm"),
+    ("k_proj.bias", "v_proj.bias"),
+    ("q_proj.bias", "k_proj.bias"),
+    ("gate_proj", "up_proj"),
+    ("shared_experts.gate_proj", "shared_experts.up_proj"),
 )
 # Groups of experts that lie alike, of which each is tried as the right one.
 _MOST_MODELS = 2
 # Kinds whose rows rotate: a port may mistake their order in queries and keys, or in either alone. The weights of the
-# norms lie in the order of the projections' rows.
-_ROTARY_KINDS = (("q_proj", "k_proj", "q_norm", "k_norm"), ("q_proj", "q_norm"), ("k_proj", "k_norm"))
+# norms, and biases, lie in the order of the projections' rows.
+_ROTARY_KINDS = (
+    ("q_proj", "k_proj", "q_norm", "k_norm", "q_proj.bias", "k_proj.bias"),
+    ("q_proj", "q_norm", "q_proj.bias"),
+    ("k_proj", "k_norm", "k_proj.bias"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +88,7 @@ def candidate_repairs(
 def _undo_swaps(sources: SourceTensors) -> Iterator[Repair]:
     shapes = {source.kind: source.shape for source in sources.all}
     for pair in _SWAPPED_PAIRS:
-        if shapes[pair[0]] == shapes[pair[1]]:
+        if set(pair) <= shapes.keys() and shapes[pair[0]] == shapes[pair[1]]:
             first, second = (_names(sources, kind) for kind in pair)
             yield Repair(
                 mistake=WeightMistake.SWAPPED,
@@ -175,7 +183,8 @@ def _undo_rotary_orders(sources: SourceTensors, spec: ModelSpec) -> Iterator[Rep
         (halves_to_pairs, "halves", "pairs"),
         (pairs_to_halves, "pairs", "halves"),
     ):
-        for kinds in _ROTARY_KINDS:
+        for rotary in _ROTARY_KINDS:
+            kinds = tuple(kind for kind in rotary if _names(sources, kind))
             yield Repair(
                 mistake=WeightMistake.ORDER,
                 kinds=kinds,

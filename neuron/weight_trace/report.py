@@ -204,7 +204,7 @@ def _word_memory(inspection: WeightInspection) -> list[str]:
 def _word_loaded(inspection: WeightInspection) -> str:
     if inspection.compared is None:
         return "The checkpoint's own layer was not loaded."
-    kinds = kinds_of(SourceTensors.of(inspection.spec).all)
+    kinds = kinds_of(SourceTensors.of(inspection.spec, inspection.layer).all)
     not_compared = [kind for kind in kinds if kind not in inspection.compared]
     text = f"Layer {inspection.layer} of the checkpoint was loaded as every run loads it"
     if not not_compared:
@@ -220,10 +220,14 @@ def _word_model(inspection: WeightInspection) -> str:
     if not inspection.is_smaller:
         return "a layer of the checkpoint's size"
     spec = inspection.spec
+    mlp = (
+        f"a dense MLP of {spec.graph.dense_width}"
+        if spec.graph.layer(inspection.layer).is_dense
+        else f"{spec.num_local_experts} experts of {spec.intermediate_size}"
+    )
     return (
         f"a smaller layer of the same proportions (hidden {spec.hidden_size}, {spec.num_attention_heads} heads over "
-        f"{spec.num_key_value_heads}, {spec.num_local_experts} experts of {spec.intermediate_size}; --full-size takes "
-        "the real one)"
+        f"{spec.num_key_value_heads}, {mlp}; --full-size takes the real one)"
     )
 
 

@@ -1,7 +1,8 @@
 """Source lines: the rows and columns of a layer's tensors, as the checkpoint gives them, and as a port holds them.
 
-A line is a row or a column of a matrix, or a block of a vector: a head of a q/k norm, one number of the correction
-bias, a whole layer norm. Each has a number, by which all ranks know it. R rows and C columns of a matrix, E experts.
+A line is a row or a column of a matrix, or a block of a vector: a head of a q/k norm or of a bias, one number of the
+correction bias, a whole layer norm. Each has a number, by which all ranks know it. R rows and C columns of a matrix,
+E experts.
 
 A *family* is a tensor, or all tensors whose names differ in numbers alone. A port may hold a matrix as it is or
 transposed, fused or in blocks, so a family is divided into lines in the way in which most of them are found.
@@ -27,8 +28,11 @@ from minimax_tools.machine.compiled import compiled
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
+    K_BIAS,
     K_NORM,
+    Q_BIAS,
     Q_NORM,
+    V_BIAS,
     expected_layer_shapes,
 )
 from neuron.weight_trace.port_tensors import name_numbers, name_pattern
@@ -136,7 +140,8 @@ class LineTable:
         self.size = 0  # number of lines
         self.num_experts = spec.num_local_experts
         self._names = spec.family.stored_names
-        widths = {CORRECTION_BIAS: 1, Q_NORM: spec.head_dim, K_NORM: spec.head_dim}
+        by_heads = (Q_NORM, K_NORM, Q_BIAS, K_BIAS, V_BIAS)
+        widths = {CORRECTION_BIAS: 1, **dict.fromkeys(by_heads, spec.head_dim)}
         for name, shape in expected_layer_shapes(spec, layer).items():
             if len(shape) == 1:
                 width = widths.get(name, shape[0])
@@ -381,7 +386,9 @@ class PortLines:
     """Sums of the lines of a port's tensors; `spec` tells the widths of the blocks of vectors."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._widths = sorted({1, spec.head_dim, spec.hidden_size})
+        sparsity = spec.graph.sparsity
+        of_indexer = () if sparsity is None else (sparsity.head_dim,)
+        self._widths = sorted({1, spec.head_dim, spec.hidden_size, *of_indexer})
         self._sums: dict[str, dict[str, Sums]] = {}  # by tensor and way
 
     def note(self, name: str, tensor: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Source tensors: the tensors of a checkpoint's layer, numbered element by element, and generated ones in their place.
 
-A tensor's *kind* is the same for all experts: `q_proj`, `w1`. A port tensor is a tensor that the port's module holds;
-its origin tells which source elements landed there.
+A tensor's *kind* is the same for all experts: `q_proj`, `q_proj.bias`, `w1`, `shared_experts.up_proj`. A port tensor is
+a tensor that the port's module holds; its origin tells which source elements landed there.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.")
 _ROLES = {"w1": "w1 (gate)", "w2": "w2 (down)", "w3": "w3 (up)", "gate": "gate (router)"}
 # Tensors of the router, with a row or a number for each expert.
 ROUTER_NAMES = (GATE, CORRECTION_BIAS)
+SHARED_EXPERTS = "shared_experts"  # the module that holds the shared expert
 MAX_EXPERTS_LISTED = 8  # experts that a text lists
 
 
@@ -33,7 +34,7 @@ class SourceTensor:
     """A tensor of a checkpoint's layer."""
 
     name: str  # mm2's name, relative to the layer
-    shape: tuple[int, ...]  # one dim (norms, correction bias) or two
+    shape: tuple[int, ...]  # one dim (norms, biases) or two
     start: int  # number of the first element
     is_float32: bool  # whether the router reads it in float32: no rounding is allowed
     word: str  # its kind as text; see `word_kinds`
@@ -68,11 +69,11 @@ class SourceTensors:
     names: StoredNames  # names of the family
 
     @classmethod
-    def of(cls, spec: ModelSpec, *, experts: Collection[int] | None = None) -> SourceTensors:
+    def of(cls, spec: ModelSpec, layer: int, *, experts: Collection[int] | None = None) -> SourceTensors:
         """Number the tensors of a layer of `spec`; with `experts`, leave out the tensors of all other experts."""
         sources: list[SourceTensor] = []
         start, names = 0, spec.family.stored_names
-        for name, shape in expected_layer_shapes(spec).items():
+        for name, shape in expected_layer_shapes(spec, layer).items():
             is_float32, word = name in float32_names(spec), word_kinds([kind_of(name)], names)
             source = SourceTensor(name=name, shape=shape, start=start, is_float32=is_float32, word=word)
             if experts is None or source.expert is None or source.expert in experts:
@@ -111,8 +112,12 @@ def expert_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a tensor: the last part of its name without `.weight`."""
-    return name.removesuffix(".weight").rpartition(".")[2]
+    """Return the kind of a tensor: the last part of its name without `.weight`.
+
+    Of biases and shared experts it is the last two: other kinds have the last one too.
+    """
+    *path, last = name.removesuffix(".weight").split(".")
+    return ".".join((*path[-1:], last)) if last == "bias" or path[-1:] == [SHARED_EXPERTS] else last
 
 
 def kinds_of(sources: Iterable[SourceTensor]) -> tuple[str, ...]:
@@ -240,7 +245,7 @@ class GeneratedTensors(LayerTensors):
     def __init__(
         self, spec: ModelSpec, *, layer: int, dtype: torch.dtype, make: MakeTensor, reader: CheckpointReader
     ) -> None:
-        self._shapes = expected_layer_shapes(spec)
+        self._shapes = expected_layer_shapes(spec, layer)
         self._make = make
         in_float32 = float32_names(spec)
         super().__init__(

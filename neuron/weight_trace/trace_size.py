@@ -28,22 +28,22 @@ _MIN_WIDTH = 64
 _WIDTH_UNIT = 8
 
 
-def num_elements(spec: ModelSpec) -> int:
+def num_elements(spec: ModelSpec, layer: int) -> int:
     """Count the weights of a layer."""
-    return sum(math.prod(shape) for shape in expected_layer_shapes(spec).values())
+    return sum(math.prod(shape) for shape in expected_layer_shapes(spec, layer).values())
 
 
-def smaller_spec(spec: ModelSpec, *, num_ranks: int = 1) -> ModelSpec:
-    """Return a model of the same proportions with at most `MAX_ELEMENTS` weights a layer, if halving gets that far.
+def smaller_spec(spec: ModelSpec, layer: int, *, num_ranks: int = 1) -> ModelSpec:
+    """Return a model of the same proportions with at most `MAX_ELEMENTS` weights in a layer, if halving gets that far.
 
     The head width, the query heads per kv head, the number of layers, and the ratio of hidden to intermediate size
     stay. If `num_ranks` divides the kv heads or the intermediate size, it still does.
     """
-    if num_elements(spec) <= MAX_ELEMENTS:
+    if num_elements(spec, layer) <= MAX_ELEMENTS:
         return spec
     # At least an expert for each rank.
     smaller = _with(spec, num_local_experts=min(max(_NUM_EXPERTS, num_ranks), spec.num_local_experts))
-    if num_elements(smaller) <= MAX_ELEMENTS:
+    if num_elements(smaller, layer) <= MAX_ELEMENTS:
         return smaller
     while _can_halve_heads(smaller, num_ranks):
         smaller = _with(
@@ -51,7 +51,7 @@ def smaller_spec(spec: ModelSpec, *, num_ranks: int = 1) -> ModelSpec:
             num_attention_heads=smaller.num_attention_heads // 2,
             num_key_value_heads=smaller.num_key_value_heads // 2,
         )
-    while num_elements(smaller) > MAX_ELEMENTS and _can_halve_widths(smaller, num_ranks):
+    while num_elements(smaller, layer) > MAX_ELEMENTS and _can_halve_widths(smaller, num_ranks):
         smaller = _with(
             smaller, hidden_size=smaller.hidden_size // 2, intermediate_size=smaller.intermediate_size // 2
         )
@@ -123,17 +123,18 @@ def word_memory(
     *,
     peak_bytes: int | None,
     spec: ModelSpec,
+    layer: int,
     checkpoint_spec: ModelSpec,
     dtype: torch.dtype,
 ) -> tuple[str, ...]:
-    """Return sentences on memory that a run in `dtype` does not need; () if there is none.
+    """Return sentences on memory that a run of a layer in `dtype` does not need; () if there is none.
 
     `peak_bytes` are the most float32 temporaries at once in the traced model, None if they were not measured.
     """
     if dtype.itemsize >= torch.float32.itemsize:
         return ()
     sentences = []
-    router_kinds = {source.kind for source in SourceTensors.of(spec).all if source.is_float32}
+    router_kinds = {source.kind for source in SourceTensors.of(spec, layer).all if source.is_float32}
     wide = dict.fromkeys(
         kind
         for layout in layouts
@@ -142,15 +143,15 @@ def word_memory(
         if kind not in router_kinds
     )
     if wide:
-        added = _num_elements(checkpoint_spec, wide) * (torch.float32.itemsize - dtype.itemsize)
+        added = _num_elements(checkpoint_spec, layer, wide) * (torch.float32.itemsize - dtype.itemsize)
         words = word_kinds(wide, spec.family.stored_names)
         sentences.append(
             f"{words} {'is' if len(wide) == 1 else 'are'} held in float32 though the run is in "
             f"{str(dtype).removeprefix('torch.')}: {format_size(added)} more for each layer of the model."
         )
-    share = (peak_bytes or 0) / layer_bytes(spec, dtype)
+    share = (peak_bytes or 0) / layer_bytes(spec, dtype, layer)
     if share >= _LEAST_SHARE:
-        needed = layer_bytes(checkpoint_spec, dtype)
+        needed = layer_bytes(checkpoint_spec, dtype, layer)
         sentences.append(
             f"The conversion holds about {format_size(int(share * needed))} of float32 temporaries at once for a layer "
             f"of the model, beyond the {format_size(needed)} of its weights."
@@ -158,11 +159,11 @@ def word_memory(
     return tuple(sentences)
 
 
-def _num_elements(spec: ModelSpec, kinds: Iterable[str]) -> int:
+def _num_elements(spec: ModelSpec, layer: int, kinds: Iterable[str]) -> int:
     wanted = set(kinds)
     return sum(
         torch.Size(shape).numel()
-        for name, shape in expected_layer_shapes(spec).items()
+        for name, shape in expected_layer_shapes(spec, layer).items()
         if kind_of(name) in wanted
     )
 
@@ -187,29 +188,32 @@ _MIN_EXPERTS = 2
 class ExpertSample:
     """Experts whose elements are traced. The tensors outside the experts are always traced."""
 
+    layer: int
     experts: tuple[int, ...]  # numbers of the traced experts, sorted
-    num_experts: int  # number of experts in the layer
+    num_experts: int  # number of experts in the layer; 0 for a dense one
 
     @classmethod
     def fitting(
-        cls, spec: ModelSpec, dtype: torch.dtype, budget: MemoryBudget, *, num_layers_held: int
+        cls, spec: ModelSpec, layer: int, dtype: torch.dtype, budget: MemoryBudget, *, num_layers_held: int
     ) -> ExpertSample:
-        """Choose as many experts as fit in memory beside `num_layers_held` copies of the layer, at least two.
+        """Choose as many experts of a layer as fit in memory beside `num_layers_held` copies of it, at least two.
 
         If two do not fit in the budget, that is a MemoryBudgetError; without a budget, they are traced all the same.
         """
-        whole = SourceTensors.of(spec)
+        whole = SourceTensors.of(spec, layer)
+        num_experts = 0 if spec.graph.layer(layer).is_dense else spec.num_local_experts
         expert_size = sum(source.size for source in whole.all if source.expert == 0)
-        size_of_others = whole.size - expert_size * spec.num_local_experts
-        min_experts = min(_MIN_EXPERTS, spec.num_local_experts)
-        held_bytes = num_layers_held * layer_bytes(spec, dtype) + _SPARE_BYTES
+        size_of_others = whole.size - expert_size * num_experts
+        min_experts = min(_MIN_EXPERTS, num_experts)
+        held_bytes = num_layers_held * layer_bytes(spec, dtype, layer) + _SPARE_BYTES
         needed_bytes = held_bytes + (size_of_others + min_experts * expert_size) * _BYTES_PER_ELEMENT
         budget.require(needed_bytes, "tracing a layer of the model's own size")
         num_elements = (free_bytes(budget) - held_bytes) // _BYTES_PER_ELEMENT
-        num_fitting = min((num_elements - size_of_others) // expert_size, spec.num_local_experts)
+        num_fitting = min((num_elements - size_of_others) // expert_size, num_experts) if num_experts else 0
         return cls(
-            experts=_choose(max(min_experts, num_fitting), spec.num_local_experts),
-            num_experts=spec.num_local_experts,
+            layer=layer,
+            experts=_choose(max(min_experts, num_fitting), num_experts),
+            num_experts=num_experts,
         )
 
     @property
@@ -219,7 +223,7 @@ class ExpertSample:
 
     def sources(self, spec: ModelSpec) -> SourceTensors:
         """Number the traced tensors of a layer of `spec`."""
-        return SourceTensors.of(spec, experts=frozenset(self.experts))
+        return SourceTensors.of(spec, self.layer, experts=frozenset(self.experts))
 
     def __str__(self) -> str:
         return f"{len(self.experts)} of {self.num_experts} experts"
@@ -236,16 +240,18 @@ class TrialMemory:
 
     @classmethod
     def fitting(
-        cls, spec: ModelSpec, dtype: torch.dtype, budget: MemoryBudget, *, num_layers_held: int
+        cls, spec: ModelSpec, layer: int, dtype: torch.dtype, budget: MemoryBudget, *, num_layers_held: int
     ) -> TrialMemory:
-        """Choose float32 where `num_layers_held` copies of the layer fit in memory, else the run's `dtype`.
+        """Choose float32 where `num_layers_held` copies of a layer fit in memory, else the run's `dtype`.
 
         If the layer fits in neither, that is a MemoryBudgetError.
         """
-        free, float32_bytes = free_bytes(budget), layer_bytes(spec, torch.float32)
+        free, float32_bytes = free_bytes(budget), layer_bytes(spec, torch.float32, layer)
         if num_layers_held * float32_bytes <= free:
             return cls(dtype=torch.float32, keeps_tensors=(num_layers_held + 1) * float32_bytes <= free)
-        budget.require(num_layers_held * layer_bytes(spec, dtype), "running the port on generated weights")
+        budget.require(
+            num_layers_held * layer_bytes(spec, dtype, layer), "running the port on generated weights"
+        )
         return cls(dtype=dtype, keeps_tensors=False)
 
 

@@ -28,8 +28,14 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     ATTENTION_MATRICES,
+    DENSE_DOWN,
+    DENSE_GATE,
+    DENSE_UP,
     EMBEDDING,
     EXPERTS,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_UP,
     expected_layer_shapes,
     layer_prefix,
 )
@@ -56,8 +62,13 @@ def make_exact(tensors: Tensors, change: Callable[[torch.Tensor], torch.Tensor])
     return LazyTensors(tensors, lambda name: change(tensors[name]) if _is_quantised(name) else tensors[name])
 
 
+_QUANTISED = frozenset(
+    (*ATTENTION_MATRICES, SHARED_GATE, SHARED_UP, SHARED_DOWN, DENSE_GATE, DENSE_UP, DENSE_DOWN)
+)
+
+
 def _is_quantised(name: str) -> bool:
-    return name in ATTENTION_MATRICES or EXPERTS in name
+    return name in _QUANTISED or EXPERTS in name
 
 
 def _exact_fp8(matrix: torch.Tensor) -> torch.Tensor:
@@ -294,7 +305,7 @@ class _Trial:
 def _make_tensors(spec: ModelSpec, layer: int) -> Tensors:
     """Make the weights of a layer that behaves as if trained: BF16 numbers in float32."""
     weights = SyntheticWeights(spec, seed=_SEED)
-    shapes = expected_layer_shapes(spec)
+    shapes = expected_layer_shapes(spec, layer)
 
     def make(name: str) -> torch.Tensor:
         # Only embedding and head are made in several blocks.

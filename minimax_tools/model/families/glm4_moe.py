@@ -53,6 +53,7 @@ GLM4_MOE = Family(
     size_keys=MappingProxyType(
         {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
     ),
+    width_keys=("intermediate_size",),
     default_rotary_factor=0.5,
     stored_names=SHARED_NAMES,
     transformers_prefix="Glm4Moe",

@@ -88,6 +88,7 @@ MINIMAX_M3 = Family(
     text_key="text_config",
     read_keys=frozenset(("layer_types", "routed_scaling_factor", "shared_intermediate_size")),
     read_graph=_read_graph,
+    width_keys=("dense_intermediate_size", "shared_intermediate_size"),
     names_rotary_width=True,
     stored_names=StoredNames(prefix="language_model."),
     own_module_names=StoredNames(
