@@ -65,14 +65,16 @@ def _layer_pattern(paths: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"(?:{'|'.join(map(re.escape, paths))})\.(0|[1-9][0-9]*)\.")
 
 
-def _llama_like(model_type: str) -> Architecture:
+def _llama_like(model_type: str, *, prefix: str = "") -> Architecture:
+    """Return the architecture of a model, or of the text model that a larger one stores under a prefix."""
     # Bare paths belong to a checkpoint of the base model, saved without the wrapper that has the head.
+    trunks = (f"model.{prefix}", prefix, f"{prefix}model.") if prefix else ("model.", "")
     return Architecture(
         model_type=model_type,
-        layers=("model.layers", "layers"),
-        token_embeddings=("model.embed_tokens", "embed_tokens"),
-        final_norms=("model.norm", "norm"),
-        lm_heads=("lm_head",),
+        layers=tuple(f"{trunk}layers" for trunk in trunks),
+        token_embeddings=tuple(f"{trunk}embed_tokens" for trunk in trunks),
+        final_norms=tuple(f"{trunk}norm" for trunk in trunks),
+        lm_heads=("lm_head", f"{prefix}lm_head") if prefix else ("lm_head",),
     )
 
 
@@ -88,9 +90,10 @@ _GPT2 = Architecture(
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         **{
-            model_type: _llama_like(model_type)
-            for model_type in (*FAMILIES, "llama", "qwen2", "qwen3", "mixtral")
+            model_type: _llama_like(model_type, prefix=family.stored_names.prefix)
+            for model_type, family in FAMILIES.items()
         },
+        **{model_type: _llama_like(model_type) for model_type in ("llama", "qwen2", "qwen3", "mixtral")},
         "gpt2": _GPT2,
     }
 )

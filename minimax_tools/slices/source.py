@@ -33,7 +33,7 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import Source, described_source, find_shards
 from minimax_tools.hub.snapshot import HubSnapshot, NoRangesError, NotCachedError, run_all
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
-from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.families import FAMILIES, family_of
 from minimax_tools.model.quantisation import refuse_side_format
 from minimax_tools.model.spec import CONFIG_FILE, ModelSpec, read_checkpoint_config, require_sizes
 from minimax_tools.partition.cost import Workload, measure_costs
@@ -66,7 +66,7 @@ class SliceSource(StoredWeights):
     | `measure_tensors(plan)` | all of the plan | `headers_known`, else the plan, else config.json |
 
     Args:
-        config: Content of its config.json.
+        config: Content of its config.json; of a model with further parts, that of its text model.
         architecture: Naming of its tensors.
         entries: All tensors by name, if all headers are known; else None.
         weight_map: File of each tensor by name, from the index file; None if there is none.
@@ -173,6 +173,7 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         raise CheckpointError(
             f"{folder / CONFIG_FILE} names no model_type", next_step="Fetch the file again."
         )
+    config = family_of(config).text_config(config)
     if config["model_type"] in ARCHITECTURES:
         require_sizes(config, folder / CONFIG_FILE)
     index = find_index(folder)
