@@ -19,6 +19,7 @@ import torch
 from minimax_tools.capture.recorder import Recorder, copy_to_host
 from minimax_tools.capture.taps import Tap
 from minimax_tools.errors import MissingExtraError
+from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.family import Family
 from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.sites import Site
@@ -51,6 +52,8 @@ LAYER_TAPS: Mapping[Site, Tap] = MappingProxyType(
         Site.OUTPUT: Tap(path=""),
     }
 )
+# What transformers adds to the type of a model for that of its text model alone.
+_TEXT = "_text"
 # A callback that gets the queries [B,N,S,D] and keys [B,K,S,D] after RoPE: N heads, K kv heads, D head_dim.
 RecordRope = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -79,13 +82,18 @@ def _modeling(family: Family) -> Any:
     return importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
 
 
+def family_of_config(config: PretrainedConfig) -> Family | None:
+    """Return the family of a model's config, or of its text model's; None if mm2 does not know it."""
+    return FAMILIES.get(config.model_type.removesuffix(_TEXT))
+
+
 def loading_arguments(family: Family) -> dict[str, Any]:
     """Return arguments of `from_pretrained` by which the text model alone takes its weights from a checkpoint."""
     from transformers import conversion_mapping
 
     if family.text_key is None:
         return {}
-    text_type = f"{family.model_type}_text"
+    text_type = family.model_type + _TEXT
     if conversion_mapping.get_checkpoint_conversion_mapping(text_type) is None:
         # transformers converts the weights of the whole model; those of its text model lie under other names.
         whole = conversion_mapping.get_checkpoint_conversion_mapping(family.model_type)

@@ -30,6 +30,7 @@ from minimax_tools.model.family import find_graph_faults, refuse_faults
 from minimax_tools.model.quantisation import find_other_format, find_quantisation_faults, refuse_side_format
 from minimax_tools.model.spec import CONFIG_FILE, read_config_file
 from minimax_tools.model.weight_names import float32_names_of
+from minimax_tools.reference.modules import family_of_config, loading_arguments
 from minimax_tools.split.parts import Part
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Implementation:
 
 
 def read_causal_config(folder: Path) -> PreTrainedConfig:
-    """Read the config of a checkpoint's folder with transformers.
+    """Read the config of a checkpoint's folder with transformers; of a model with further parts, its text model's.
 
     Raises:
         CheckpointError: config.json is missing, transformers does not know the model, or the weights are quantised
@@ -77,6 +78,9 @@ def read_causal_config(folder: Path) -> PreTrainedConfig:
             found=f"{type(error).__name__}: {error}",
             next_step="Check the path. Models that need code from their repository are not run.",
         ) from error
+    family = FAMILIES.get(config.model_type)
+    if family is not None and family.text_key is not None:
+        config = config.get_text_config()
     _refuse_unread(folder, config)
     return config
 
@@ -92,6 +96,7 @@ def _refuse_unread(folder: Path, config: PreTrainedConfig) -> None:
     family = FAMILIES.get(str(values.get("model_type")))
     if family is not None:
         known = type(config)().to_dict()
+        values = family.text_config(values)
         faults = [fault for fault in find_graph_faults(family, values) if fault.key not in known]
         refuse_faults([*faults, *find_quantisation_faults(values)], where=path)
     other = find_other_format(values)
@@ -348,7 +353,7 @@ class Division:
     ) -> PreTrainedModel:
         """Let transformers build the model with stand-ins, and fill it."""
         base, in_tuple = self.model_class, self.in_tuple
-        float32_names = _float32_names(self.config)
+        float32_names, family = _float32_names(self.config), family_of_config(self.config)
 
         def build(model: Any, config: PreTrainedConfig) -> None:
             base.__init__(model, config)
@@ -367,6 +372,7 @@ class Division:
                     state_dict=dict(tensors),
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
+                    **({} if family is None else loading_arguments(family)),
                     **self.implementation.arguments(),
                 )
             except Mm2Error:
@@ -395,7 +401,7 @@ class Division:
 
 def _float32_names(config: PreTrainedConfig) -> tuple[str, ...]:
     """Return transformers' names of what stays float32 as the checkpoint stores it; transformers would round it."""
-    family = FAMILIES.get(config.model_type)
+    family = family_of_config(config)
     if family is None:
         return ()
     return tuple(map(family.module_names.stored, float32_names_of(family.read_graph(config.to_dict()))))

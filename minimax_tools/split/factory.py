@@ -128,7 +128,7 @@ def _finish(loaded: Iterator[ModelPart], storage: Path | None) -> Iterator[Split
 def _read_config(model: str, model_type: str) -> CausalConfig:
     folder = resolve_config(model)
     config = read_causal_config(folder)
-    if config.model_type != model_type:
+    if model_type not in (config.model_type, config.model_type.removesuffix("_text")):
         raise UsageError(
             f"model_type is {model_type!r}, but {folder / 'config.json'} says otherwise",
             expected=repr(config.model_type),

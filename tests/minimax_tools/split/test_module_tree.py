@@ -33,7 +33,14 @@ def write_config(folder: Path, model_type: str, **values: Any) -> Path:
 
 @pytest.mark.parametrize("model_type", list(ARCHITECTURES))
 def test_tree_of_a_known_model_has_the_names_known_by_heart(model_type: str, tmp_path: Path) -> None:
-    small = SMALL_GPT2 if model_type == "gpt2" else SMALL
+    small: dict[str, Any] = SMALL_GPT2 if model_type == "gpt2" else SMALL
+    if model_type == "minimax_m3_vl":
+        vision = {"model_type": "minimax_m3_vl_vision", **SMALL}
+        small = {
+            "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+            "text_config": SMALL,
+            "vision_config": vision,
+        }
     found = read_architecture(write_config(tmp_path, model_type, **small))
     known = ARCHITECTURES[model_type]
     assert (found.layers, found.token_embeddings) == (known.layers, known.token_embeddings)
