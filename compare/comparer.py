@@ -389,7 +389,7 @@ def _conclude(
             outputs_missing=outputs_missing,
         )
         + _cache_notes(layers)
-        + note_weights(weights, blame),
+        + note_weights(weights, blame, reference.graph),
         router_dtypes=router_dtypes,
         weights=weights,
         generated=generated,

@@ -14,11 +14,13 @@ from types import MappingProxyType
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import HeldWeights, WeightFault
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.graph import LayerGraph, ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import WEIGHTS, Blame, RouterDtype, SiteResult, SiteStatus, WeightsResult
 
-# The site that reads each kind of weight.
+_MLP = ("gate_proj", "up_proj", "down_proj")
+# The site that reads each kind of weight; the routed experts' sum may be another one than moe_delta.
 _READERS: Mapping[str, Site] = MappingProxyType(
     {
         "input_layernorm": Site.INPUT_NORM,
@@ -34,8 +36,22 @@ _READERS: Mapping[str, Site] = MappingProxyType(
         "w1": Site.MOE_DELTA,
         "w2": Site.MOE_DELTA,
         "w3": Site.MOE_DELTA,
+        "q_proj.bias": Site.Q_PROJ,
+        "k_proj.bias": Site.K_PROJ,
+        "v_proj.bias": Site.V_PROJ,
+        "o_proj.bias": Site.ATTN_DELTA,
+        **dict.fromkeys(_MLP, Site.MLP_DELTA),
+        **{f"shared_experts.{matrix}": Site.SHARED_DELTA for matrix in _MLP},
     }
 )
+# They choose what attention sees in rows that are longer than any golden's.
+_UNSEEN = frozenset(f"index_{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
+
+
+def _reader(kind: str, graph: LayerGraph) -> Site:
+    """Return the site of a layer that reads a kind of weight."""
+    site = Site.ATTN_CONTEXT if kind in _UNSEEN else _READERS[kind]
+    return graph.routed_sum if site is Site.MOE_DELTA else site
 
 
 _EXACT = "float32"
@@ -117,12 +133,14 @@ def blame_weights(blame: Sequence[Blame], weights: Sequence[WeightsResult]) -> t
     return tuple(merged)
 
 
-def note_weights(weights: Sequence[WeightsResult], blame: Sequence[Blame]) -> tuple[str, ...]:
+def note_weights(
+    weights: Sequence[WeightsResult], blame: Sequence[Blame], graph: ModelGraph
+) -> tuple[str, ...]:
     """Say which weights lie otherwise than others, and whether on purpose, and which were not compared, and why."""
     layers_of: dict[str, list[int]] = {}
     for layer in weights:
         for fault in layer.noted:
-            blamed = _blamed_readers(fault, layer.layer, blame)
+            blamed = _blamed_readers(fault, layer.layer, blame, graph.layer(layer.layer))
             doubt = f"{blamed} reads them, and is wrong" if blamed else "a port may do so on purpose"
             layers_of.setdefault(f"{fault.text}; {doubt}", []).append(layer.layer)
         if layer.not_compared:
@@ -133,19 +151,20 @@ def note_weights(weights: Sequence[WeightsResult], blame: Sequence[Blame]) -> tu
     return tuple(f"weights of {word_layers(layers)}: {text}" for text, layers in layers_of.items())
 
 
-def _blamed_readers(fault: WeightFault, layer: int, blame: Sequence[Blame]) -> str:
+def _blamed_readers(fault: WeightFault, layer: int, blame: Sequence[Blame], graph: LayerGraph) -> str:
     """Return which site of a layer is to blame and reads the weights of a fault; empty if none is."""
     blamed = {site for cause in blame if cause.layer == layer for site in cause.sites}
-    return next((reader for kind in fault.kinds if (reader := str(_READERS[kind])) in blamed), "")
+    return next((reader for kind in fault.kinds if (reader := str(_reader(kind, graph))) in blamed), "")
 
 
 def _judge_layer(
     sides: Sides, layer: int, held: HeldWeights, statuses: Mapping[Site, SiteStatus]
 ) -> WeightsResult:
     reached = _reached_experts(sides, layer) if any(fault.experts for fault in held.faults) else frozenset()
-    wrong = tuple(fault for fault in held.faults if _is_wrong(fault, statuses, reached))
+    graph = sides.reference.graph.layer(layer)
+    wrong = tuple(fault for fault in held.faults if _is_wrong(fault, statuses, reached, graph))
     explains = (
-        str(_READERS[kind])
+        str(_reader(kind, graph))
         for fault in wrong
         if not fault.experts or not reached.isdisjoint(fault.experts)
         for kind in fault.kinds
@@ -162,11 +181,14 @@ def _judge_layer(
     )
 
 
-def _is_wrong(fault: WeightFault, statuses: Mapping[Site, SiteStatus], reached: frozenset[int]) -> bool:
+def _is_wrong(
+    fault: WeightFault, statuses: Mapping[Site, SiteStatus], reached: frozenset[int], graph: LayerGraph
+) -> bool:
     if fault.is_certain:
         return True
     is_seen = not fault.experts or not reached.isdisjoint(fault.experts)
-    if is_seen and all(_is_right(_READERS[kind], statuses) for kind in fault.kinds):
+    is_seen = is_seen and _UNSEEN.isdisjoint(fault.kinds)
+    if is_seen and all(_is_right(_reader(kind, graph), statuses) for kind in fault.kinds):
         return False
     return fault.is_exception
 

@@ -149,7 +149,7 @@ class ModelExecutor(RankExecutor):
         loader.release()
         eager = eager_module(self.module)
         self.exposure: ModelExposure = find_model_exposure(
-            eager, num_layers=setup.spec.num_hidden_layers, what=self._what
+            eager, num_layers=setup.spec.num_hidden_layers, graph=setup.spec.graph, what=self._what
         )
         self.router_dtypes = router_dtypes(eager)
         # Recorders know `Site`; the sites outside the layers are recorded the same way.

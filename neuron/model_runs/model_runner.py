@@ -336,6 +336,8 @@ class ModelRun:
         `before` is what the layer before put out. Returns the layer's own output; None if it is not shown.
         """
         num_columns = self._request.inputs.sequence_length
+        of_layer = self._request.spec.graph.layer(layer).sites
+        held = tuple(site for site in self._request.sites if site in of_layer)
         tensors = {
             site: assemble_site(
                 [(model_pass, sites[site]) for model_pass, sites in shown],
@@ -343,7 +345,7 @@ class ModelRun:
                 num_columns=num_columns,
                 tokens_first=self._executor.tokens_first,
             )
-            for site in self._request.sites
+            for site in held
             if all(site in sites for _, sites in shown)
         }
         # The executor knows the port's submodules; a layer that never ran exposes its sites, and stores none.
@@ -351,7 +353,7 @@ class ModelRun:
         has_run = bool(tensors)
         not_exposed = tuple(
             site
-            for site in self._request.sites
+            for site in held
             if site not in tensors and (has_run or not exposures) and site is not Site.INPUT
         )
         layer_input = tensors.get(Site.INPUT)

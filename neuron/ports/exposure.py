@@ -16,6 +16,7 @@ from torch import nn
 from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.taps import SITE_FORMS, Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
+from minimax_tools.model.graph import LayerGraph, ModelGraph
 from minimax_tools.model.site_layouts import (
     PlaceNotation,
     Replicated,
@@ -35,6 +36,7 @@ _ATTENTION = ("self_attn", "attention", "attn")
 _MOE = ("block_sparse_moe", "mlp", "moe", "feed_forward")
 _INPUT_NORM = ("input_layernorm", "input_norm", "attention_norm")
 _GATE = ("gate", "router", "router.linear_router")
+_SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 _POST_NORM = ("post_attention_layernorm", "post_attention_norm", "post_norm", "ffn_norm")
 
 # Sites that every layer shows. The empty path is the layer itself.
@@ -103,10 +105,17 @@ class Exposure:
             )
 
 
-def find_exposure(module: nn.Module, *, what: str, declared: Mapping[str, str] | None = None) -> Exposure:
+def find_exposure(
+    module: nn.Module,
+    *,
+    what: str,
+    declared: Mapping[str, str] | None = None,
+    kind: LayerGraph | None = None,
+) -> Exposure:
     """Find the sites that `module` shows; `input` and `output` are always among them: the layer's own.
 
-    `declared` takes the place of the module's attribute `sites`, if it has none.
+    `declared` takes the place of the module's attribute `sites`, if it has none. Sites that layers of this `kind` do
+    not have are left out: a port may name those of dense layers and of others together. Without `kind`, names tell it.
 
     Raises:
         TargetError: `sites` names an unknown site or a submodule that does not exist.
@@ -115,7 +124,11 @@ def find_exposure(module: nn.Module, *, what: str, declared: Mapping[str, str] |
     # An empty mapping says that the module shows its output alone.
     declared = declared if own is None else own
     if declared is None:
-        return Exposure(taps={**_find_by_name(module), **_ALWAYS}, declared=frozenset((Site.OUTPUT,)))
+        taps = _find_by_name(module, is_dense=None if kind is None else kind.is_dense)
+        return Exposure(taps={**taps, **_ALWAYS}, declared=frozenset((Site.OUTPUT,)))
+    if kind is not None:
+        absent = frozenset(kind.model.sites) - frozenset(kind.sites)
+        declared = {name: text for name, text in declared.items() if name not in absent}
     return read_exposure(module, declared, what=what)
 
 
@@ -203,8 +216,8 @@ def _parse_sites(declared: Mapping[str, str], *, what: str) -> tuple[dict[Site, 
     return taps, layouts
 
 
-def _find_by_name(module: nn.Module) -> dict[Site, Tap]:
-    """Find sites at submodules with usual names, as far as the module has them."""
+def _find_by_name(module: nn.Module, *, is_dense: bool | None) -> dict[Site, Tap]:
+    """Find sites at submodules with usual names, as far as the module has them; None if names tell its kind."""
     present = {name for name, _ in module.named_modules()}
     attention, moe = _first_present(present, _ATTENTION), _first_present(present, _MOE)
     input_norm, post_norm = _first_present(present, _INPUT_NORM), _first_present(present, _POST_NORM)
@@ -220,11 +233,23 @@ def _find_by_name(module: nn.Module) -> dict[Site, Tap]:
         candidates[Site.ATTN_RESIDUAL] = Tap(path=post_norm, point="input")
         candidates[Site.POST_NORM] = Tap(path=post_norm)
     if moe:
-        gate = _first_present(present, tuple(f"{moe}.{name}" for name in _GATE))
-        if gate:
-            candidates[Site.ROUTER_LOGITS] = Tap(path=gate)
-        candidates[Site.MOE_DELTA] = Tap(path=moe)
+        candidates |= _find_in_moe(present, moe, is_dense=is_dense)
     return {site: tap for site, tap in candidates.items() if tap.path in present}
+
+
+def _find_in_moe(present: set[str], moe: str, *, is_dense: bool | None) -> dict[Site, Tap]:
+    """Find sites of a mixture of experts, or of the dense MLP in its place, at the path `moe`."""
+    gate = _first_present(present, tuple(f"{moe}.{name}" for name in _GATE))
+    if is_dense is None:
+        is_dense = gate is None and f"{moe}.down_proj" in present
+    if is_dense:
+        return {Site.MLP_DELTA: Tap(path=moe)}
+    candidates = {Site.MOE_DELTA: Tap(path=moe)}
+    if gate:
+        candidates[Site.ROUTER_LOGITS] = Tap(path=gate)
+    if shared := _first_present(present, tuple(f"{moe}.{name}" for name in _SHARED)):
+        candidates |= {Site.SHARED_DELTA: Tap(path=shared), Site.ROUTED_DELTA: Tap(path=f"{moe}.experts")}
+    return candidates
 
 
 def _first_present(present: set[str], names: tuple[str, ...]) -> str | None:
@@ -252,8 +277,10 @@ class ModelExposure:
     cache_layout: SiteLayout | None = None  # layout of the cache over ranks, [B,K,P,D]; None if not declared
 
 
-def find_model_exposure(module: nn.Module, *, num_layers: int, what: str) -> ModelExposure:
-    """Find the sites that a whole port shows; `what` names it in errors."""
+def find_model_exposure(
+    module: nn.Module, *, num_layers: int, what: str, graph: ModelGraph | None = None
+) -> ModelExposure:
+    """Find the sites that a whole port shows; `what` names it in errors, `graph` tells the kinds of its layers."""
     declared = _read_declared(module, what=what) or {}
     known = {LAYERS, CACHE, *map(str, Site), *map(str, ModelSite)}
     if unknown := [name for name in declared if name not in known]:
@@ -275,7 +302,12 @@ def find_model_exposure(module: nn.Module, *, num_layers: int, what: str) -> Mod
     return ModelExposure(
         layers=layers,
         exposures=tuple(
-            find_exposure(layer, what=f"{what}, layer {index}", declared=of_layers or None)
+            find_exposure(
+                layer,
+                what=f"{what}, layer {index}",
+                declared=of_layers or None,
+                kind=None if graph is None else graph.layer(index),
+            )
             for index, layer in enumerate(layers)
         ),
         taps=taps,

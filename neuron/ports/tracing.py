@@ -170,7 +170,7 @@ def _find_taps(
 
     Input and output of the layer are not among them.
     """
-    exposure = find_exposure(module, what=what)
+    exposure = find_exposure(module, what=what, kind=request.spec.graph.layer(request.layer))
     # All programs have input and output.
     always = (Site.INPUT, Site.OUTPUT)
     taps: dict[Site, Tap] = {site: tap for site, tap in exposure.taps.items() if site not in always}

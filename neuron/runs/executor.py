@@ -379,7 +379,7 @@ class LayerExecutor(RankExecutor):
         return conclude(parts, LineTable(self.setup.spec, layer)) if parts else None
 
     def _find_exposure(self, module: nn.Module, request: LayerRequest, *, what: str) -> Exposure:
-        exposure = find_exposure(module, what=what)
+        exposure = find_exposure(module, what=what, kind=self.setup.spec.graph.layer(request.layer))
         if request.keeps_past:
             require_past(module, what=what)
             if self.runtime.ranks.are_several:

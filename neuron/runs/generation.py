@@ -242,7 +242,7 @@ class _CachedLayers:
                 _, key_values = self._run(
                     layer,
                     prompts,
-                    sites=self._request.run.sites,
+                    sites=self._request.run.sites_of(layer),
                     calls=self._request.inputs.plan_calls(),
                 )
                 self._caches.append(Cache(key_values, num_columns=self._num_columns))

@@ -179,13 +179,14 @@ class DeviceRun:
     def _run_layer(self, layer: int, hidden_states: torch.Tensor, *, next_layer: int | None) -> LayerRun:
         """Run one layer, and once more without recording if the user asked for it; measure what the report needs.
 
-        Every site of the run is recorded for every layer, even for the lead-in, so that all layers share their graphs.
+        Every site of the run that the layer has is recorded, even for the lead-in, so that layers of one kind share
+        their graphs.
         """
         request, golden = self._request, self._golden
         layer_request = LayerRequest(
             layer=layer,
             layer_input=LayerInput.of(hidden_states, request.inputs),
-            sites=request.run.sites,
+            sites=request.run.sites_of(layer),
             further=request.further,
             border=golden.border(layer) if golden else {},  # values that a component is given
             # Generation needs keys and values: a port that returns none is refused at the first layer.
