@@ -234,7 +234,8 @@ class Trial:
         """Return by how much a site's squared norm exceeds the base's, [T]: larger values err more in rounding."""
         growth = torch.zeros(len(self.base.tokens))
         # The output holds the rounding errors of both deltas too, so their growth is added to its own.
-        for grown in (site, *_STREAM_DELTAS) if site is Site.OUTPUT else (site,):
+        deltas = [delta for delta in _STREAM_DELTAS if delta in evaluation.inputs.graph.sites]
+        for grown in (site, *deltas) if site is Site.OUTPUT else (site,):
             added = _squares(evaluation.rows(grown)) - _squares(self.base.rows(grown))
             growth = growth + added.clamp(min=0.0)
         return growth

@@ -37,7 +37,8 @@ def find(name: str) -> Mistake:
 
 
 def clues(wrong: WrongTokens) -> Clues:
-    return cast("Clues", SimpleNamespace(wrong_tokens=wrong))
+    base = SimpleNamespace(graph=ModelGraph().layer(0))
+    return cast("Clues", SimpleNamespace(wrong_tokens=wrong, base=base))
 
 
 def listed(candidates: tuple[Parameters, ...]) -> str:
@@ -93,7 +94,6 @@ def decoded_inputs_of(decoded: DecodedInputs) -> dict[str, LayerInputs]:
     positions = (padded.cumsum(1) - 1).clamp(min=0)
     return {
         "nothing is decoded": LayerInputs(
-            graph=ModelGraph().layer(0),
             **{one.name: getattr(decoded, one.name) for one in fields(LayerInputs)},
         ),
         # Multiples of each size hold a longer prefill; there is no other prompt, and no padding.
@@ -263,8 +263,8 @@ OF_THE_OTHER = {
 
 
 def test_mistakes_are_those_of_a_graph(layer: Evaluation) -> None:
-    told = {name: mistake.words.models for name, mistake in CATALOGUE.items() if mistake.words.models}
-    assert told == OF_ONE_GRAPH | OF_THE_OTHER
+    for name, models in (OF_ONE_GRAPH | OF_THE_OTHER).items():
+        assert find(name).words.models == models
     other = replace(layer.inputs, spec=replace(layer.spec, graph=SOFTMAX))
     for inputs, others in ((layer.inputs, OF_THE_OTHER), (other, OF_ONE_GRAPH)):
         for name in OF_ONE_GRAPH | OF_THE_OTHER:

@@ -63,9 +63,10 @@ class Port:
         spec = SimpleNamespace(graph=ModelGraph())
         return SimpleNamespace(
             spec=spec,
+            graph=spec.graph.layer(0),
             tokens=torch.arange(self.num_tokens),
             attention_mask=mask,
-            inputs=SimpleNamespace(is_judged=mask, spec=spec),
+            inputs=SimpleNamespace(is_judged=mask, spec=spec, graph=spec.graph.layer(0)),
         )
 
     @property
@@ -86,7 +87,7 @@ class Port:
 
     @property
     def clues(self) -> Any:
-        return "clues"
+        return SimpleNamespace(base=self.base)
 
     def refutes(self, hypothesis: Hypothesis) -> bool:
         return hypothesis.name in self.refuted
@@ -157,7 +158,7 @@ def found(name: str, site: Site, **options: Any) -> Mistake:
 
 
 def find(clues: Any) -> tuple[Mapping[str, int], ...]:
-    assert clues == "clues"
+    assert clues.base.spec.graph == ModelGraph()
     return ({},)
 
 

@@ -64,7 +64,6 @@ def layer(*, margin: float = 9.0, attention: float = 1.0, experts: float = 2.0) 
         Site.ATTN_RESIDUAL: lambda found: found[Site.ATTN_DELTA],
         Site.ROUTER_LOGITS: lambda _: logits(margin),
         Site.ROUTER_EXPERTS: lambda found: found[Site.ROUTER_LOGITS].topk(1).indices,
-        Site.MLP_DELTA: lambda _: filled(0.0),
         Site.MOE_DELTA: lambda _: filled(experts),
         Site.OUTPUT: lambda found: found[Site.ATTN_RESIDUAL] + found[Site.MOE_DELTA],
     }

@@ -12,8 +12,12 @@ from torch.nn import functional
 
 from compare.catalogue.catalogue import CATALOGUE
 from compare.catalogue.undo import Undo
+from compare.comparer import compare_captures
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.finding import Diagnosis
+from compare.limits.criteria import Criteria
+from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -26,7 +30,6 @@ from minimax_tools.reference.evaluation import STAGES, Evaluation, LayerInputs
 from minimax_tools.reference.expert_pass import LayerWeights
 from minimax_tools.results.results import Comparison, Verdict
 
-Judge = Callable[..., Comparison]
 Tensors = dict[str, torch.Tensor]
 MATRICES = ("w1", "w2", "w3")
 
@@ -124,14 +127,24 @@ PLANTED: list[tuple[str, tuple[str, ...], dict[str, Any], set[str]]] = [
 MAY_BE_HIDDEN = {"padding_mask_missing", "router_groups", "swiglu_clamped", "up_clamped", "expert_capacity"}
 
 
+def judge(toy: Any, run: Any) -> Comparison:
+    return compare_captures(
+        open_source(toy.golden),
+        open_source(run),
+        criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+        layer_pattern="layer_*",
+        weights=CheckpointWeights(model=str(toy.model)),
+    )
+
+
 def explain(toy: Any, run: Any, **options: Any) -> Diagnosis:
     return diagnose(open_source(toy.golden), open_source(run), model=toy.model, **options)
 
 
 @pytest.mark.parametrize("chained", [False, True], ids=["isolated", "chained"])
-def test_right_layers_pass(family_toy: Any, right: Any, judge: Judge, chained: bool) -> None:
+def test_right_layers_pass(family_toy: Any, right: Any, chained: bool) -> None:
     run = family_toy.run(right, chained=chained)
-    comparison = judge(run, reference=family_toy.golden, model=family_toy.model)
+    comparison = judge(family_toy, run)
     assert (comparison.verdict, comparison.blame) == (Verdict.PASS, ())
     assert {site.site for site in comparison.sites} == set(map(str, family_toy.spec.graph.sites)) - {"input"}
     found = explain(family_toy, run)
@@ -153,7 +166,6 @@ def test_right_layers_pass(family_toy: Any, right: Any, judge: Judge, chained: b
 def test_planted_mistake_is_blamed_and_named(
     family_toy: Any,
     fault: Any,
-    judge: Judge,
     name: str,
     families: tuple[str, ...],
     planted: Mapping[str, Any],
@@ -163,7 +175,7 @@ def test_planted_mistake_is_blamed_and_named(
     if family_toy.spec.family.model_type not in families:
         pytest.skip("the family computes so, or cannot")
     run = family_toy.run(fault(**planted), in_layer=1, chained=chained)
-    comparison = judge(run, reference=family_toy.golden, model=family_toy.model)
+    comparison = judge(family_toy, run)
     assert comparison.verdict is Verdict.FAIL
     assert {blame.layer for blame in comparison.blame} == {1}
     assert {site for blame in comparison.blame for site in blame.sites} == sites
@@ -249,8 +261,8 @@ def test_lines_that_undo_a_mistake_take_the_hubs_names(
     assert all(by_edit[name].equal(stored[name]) for name in stored)
 
 
-def test_values_of_a_projection_are_those_of_another(family_toy: Any, fault: Any, judge: Judge) -> None:
+def test_values_of_a_projection_are_those_of_another(family_toy: Any, fault: Any) -> None:
     run = family_toy.run(fault(edit=exchange(K_PROJ, V_PROJ)))
-    comparison = judge(run, reference=family_toy.golden, model=family_toy.model)
+    comparison = judge(family_toy, run)
     assert {blame.sites for blame in comparison.blame} == {("k_proj",), ("v_proj",)}
     assert {finding.mistake for finding in explain(family_toy, run).findings} == {"k_v_swapped"}
