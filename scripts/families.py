@@ -361,6 +361,7 @@ class Table:
         graphs = [
             f"| {family.title} | {family.originals} | `{family.toy_preset}`, `{family.preset}` |"
             for family in FAMILIES.values()
+            if family.title in titles
         ]
         return "\n".join(
             (
