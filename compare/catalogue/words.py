@@ -78,7 +78,7 @@ class Words:
 
     @property
     def models(self) -> str:
-        """What the models have in which it is a mistake; "" for all."""
+        """Options of the models in which it is a mistake, in words; "" for all."""
         return ", ".join(_OPTIONS[option, value] for option, value in self.graph.items())
 
 

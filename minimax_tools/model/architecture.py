@@ -93,7 +93,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             model_type: _llama_like(model_type, prefix=family.stored_names.prefix)
             for model_type, family in FAMILIES.items()
         },
-        **{model_type: _llama_like(model_type) for model_type in ("llama", "qwen2", "qwen3", "mixtral")},
+        **{model_type: _llama_like(model_type) for model_type in ("llama", "qwen2", "qwen3")},
         "gpt2": _GPT2,
     }
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,16 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+OTHER_SMALL: Mapping[str, dict[str, Any]] = {
+    "dots1": {**SMALL, "n_routed_experts": 4, "n_shared_experts": 1},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2},
+    "minimax_m3_vl": {
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+        "text_config": SMALL,
+        "vision_config": {"model_type": "minimax_m3_vl_vision", **SMALL},
+    },
+}
 NOT_BUILT = "transformers builds no causal language model"
-SMALL_GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def write_config(folder: Path, model_type: str, **values: Any) -> Path:
@@ -33,15 +42,7 @@ def write_config(folder: Path, model_type: str, **values: Any) -> Path:
 
 @pytest.mark.parametrize("model_type", list(ARCHITECTURES))
 def test_tree_of_a_known_model_has_the_names_known_by_heart(model_type: str, tmp_path: Path) -> None:
-    small: dict[str, Any] = SMALL_GPT2 if model_type == "gpt2" else SMALL
-    if model_type == "minimax_m3_vl":
-        vision = {"model_type": "minimax_m3_vl_vision", **SMALL}
-        small = {
-            "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
-            "text_config": SMALL,
-            "vision_config": vision,
-        }
-    found = read_architecture(write_config(tmp_path, model_type, **small))
+    found = read_architecture(write_config(tmp_path, model_type, **OTHER_SMALL.get(model_type, SMALL)))
     known = ARCHITECTURES[model_type]
     assert (found.layers, found.token_embeddings) == (known.layers, known.token_embeddings)
     assert (found.other_embeddings, found.final_norms) == (known.other_embeddings, known.final_norms)
