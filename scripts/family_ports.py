@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "examples"))
 import transformers_port
 
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import float32_places
+from minimax_tools.model.weight_names import float32_places, module_weights
 from minimax_tools.reference.modules import modeling_class
 
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(\w+)\.weight")
@@ -34,7 +34,10 @@ def read_spec(config):
 
 def make_config(config):
     """Return transformers' config of a port's."""
-    made = AutoConfig.for_model(**read_spec(config).raw)
+    spec = read_spec(config)
+    # Of a model that sees images too, the text model's.
+    model_type = f"{spec.family.model_type}_text" if spec.family.text_key else spec.family.model_type
+    made = AutoConfig.for_model(**{**spec.raw, "model_type": model_type})
     made._attn_implementation, made._experts_implementation = "sdpa", "grouped_mm"
     return made
 
@@ -47,15 +50,17 @@ def keep_router(layer, spec, layer_idx):
         setattr(module, leaf, kind(getattr(module, leaf).float()))
 
 
-def by_own_names(tensors, spec, prefix, *, swaps):
+def by_own_names(tensors, spec, layer_idx, prefix, *, swaps):
     """Return a layer's tensors by transformers' names: the experts stacked, gate before up or, if it swaps, behind."""
-    state, experts = {}, {}
+    stored_names = spec.family.stored_names
+    state = {
+        prefix + module: torch.cat([tensors[stored_names.stored(name)] for name in names])
+        for module, names in module_weights(spec, layer_idx).items()
+    }
+    experts = {}
     for stored in tensors:
-        name = spec.family.stored_names.own(stored)
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            state[prefix + spec.family.module_names.stored(name)] = tensors[stored]
-        else:
+        match = _EXPERT.fullmatch(stored_names.own(stored))
+        if match is not None:
             experts[int(match[2]), match[3]] = tensors[stored]
     if not experts:
         return state
@@ -66,6 +71,10 @@ def by_own_names(tensors, spec, prefix, *, swaps):
     )
     state[prefix + "mlp.experts.down_proj"] = torch.stack([experts[number, "w2"] for number in numbers])
     return state
+
+
+# Sites of shared experts, which a layer may have or not.
+_SITES = {"routed_delta": "layer.mlp.experts", "shared_delta": "layer.mlp.shared_experts"}
 
 
 class Layer(nn.Module):
@@ -80,12 +89,16 @@ class Layer(nn.Module):
         self.config = make_config(config)
         self.layer = modeling_class(spec.family, "DecoderLayer")(self.config, layer_idx)
         keep_router(self.layer, spec, layer_idx)
+        kind = spec.graph.layer(layer_idx)
+        self.sites = {site: path for site, path in {**self.sites, **_SITES}.items() if site in kind.sites}
+        if kind.is_dense:
+            self.sites["mlp_delta"] = "layer.mlp"
         self.rotary = modeling_class(spec.family, "RotaryEmbedding")(self.config)
 
     def convert_state_dict(self, tensors, config, layer_idx):
         """Return the tensors by transformers' names."""
         swaps = self.first_swapped is not None and layer_idx >= self.first_swapped
-        return by_own_names(tensors, read_spec(config), "layer.", swaps=swaps)
+        return by_own_names(tensors, read_spec(config), layer_idx, "layer.", swaps=swaps)
 
     def forward(self, hidden_states, attention_mask, position_ids):
         """Map [B,S,H] to [B,S,H]."""
@@ -127,8 +140,9 @@ class Model(nn.Module):
     def convert_state_dict(self, tensors, config, layer_idx):
         """Return a layer's tensors by transformers' names, or, for `layer_idx` None, the others'."""
         if layer_idx is None:
-            return {f"whole.{name}": tensors[name] for name in tensors}
-        return by_own_names(tensors, self.spec, f"whole.model.layers.{layer_idx}.", swaps=False)
+            return {f"whole.{self.spec.family.stored_names.own(name)}": tensors[name] for name in tensors}
+        prefix = f"whole.model.layers.{layer_idx}."
+        return by_own_names(tensors, self.spec, layer_idx, prefix, swaps=False)
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
         """Return transformers' output: logits [B,S,V] and the cache."""

@@ -107,6 +107,10 @@ def read_config(folder: Path, *, num_hidden_layers: int) -> PretrainedConfig:
 
     # Of a model that sees images too, the text model's.
     config: PretrainedConfig = AutoConfig.from_pretrained(folder).get_text_config()
+    for name, kinds in vars(config).items():
+        # Lists with a kind of each layer, such as `layer_types`.
+        if isinstance(kinds, list) and len(kinds) == config.num_hidden_layers and name.endswith("_types"):
+            setattr(config, name, kinds[:num_hidden_layers])
     config.num_hidden_layers = num_hidden_layers
     return config
 
