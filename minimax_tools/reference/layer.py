@@ -69,7 +69,7 @@ class ReferenceAttention(nn.Module):
     In a sparse layer (`is_sparse`) the indexer's weights are held and not used: it hides nothing in short rows.
     """
 
-    def __init__(self, config: Any, *, is_sparse: bool) -> None:
+    def __init__(self, config: Any, *, is_sparse: bool = False) -> None:
         super().__init__()
         self.config, graph = config, graph_of(config)
         query_width = config.num_attention_heads * config.head_dim
@@ -283,7 +283,9 @@ class ReferenceLayer(nn.Module):
             self.mlp = ReferenceMlp(config, graph.dense_width)
         else:
             self.block_sparse_moe = ReferenceMoe(config)
-        self.sites = {name: place for name, place in type(self).sites.items() if name in kind.sites}
+        # The sites of a derived class are its own.
+        if type(self).sites is ReferenceLayer.sites:
+            self.sites = {name: place for name, place in self.sites.items() if name in kind.sites}
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
