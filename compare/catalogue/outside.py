@@ -62,13 +62,13 @@ class ModelWeights:
 
     @cached_property
     def final_norm(self) -> torch.Tensor:
-        """What the final norm multiplies by, [H]: float32, in which predictions are computed."""
+        """Factors of the final norm, [H]: float32, in which predictions are computed."""
         weight = self._reader.read_weight(weight_names.FINAL_NORM, self._dtype).float()
         return gain_of(self._spec.graph, weight)
 
     @cached_property
     def layer_norms(self) -> Mapping[str, torch.Tensor]:
-        """What the norms of layers multiply by, float32 [H], by names such as `2.input_layernorm`."""
+        """Factors of the norms of layers, float32 [H], by names such as `2.input_layernorm`."""
         weights = {}
         for layer in range(self._spec.num_hidden_layers):
             for name in _LAYER_NORMS:
