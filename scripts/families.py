@@ -33,6 +33,7 @@ from minimax_tools.errors import Mm2Error
 from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.family import Family
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.split.factory import ModelFactory
 from neuron.cli import main as mm2_test
 
@@ -42,6 +43,7 @@ _PORTS = Path(__file__).with_name("family_ports.py")
 _RIGHT, _SWAPPED, _LATE, _MODEL = (
     f"{_PORTS}:{name}" for name in ("Layer", "SwappedLayer", "LateSwappedLayer", "Model")
 )
+_WITH_EXPERTS = 1  # a layer that has experts in all toys
 _FIRST_LATE = 2  # first wrong layer of the port that is swapped late
 _MISTAKE = "gate_up_swapped"
 _LENGTHS = "48,33"
@@ -196,7 +198,7 @@ def _sweep(trial: Trial, target: str) -> None:
     code = _FAILS if target == _SWAPPED else 0
     record = trial.read(mm2_test, "sweep", *trial.port(), *words, code=code)
     if target == _SWAPPED:
-        _require_blame(record)
+        _require_blame(trial, record)
 
 
 def sweep(trial: Trial) -> None:
@@ -221,7 +223,7 @@ def compare(trial: Trial) -> None:
         sides = ("--golden", trial.golden, "--run", trial.folder / f"sweep_{name}", "--model", trial.model)
         record = trial.read(mm2_compare, *sides, code=code)
         if code:
-            _require_blame(record)
+            _require_blame(trial, record)
 
 
 def diagnose(trial: Trial) -> None:
@@ -273,7 +275,8 @@ def judge_prompts(trial: Trial) -> None:
 def trace_weights(trial: Trial) -> None:
     """Trace the weights of the right and the swapped port."""
     for target, code in ((_RIGHT, 0), (_SWAPPED, _FAILS)):
-        trial.run(mm2_test, "weights", "--model", trial.model, "--target", target, code=code)
+        words = ("--model", trial.model, "--target", target, "--layer", _WITH_EXPERTS)
+        trial.run(mm2_test, "weights", *words, code=code)
 
 
 def bisect(trial: Trial) -> None:
@@ -328,11 +331,12 @@ def _require_same_tensors(first: Path, second: Path) -> None:
             raise FailedError(f"{name} has other bytes")
 
 
-def _require_blame(record: Mapping[str, Any]) -> None:
+def _require_blame(trial: Trial, record: Mapping[str, Any]) -> None:
+    expected = str(ModelSpec.from_folder(trial.model).graph.layer(_WITH_EXPERTS).routed_sum)
     for entry in record["blame"]:
-        if entry["sites"] != ["moe_delta"]:
+        if entry["sites"] != [expected]:
             raise FailedError(
-                f"blames {', '.join(entry['sites'])} of layer {entry['layer']} instead of moe_delta"
+                f"blames {', '.join(entry['sites'])} of layer {entry['layer']} instead of {expected}"
             )
 
 
