@@ -25,6 +25,7 @@ from minimax_tools.machine.files import whole_file
 from minimax_tools.machine.json_file import read_own_json
 from minimax_tools.machine.stops import process_words, same_command
 from minimax_tools.machine.streams import write
+from minimax_tools.model.span import word_layers
 from minimax_tools.printable import SCHEMA_VERSION
 from minimax_tools.results.results import Untested, Verdict
 from neuron.devices.ranks import Ranks
@@ -315,10 +316,20 @@ class _Plan:
 def _wrong_weights(results: Iterable[StageResult]) -> str:
     """Return what is wrong with the weights, if their trace proved that nothing else is; else an empty text."""
     for result in results:
-        if result.name == "weights" and result.exit_code == 1 and result.record is not None:
-            wrong = [one["text"] for one in result.record["findings"] if one["severity"] == "wrong"]
-            return "; ".join(wrong) if result.record["explains_all"] else ""
+        if result.name == "weights" and result.exit_code == 1:
+            faulty = [one for one in _inspections(result) if one["verdict"] == str(Verdict.FAIL)]
+            findings = [finding for one in faulty for finding in one["findings"]]
+            wrong = dict.fromkeys(one["text"] for one in findings if one["severity"] == "wrong")
+            return "; ".join(wrong) if all(one["explains_all"] for one in faulty) else ""
     return ""
+
+
+def _inspections(weights: StageResult) -> Sequence[dict[str, Any]]:
+    """Return the record of each layer whose weights a stage traced: one of each kind of layer."""
+    if weights.record is None:
+        return ()
+    inspections: Sequence[dict[str, Any]] = weights.record.get("groups") or (weights.record,)
+    return inspections
 
 
 def _carry_out(
@@ -355,7 +366,7 @@ def _outcome(result: StageResult) -> str:
         return f"right, as its output tells: {NOT_ALL_SEEN}"
     if result.name == "weights":
         # Those of the other layers are compared by the later stages.
-        return "right in layer 0"
+        return f"right in {word_layers(sorted(one['layer'] for one in _inspections(result)))}"
     return f"right, {told}" if " only, " in told else "right"
 
 

@@ -28,6 +28,7 @@ from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.stops import same_command
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import one_layer_of_each_kind
 from neuron.devices.backend import Backend
 from neuron.options import name_port, rank_options, target_option
 
@@ -54,7 +55,9 @@ if TYPE_CHECKING:
     help="Where the port runs: always the CPU, as conversions run on the host.",
 )
 @rank_options
-@click.option("--layer", type=click.IntRange(min=0), help="Layer number. Default: 0.")
+@click.option(
+    "--layer", type=click.IntRange(min=0), help="Layer number. Default: the first layer of each kind."
+)
 @click.option(
     "--all-layers",
     is_flag=True,
@@ -95,6 +98,8 @@ def weights_command(
     Only the port's forward decides which layout is right. So the port is run once on generated weights, in float32 on
     the CPU, beside the reference layer. If the outputs differ, the repair that makes them agree names the mistake.
 
+    Of a model with several kinds of layers, such as dense ones and mixtures of experts, one of each is traced.
+
     Large models are traced at a smaller size. With --full-size, as many experts are traced element by element as fit in
     --memory-budget (default: the machine's free memory), and the report names them. The values of all experts are
     compared once the checkpoint's layer is loaded.
@@ -114,7 +119,6 @@ def weights_command(
         from neuron.weight_trace.report import (
             inspection_record,
             inspections_record,
-            render_inspection,
             render_inspections,
         )
         from neuron.weight_trace.trace_size import smaller_spec
@@ -122,15 +126,17 @@ def weights_command(
     spec = ModelSpec.from_folder(resolve_config(model))
     if all_layers and layer is not None:
         raise UsageError("--layer and --all-layers were both given", next_step="Use one of them.")
-    span = Span(0, spec.num_hidden_layers) if all_layers else Span.single(layer or 0)
-    span.within(spec.num_hidden_layers)
+    if layer is not None:
+        Span.single(layer).within(spec.num_hidden_layers)
+    chosen = range(spec.num_hidden_layers) if all_layers else one_layer_of_each_kind(spec)
+    numbers = chosen if layer is None else (layer,)
     if target.startswith(COMPILED_PREFIX):
         # A port that `mm2-test trace` compiled into a file, whereas a `TracedPort` is one whose weights are traced.
         raise UsageError(
             f"--target {target} contains its weights: there is no conversion to trace",
             next_step="Name the port that it was compiled from.",
         )
-    layers = range(span.start, span.stop)
+    layers = range(numbers[0], numbers[-1] + 1)
     folder = resolve_model(model, layers=layers)
     with (
         output_set_aside(),
@@ -142,7 +148,7 @@ def weights_command(
         found = find_target(target)
 
         def inspect_layers() -> Iterator[WeightInspection]:
-            for number in layers:
+            for number in numbers:
                 port = TracedPort(
                     target=found,
                     spec=spec if full_size else smaller_spec(spec, number, num_ranks=ranks.degree),
@@ -157,11 +163,12 @@ def weights_command(
                     inspection = inspect_weights(port, spec, loads=loads, budget=MemoryBudget(memory_budget))
                 yield inspection
 
-        groups = group_inspections(inspect_layers())
+        groups = group_inspections(inspect_layers(), joins=all_layers)
     verdict = groups[0].first.verdict
     following = _after_inspection(verdict, model=model, target=target, ranks=ranks, dtype=dtype)
-    record = inspections_record(groups) if all_layers else inspection_record(groups[0].first)
-    text = render_inspections(groups) if all_layers else render_inspection(groups[0].first)
+    is_one = len(numbers) == 1 and not all_layers
+    record = inspection_record(groups[0].first) if is_one else inspections_record(groups)
+    text = render_inspections(groups, is_brief=all_layers)
     leave_record(lambda: record, text, next_commands=following)
     if as_json:
         print_json(record, next_commands=following)

@@ -432,8 +432,10 @@ class InspectionGroup:
     first: WeightInspection  # the inspection of the first of them
 
 
-def group_inspections(inspections: Iterable[WeightInspection]) -> tuple[InspectionGroup, ...]:
-    """Group layers that are alike; the worst verdict comes first, then the first layer.
+def group_inspections(
+    inspections: Iterable[WeightInspection], *, joins: bool = True
+) -> tuple[InspectionGroup, ...]:
+    """Group layers that are alike, if it `joins` any; the worst verdict comes first, then the first layer.
 
     Figures are not compared: the generated weights differ from layer to layer. Of each group one inspection is kept,
     since its layouts hold a number for each element.
@@ -441,7 +443,7 @@ def group_inspections(inspections: Iterable[WeightInspection]) -> tuple[Inspecti
     layers: dict[object, list[int]] = {}
     firsts: dict[object, WeightInspection] = {}
     for inspection in inspections:
-        findings = (inspection.verdict, inspection.findings)
+        findings = (inspection.verdict, inspection.findings, None if joins else inspection.layer)
         layers.setdefault(findings, []).append(inspection.layer)
         firsts.setdefault(findings, inspection)
     groups = [

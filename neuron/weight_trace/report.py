@@ -26,10 +26,13 @@ NOT_ALL_SEEN = "its weights were not all seen"
 _MAX_SHOWN_ALIKE = 2
 
 
-def render_inspections(groups: Sequence[InspectionGroup]) -> str:
-    """Return the inspections of several layers as text: what is wrong first, right layers in a line."""
+def render_inspections(groups: Sequence[InspectionGroup], *, is_brief: bool = False) -> str:
+    """Return inspections as text: verdict, findings, layouts, trial and loading. What is wrong comes first.
+
+    If it `is_brief`, right layers take a line.
+    """
     return "\n\n".join(
-        _render_right(group) if group.first.verdict is Verdict.PASS else _render_group(group)
+        _render_right(group) if is_brief and group.first.verdict is Verdict.PASS else _render_group(group)
         for group in groups
     )
 
@@ -41,11 +44,6 @@ def inspections_record(groups: Sequence[InspectionGroup]) -> dict[str, Any]:
         "target": groups[0].first.target,
         "groups": [{"layers": list(group.layers), **inspection_record(group.first)} for group in groups],
     }
-
-
-def render_inspection(inspection: WeightInspection) -> str:
-    """Return the inspection as text: verdict, findings, layouts, trial and loading."""
-    return _render_group(InspectionGroup(layers=(inspection.layer,), first=inspection))
 
 
 def _render_right(group: InspectionGroup) -> str:
