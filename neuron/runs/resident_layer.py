@@ -108,20 +108,28 @@ class DeviceFootprint:
 
     @property
     def _bytes_between_sites(self) -> int:
-        """Attention scores, and what the experts that run together compute and copy; 0 where unknown or on a device."""
+        """Attention scores, and what the experts that run together, or one MLP, compute and copy.
+
+        0 where unknown or on a device.
+        """
         if self.num_experts_at_once is None or self.backend.is_neuron:
             return 0
         num_tokens = self._rows_of_call * self.inputs.sequence_length
         num_pairs = num_tokens * self.inputs.sequence_length
         score_bytes = _COPIES_OF_SCORES * num_pairs * self.spec.num_attention_heads * _FLOAT32_BYTES
-        hidden, intermediate = self.spec.hidden_size, self.spec.intermediate_size
+        graph, intermediate = self.spec.graph, self.spec.intermediate_size
+        mlps = ((self.num_experts_at_once, intermediate), (1, graph.shared_width), (1, graph.dense_width))
+        return score_bytes + max(number * self._mlp_bytes(width, num_tokens) for number, width in mlps)
+
+    def _mlp_bytes(self, width: int, num_tokens: int) -> int:
+        """Return the bytes that an expert of this width, or an MLP, computes and copies."""
+        hidden = self.spec.hidden_size
         # Per token: gate, up, SiLU of gate, and their product; the output, widened to float32, and weighted.
-        token_bytes = (4 * intermediate + hidden) * self.dtype.itemsize + 2 * hidden * _FLOAT32_BYTES
+        token_bytes = (4 * width + hidden) * self.dtype.itemsize + 2 * hidden * _FLOAT32_BYTES
         # Gate, up and down.
-        weight_bytes = 3 * hidden * intermediate * self.dtype.itemsize
+        weight_bytes = 3 * hidden * width * self.dtype.itemsize
         num_copies = _XLA_COPIES_OF_EXPERTS if self.backend.is_lazy else 0
-        expert_bytes = num_tokens * token_bytes + num_copies * weight_bytes
-        return score_bytes + self.num_experts_at_once * expert_bytes
+        return num_tokens * token_bytes + num_copies * weight_bytes
 
 
 def device_footprint(setup: PortSetup, runtime: Runtime) -> DeviceFootprint:
