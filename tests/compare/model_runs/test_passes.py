@@ -53,7 +53,7 @@ class Side(CaptureSource):
 
     @property
     def known_description(self) -> Any:
-        return SimpleNamespace(provenance=SimpleNamespace(dtypes={}))
+        return SimpleNamespace(provenance=SimpleNamespace(dtypes={}, model_config={}))
 
     @property
     def layers(self) -> tuple[int, ...]:
