@@ -36,8 +36,8 @@ from minimax_tools.reference.evaluation import (
     replace_stage,
     scaled,
 )
-from minimax_tools.reference.expert_pass import Mix, Recipe
-from minimax_tools.reference.float32_stages import swiglu
+from minimax_tools.reference.expert_pass import ExpertTokens, Mix, Recipe
+from minimax_tools.reference.float32_stages import activate, swiglu
 
 # Limits that other models clamp their experts at, and smaller ones.
 _CLAMP_LIMITS = (7.0, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5)
@@ -48,14 +48,14 @@ _COUNTED = ("all", "real", "columns", "room")
 
 
 def _mix_with(mix: Mix, experts: str = "") -> Change:
-    """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its routing weights [n]."""
+    """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its tokens."""
     return Change(recipe=Recipe(mix=mix, experts=frozenset(parse_experts(experts)) if experts else None))
 
 
 def _oai_with(alpha: float, limit: float, added: float = 1.0) -> Change:
     """Combine gate and up by SwiGLU-OAI with these numbers; `added` is what up is added to."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def mix(gate: torch.Tensor, up: torch.Tensor, _: ExpertTokens) -> torch.Tensor:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + added)
 
@@ -113,29 +113,29 @@ def _up_clamped(limit: float, side: str) -> Change:
     return _mix_with(lambda gate, up, _: swiglu(gate, up.clamp(min=least, max=limit)))
 
 
-def _swapped(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return swiglu(up, gate)
+def _swapped(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
+    return activate(tokens.graph, up, gate)
 
 
-def _cut_as_interleaved(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def _cut_as_interleaved(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
     """Take the even channels of [gate | up] for gate, and the odd ones for up."""
     fused = torch.cat((gate, up), dim=-1)
-    return functional.silu(fused[:, 0::2]) * fused[:, 1::2]
+    return activate(tokens.graph, fused[:, 0::2], fused[:, 1::2])
 
 
-def _cut_as_halves(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def _cut_as_halves(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
     """Take the first half of channels in which gate and up take turns for gate, and the second half for up."""
     first, second = torch.stack((gate, up), dim=-1).flatten(-2).chunk(2, dim=-1)
-    return functional.silu(first) * second
+    return activate(tokens.graph, first, second)
 
 
 def width_of_rank(degree: int, rank: int) -> Mix:
     """Return how a rank mixes gate and up [T,F]: within its share of the width, zeros elsewhere."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
         part = share(gate.shape[-1], degree, rank)
         mixed = torch.zeros_like(gate)
-        mixed[:, part] = swiglu(gate[:, part], up[:, part])
+        mixed[:, part] = activate(tokens.graph, gate[:, part], up[:, part])
         return mixed
 
     return mix

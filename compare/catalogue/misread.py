@@ -16,10 +16,18 @@ from minimax_tools.checkpoint.fp8 import CODE_NUMBERS
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, expert_weight
 from minimax_tools.reference.evaluation import Change, Evaluation, ExpertValue, GraphNode, LayerInputs, Stage
-from minimax_tools.reference.expert_pass import Allocate, Decoding, LayerWeights, Recipe, read_matrix
+from minimax_tools.reference.expert_pass import (
+    Allocate,
+    Decoding,
+    ExpertTokens,
+    LayerWeights,
+    Recipe,
+    read_matrix,
+)
 from minimax_tools.reference.float32_stages import (
     NORMS,
     PROJECTIONS,
+    activate,
     gain_of,
     normalise,
     router_of,
@@ -58,8 +66,8 @@ _CODES_AS_INTEGERS = Decoding(numbers=torch.arange(256, dtype=torch.float32))
 def _activations_quantised() -> Change:
     """Quantise the input of the experts, and the input of their down projection."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return fp8_groups(torch.nn.functional.silu(gate) * up)
+    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
+        return fp8_groups(activate(tokens.graph, gate, up))
 
     return Change(
         stages={ExpertValue.EXPERT_INPUT: lambda layer: fp8_groups(layer[Site.POST_NORM])},

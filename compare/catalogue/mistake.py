@@ -96,11 +96,8 @@ class Mistake:
         """Decide whether a change is one of a layer: a dense layer has no router, and other graphs other sums."""
         if not change.nodes <= node_inputs(graph).keys():
             return False
-        options = self.words.graph
-        if change.recipe is not None and change.recipe.mix is not None and graph.model.has_swiglu_oai:
-            return "has_swiglu_oai" in options
         replaces_sum = Site.MOE_DELTA in change.stages and graph.model.has_shared_experts
-        return not replaces_sum or "has_shared_experts" in options
+        return not replaces_sum or "has_shared_experts" in self.words.graph
 
     def with_parameters(self, parameters: Parameters, *, is_fitted: bool = False) -> Hypothesis:
         """Return the hypothesis that a port made this mistake with these parameters."""

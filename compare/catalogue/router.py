@@ -24,8 +24,9 @@ from minimax_tools.reference.evaluation import (
     Stage,
     replace_stage,
 )
-from minimax_tools.reference.expert_pass import Recipe
+from minimax_tools.reference.expert_pass import ExpertTokens, Recipe
 from minimax_tools.reference.float32_stages import (
+    activate,
     choose_experts,
     correction_bias,
     router_of,
@@ -136,9 +137,9 @@ def _groupings(inputs: LayerInputs) -> tuple[Parameters, ...]:
 def _weights_on_input() -> Change:
     """Multiply each expert's input, and so its gate and up, by its routing weight, and not its output."""
 
-    # For the tokens of one expert: gate and up [n,I], its routing weights [n].
-    def mix(gate: torch.Tensor, up: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(gate * shares[:, None]) * (up * shares[:, None])
+    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
+        shares = tokens.shares[:, None]
+        return activate(tokens.graph, gate * shares, up * shares)
 
     return Change(
         stages={Site.MOE_DELTA: lambda layer: layer[ExpertValue.EXPERT_OUTPUTS].sum(1)},

@@ -51,6 +51,7 @@ _OPTIONS: Mapping[tuple[str, str | bool], str] = MappingProxyType(
         ("has_shared_experts", True): "shared experts",
         ("has_sum_scale", True): "scaled routed sum",
         ("has_swiglu_oai", True): "SwiGLU-OAI",
+        ("has_swiglu_oai", False): "plain SwiGLU",
     }
 )
 # Places whose mistakes a user may choose by name.

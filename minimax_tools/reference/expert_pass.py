@@ -146,8 +146,16 @@ class LayerWeights:
         return self._kept[name]
 
 
-# From gate [n,I], up [n,I] and the shares [n], which only a mistake uses here, to the down projection's input [n,I].
-Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertTokens:
+    """What a mistake may use of the tokens of one expert."""
+
+    graph: ModelGraph
+    shares: torch.Tensor  # routing weights, float32 [n]
+
+
+# From gate [n,I], up [n,I] and the tokens to the down projection's input [n,I].
+Mix = Callable[[torch.Tensor, torch.Tensor, ExpertTokens], torch.Tensor]
 # From the weights, an expert's number, and w1, w2 or w3 to the values of this matrix, float32, in allocated memory.
 ReadMatrix = Callable[[LayerWeights, int, str, Allocate], torch.Tensor]
 # Indices of one expert in [T,k]: of tokens and of slots, int64 [n] each.
@@ -301,7 +309,8 @@ def _run_together(
     for index, job in enumerate(jobs):
         if job.recipe.mix is not None:
             place = places[index]
-            mixed.append(job.recipe.mix(gate[place], up[place], job.shares[slots[index]]))
+            tokens = ExpertTokens(graph=job.graph, shares=job.shares[slots[index]])
+            mixed.append(job.recipe.mix(gate[place], up[place], tokens))
             places[index] = num_rows + torch.arange(len(place))
             num_rows += len(place)
     down = torch.cat(mixed) @ matrices.read(recipe, EXPERT_DOWN).T
