@@ -25,7 +25,11 @@ from neuron.ports.hub_names import hub_named
 from neuron.ports.target import target_config
 
 QWEN = Path(__file__).parents[1] / "ports" / "qwen3_moe.py"
+GLM = Path(__file__).parents[1] / "ports" / "glm4_moe.py"
 OTHERS = ("qwen3_moe", "olmoe")
+WITH_DENSE_LAYERS = ("glm4_moe", "minimax_m3_vl")
+ALL = (*OTHERS, *WITH_DENSE_LAYERS)
+NUM_SITES = {**dict.fromkeys(OTHERS, 68), **dict.fromkeys(WITH_DENSE_LAYERS, 71)}
 BRIEFLY = ("--decode", 1, "--max-new-tokens", 0, "--no-chunks")
 GATE, UP = "mlp.experts.3.gate_proj.weight", "mlp.experts.3.up_proj.weight"
 
@@ -141,21 +145,28 @@ def test_config_means_what_config_json_does(toy_of: Make) -> None:
         assert not {"attn_type_list", "shared_intermediate_size", "scoring_func"} & vars(config).keys()
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("target", ["reference", "builtin"])
 def test_own_layers_pass(judge: Any, family: str, target: str) -> None:
-    record = judge("sweep", family, target)
-    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 68, 68)
+    record, num_sites = judge("sweep", family, target), NUM_SITES[family]
+    assert (record["verdict"], record["compared"], record["of"]) == ("pass", num_sites, num_sites)
+    assert not [note for note in record["notes"] if "not compared" in note]
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", WITH_DENSE_LAYERS)
+def test_layers_of_two_kinds_pass_in_a_chain(judge: Any, family: str) -> None:
+    record = judge("full", family, "builtin")
+    assert (record["verdict"], record["compared"]) == ("pass", NUM_SITES[family] + 3)
+
+
+@pytest.mark.parametrize("family", ALL)
 def test_own_layer_passes_on_ranks(
     family: str, toy_of: Make, golden_of: Make, forked_ranks: Any, tmp_path: Path
 ) -> None:
     given = ("sweep", "--model", toy_of(family), "--golden", golden_of(family), "--target", "builtin")
     done = forked_ranks(*given, "--backend", "cpu", "--tp-degree", 4, "--ep-degree", 2, "--json", num_ranks=4)
     record = json.loads(done.stdout)
-    assert (record["verdict"], record["compared"]) == ("pass", 68), done.stderr
+    assert (record["verdict"], record["compared"]) == ("pass", NUM_SITES[family]), done.stderr
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -212,3 +223,73 @@ class TestUsersPort:
         for name, found in (("Layer", 0), ("SwappedGateUp", 1)):
             result = run("bisect", *given, "--target", f"{QWEN}:{name}", "--backend", "cpu")
             assert result.exit_code == found, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("family", WITH_DENSE_LAYERS)
+@pytest.mark.parametrize("target", ["reference", "builtin"])
+def test_weights_of_each_kind_of_layer_are_traced(
+    command: Any, toy_of: Make, family: str, target: str
+) -> None:
+    result = command(mm2_test, "weights", "--model", toy_of(family), "--target", target, "--json", "--quiet")
+    record = json.loads(result.stdout)
+    assert (result.exit_code, record["verdict"]) == (0, "pass")
+    dense, other = record["groups"]
+    assert (dense["layers"], other["layers"]) == ([0], [1])
+    kinds = set(dense["compared"]), set(other["compared"])
+    assert {"gate_proj", "up_proj", "down_proj"} <= kinds[0]
+    assert {"w1", "gate", "shared_experts.gate_proj", "shared_experts.down_proj"} <= kinds[1]
+    own = {"glm4_moe": "k_proj.bias", "minimax_m3_vl": "index_k_norm"}[family]
+    assert own in kinds[1]
+
+
+class TestLayersOfTwoKinds:
+    @pytest.mark.parametrize("name", ["Layer", "ByName"])
+    def test_right_port_passes(self, judge: Any, name: str) -> None:
+        record = judge("sweep", "glm4_moe", f"{GLM}:{name}")
+        hidden = 4 * 2 + (3 * 2 if name == "ByName" else 0)
+        assert (record["verdict"], record["compared"]) == ("pass", 71 - hidden)
+
+    @pytest.mark.slow
+    def test_port_is_traced_run_and_chained(
+        self, command: Any, toy_of: Make, golden_of: Make, tmp_path: Path
+    ) -> None:
+        given = ("--model", toy_of("glm4_moe"), "--golden", golden_of("glm4_moe"), "--target", f"{GLM}:Layer")
+        result = command(mm2_test, "port", *given, "--backend", "cpu", "--output-dir", tmp_path / "port")
+        assert result.exit_code == 0, result.stdout
+        assert "weights    right in layers 0-1" in result.stdout
+
+    def test_right_model_passes(self, judge: Any) -> None:
+        assert judge("model", "glm4_moe", f"{GLM}:Model", *BRIEFLY)["verdict"] == "pass"
+
+    def test_swapped_mlps_are_to_blame_in_both_kinds(self, judge: Any) -> None:
+        record = judge("sweep", "glm4_moe", f"{GLM}:SharedSwapped")
+        blamed = {(blame["layer"], *blame["sites"]) for blame in record["blame"]}
+        assert blamed == {(0, "mlp_delta"), *((layer, "shared_delta") for layer in (1, 2, 3))}
+
+    def test_lost_bias_is_wrong_weights(self, judge: Any) -> None:
+        (first, *_) = judge("sweep", "glm4_moe", f"{GLM}:BiasLost", "--layers", "0:1")["blame"]
+        assert first["sites"] == ["k_proj"]
+        assert first["is_of_weights"]
+
+    @pytest.mark.parametrize(
+        ("name", "told"),
+        [
+            (
+                "SharedSwapped",
+                ("gate_proj and up_proj are", "shared_experts.gate_proj and shared_experts.up_proj are"),
+            ),
+            ("BiasesSwapped", ("k_proj.bias and v_proj.bias are swapped",) * 2),
+            ("BiasLost", ("missing: k_proj.bias lands nowhere",) * 2),
+        ],
+    )
+    def test_wrong_weights_are_named_in_both_kinds(
+        self, command: Any, toy_of: Make, name: str, told: tuple[str, str]
+    ) -> None:
+        given = ("--model", toy_of("glm4_moe"), "--target", f"{GLM}:{name}", "--json", "--quiet")
+        result = command(mm2_test, "weights", *given)
+        record = json.loads(result.stdout)
+        assert result.exit_code == 1
+        for group, text in zip(record["groups"], told, strict=True):
+            (wrong,) = (finding for finding in group["findings"] if finding["severity"] == "wrong")
+            assert text in wrong["text"]
+            assert group["explains_all"]

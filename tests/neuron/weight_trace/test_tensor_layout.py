@@ -18,7 +18,7 @@ from neuron.weight_trace.tensor_layout import IndexSequence, TensorLayout, read_
 SPEC = SyntheticModel(
     hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=128
 ).spec()
-SOURCES = SourceTensors.of(SPEC)
+SOURCES = SourceTensors.of(SPEC, 0)
 
 
 def layout_of(numbers: torch.Tensor, *, gain: float | None = 1.0, offset: float | None = 0.0) -> TensorLayout:

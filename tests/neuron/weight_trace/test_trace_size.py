@@ -110,25 +110,30 @@ def test_text_says_which_experts_were_followed(command: Any, wide: Path) -> None
 def test_a_layer_of_minimax_m2_is_followed_in_part_and_run_in_bf16() -> None:
     spec = SyntheticModel.m2().spec()
     now = MemoryUsage.current().anonymous_bytes
-    sample = ExpertSample.fitting(spec, torch.bfloat16, MemoryBudget(now + 24_000_000_000), num_layers_held=2)
+    sample = ExpertSample.fitting(
+        spec, 0, torch.bfloat16, MemoryBudget(now + 24_000_000_000), num_layers_held=2
+    )
     assert 4 <= len(sample.experts) <= 16
     assert {0, 1, 10, 255} <= set(sample.experts)
-    memory = TrialMemory.fitting(spec, torch.bfloat16, MemoryBudget(now + 20_000_000_000), num_layers_held=2)
+    memory = TrialMemory.fitting(
+        spec, 0, torch.bfloat16, MemoryBudget(now + 20_000_000_000), num_layers_held=2
+    )
     assert (memory.dtype, memory.keeps_tensors) == (torch.bfloat16, False)
     with pytest.raises(MemoryBudgetError):
-        ExpertSample.fitting(spec, torch.bfloat16, MemoryBudget(now + 12_000_000_000), num_layers_held=2)
+        ExpertSample.fitting(spec, 0, torch.bfloat16, MemoryBudget(now + 12_000_000_000), num_layers_held=2)
 
 
 def test_minimax_m2_is_traced_at_a_fraction_of_its_size() -> None:
     spec = SyntheticModel.m2().spec()
-    found = smaller_spec(spec)
-    assert num_elements(found) <= MAX_ELEMENTS
+    found = smaller_spec(spec, 0)
+    assert num_elements(found, 0) <= MAX_ELEMENTS
     assert found.num_attention_heads // found.num_key_value_heads == 6
     assert (found.head_dim, found.rotary_dim, found.num_hidden_layers) == (128, 64, 62)
     assert found.num_local_experts > 10
     assert spec.hidden_size // found.hidden_size == spec.intermediate_size // found.intermediate_size
     assert (
-        smaller_spec(SyntheticModel(num_local_experts=8).spec()) == SyntheticModel(num_local_experts=8).spec()
+        smaller_spec(SyntheticModel(num_local_experts=8).spec(), 0)
+        == SyntheticModel(num_local_experts=8).spec()
     )
 
 
