@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 from minimax_tools.errors import format_count
-from minimax_tools.model.sites import Site
+from minimax_tools.model.graph import LayerGraph, ModelGraph
 from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import Untested
 
@@ -15,6 +14,12 @@ from minimax_tools.results.results import Untested
 UNTESTED = "Not tested: "
 # A longer run of sites is named by its first and its last.
 _MOST_NAMED_SITES = 4
+# Kinds of layers: with experts, with shared ones beside them, and dense.
+_KINDS = (
+    LayerGraph(ModelGraph()),
+    LayerGraph(ModelGraph(shared_width=1)),
+    LayerGraph(ModelGraph(), is_dense=True),
+)
 # Figures from here on have no decimals; those beyond the other two have an exponent.
 _WHOLE_FROM = 1e3
 _EXPONENT_FROM, _EXPONENT_BELOW = 1e6, 1e-3
@@ -128,12 +133,16 @@ def word_place(layer: int | None, sites: Iterable[str]) -> str:
 
 
 def word_sites(sites: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of sites; a long run of consecutive ones as `input_norm to attn_delta`."""
-    order = {str(site): site.order for site in Site}
-    is_run = all(
-        site in order and order[site] == order.get(before, -1) + 1 for before, site in pairwise(sites)
-    )
-    return (f"{sites[0]} to {sites[-1]}",) if is_run and len(sites) > _MOST_NAMED_SITES else tuple(sites)
+    """Return the names of sites; a long run of a layer's consecutive ones as `input_norm to attn_delta`."""
+    if len(sites) > _MOST_NAMED_SITES and any(_is_run(sites, kind) for kind in _KINDS):
+        return (f"{sites[0]} to {sites[-1]}",)
+    return tuple(sites)
+
+
+def _is_run(sites: Sequence[str], kind: LayerGraph) -> bool:
+    names = [str(site) for site in kind.sites]
+    start = names.index(sites[0]) if sites[0] in names else len(names)
+    return names[start : start + len(sites)] == list(sites)
 
 
 def word_variants(variants: Sequence[str]) -> str:

@@ -295,12 +295,14 @@ class LayerCertifier:
         if self._model is None or self._model_differs:
             return
         width = self._model.spec.rotary_dim
-        for normed, rotated in ((Site.Q_NORM, Site.Q_ROPE), (Site.K_NORM, Site.K_ROPE)):
+        inputs = self._golden.graph.layer(layer).inputs
+        for rotated in (Site.Q_ROPE, Site.K_ROPE):
+            (given,) = inputs[rotated]
             for prefix, tensors in (("", stored), ("the float32 twin of ", twins)):
-                if not {normed, rotated} <= tensors.keys():
+                if not {given, rotated} <= tensors.keys():
                     # The golden did not keep both.
                     continue
-                changes = rotated_dims(tensors[normed], tensors[rotated], self._real)
+                changes = rotated_dims(tensors[given], tensors[rotated], self._real)
                 if is_rotated_width(changes, width):
                     self._rotary.add()
                     continue
@@ -311,8 +313,10 @@ class LayerCertifier:
     def _check_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
         if Site.Q_ROPE not in stored:
             return
-        if self._golden.graph.qk_norm is not QkNorm.ALL_HEADS:
-            self._norms.missing = "this model norms each head for itself"
+        qk_norm = self._golden.graph.qk_norm
+        if qk_norm is not QkNorm.ALL_HEADS:
+            is_per_head = qk_norm is QkNorm.PER_HEAD
+            self._norms.missing = f"this model norms {'each head for itself' if is_per_head else 'no head'}"
             return
         head_dim = stored[Site.Q_ROPE].shape[-1]
         for projected, normed in ((Site.Q_PROJ, Site.Q_NORM), (Site.K_PROJ, Site.K_NORM)):

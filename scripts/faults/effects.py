@@ -18,6 +18,7 @@ from faults.port import PlantedLayer
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.capture.taps import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
@@ -27,7 +28,7 @@ from neuron.runs.generation import run_decoding
 from neuron.runs.layer_run import LayerInput, LayerRun
 
 SiteTensors = Mapping[Site, torch.Tensor]
-_SITES = tuple(site for site in Site if site is not Site.INPUT)
+_SITES = tuple(site for site in ModelGraph().sites if site is not Site.INPUT)
 
 
 def run_float32(

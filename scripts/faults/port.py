@@ -17,10 +17,11 @@ from torch import nn
 from faults.arithmetic import Arithmetic, FusedWeights, KeyValues
 from faults.plant import Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from neuron.ports.targets import PortTarget
 
-_SITES = tuple(str(site) for site in Site if site not in (Site.INPUT, Site.OUTPUT))
+_SITES = tuple(str(site) for site in ModelGraph().sites if site not in (Site.INPUT, Site.OUTPUT))
 
 
 class PlantedLayer(nn.Module):

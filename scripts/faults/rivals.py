@@ -15,12 +15,13 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.sides import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.pair_metrics import compare_tensors
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
 
 # router_experts is left out: the tools would compare expert numbers as if they were quantities.
-_SITES = tuple(site for site in Site if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
+_SITES = tuple(site for site in ModelGraph().sites if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
 
 
 def seeds(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ def test_golden_is_certified(
     done = command(mm2_gpu, "certify", "--model", made, "--golden", golden, "--json", "--quiet")
     assert done.exit_code == 0, done.output
     checks = {check["name"]: check["outcome"] for check in json.loads(done.stdout)["certificate"]["checks"]}
-    of_other_graphs = {"qk_norm_width"} if spec.graph.qk_norm is QkNorm.PER_HEAD else set()
+    of_other_graphs = set() if spec.graph.qk_norm is QkNorm.ALL_HEADS else {"qk_norm_width"}
     assert {name for name, outcome in checks.items() if outcome != "passed"} == of_other_graphs
 
 

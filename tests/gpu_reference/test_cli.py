@@ -15,6 +15,7 @@ from goldens import contents
 from gpu_reference.cli import main
 from minimax_tools.capture.reader import Capture
 from minimax_tools.machine.files import locked_directory
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.text.tokenizer import encode_texts
 
@@ -104,7 +105,7 @@ def test_generation_is_saved_and_shown(gpu: Gpu, toy: Path, tmp_path: Path) -> N
 
 def test_show_prints_every_site_with_its_statistics(gpu: Gpu, golden: Path) -> None:
     text = gpu("show", golden).stdout
-    assert all(str(site) in text for site in (*Site, *ModelSite))
+    assert all(str(site) in text for site in (*ModelGraph().sites, *ModelSite))
     record = json.loads(gpu("show", golden, "--json").stdout)
     assert record["complete"] is True
     assert len(record["layers"][2]["sites"]) == 18

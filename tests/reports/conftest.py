@@ -194,9 +194,9 @@ def classic(failing: Comparison) -> Comparison:
 def chained() -> Comparison:
     """A chained run of 30 layers that goes wrong in layer 5 and stays wrong; nobody is blamed."""
     changed = [
-        failing_site(layer, str(site), 2.0 + layer + site.order / 10)
+        failing_site(layer, str(site), 2.0 + layer + order / 10)
         for layer in range(5, 30)
-        for site in ModelGraph().sites
+        for order, site in enumerate(ModelGraph().sites)
         if site not in (Site.INPUT, Site.ROUTER_EXPERTS) and (layer > 5 or site.order >= Site.MOE_DELTA.order)
     ]
     points = tuple(

@@ -49,7 +49,10 @@ def test_layers_with_the_same_sites_share_a_line_and_others_do_not() -> None:
 
 def test_a_long_run_of_sites_is_told_by_its_ends() -> None:
     assert word_sites(["q_rope", "k_rope", "attn_context"]) == ("q_rope", "k_rope", "attn_context")
-    assert word_sites([str(site) for site in ModelGraph().sites][1:]) == ("input_norm to output",)
+    for graph in (ModelGraph(), ModelGraph(shared_width=1), ModelGraph(dense_layers=(0,))):
+        assert word_sites([str(site) for site in graph.layer(0).sites][1:]) == ("input_norm to output",)
+    without_norms = [str(site) for site in ModelGraph().sites if str(site) not in ("q_norm", "k_norm")]
+    assert word_sites(without_norms) == tuple(without_norms)
     apart = ["q_proj", "k_proj", "v_proj", "attn_context", "attn_delta"]
     assert word_sites(apart) == tuple(apart)
 
