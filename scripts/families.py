@@ -39,7 +39,7 @@ from neuron.cli import main as mm2_test
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 _REPOSITORY = Path(__file__).parents[1]
-_PORTS = Path(__file__).with_name("family_ports.py")
+_PORTS = Path(__file__).parent / "examples" / "family_ports.py"
 _RIGHT, _SWAPPED, _LATE, _MODEL = (
     f"{_PORTS}:{name}" for name in ("Layer", "SwappedLayer", "LateSwappedLayer", "Model")
 )

@@ -36,7 +36,7 @@ from minimax_tools.reference.evaluation import (
     replace_stage,
     scaled,
 )
-from minimax_tools.reference.expert_pass import ExpertTokens, Mix, Recipe
+from minimax_tools.reference.expert_pass import ExpertSlots, Mix, Recipe
 from minimax_tools.reference.float32_stages import activate, swiglu
 
 # Limits that other models clamp their experts at, and smaller ones.
@@ -55,7 +55,7 @@ def _mix_with(mix: Mix, experts: str = "") -> Change:
 def _oai_with(alpha: float, limit: float, added: float = 1.0) -> Change:
     """Combine gate and up by SwiGLU-OAI with these numbers; `added` is what up is added to."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, _: ExpertTokens) -> torch.Tensor:
+    def mix(gate: torch.Tensor, up: torch.Tensor, _: ExpertSlots) -> torch.Tensor:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + added)
 
@@ -113,17 +113,17 @@ def _up_clamped(limit: float, side: str) -> Change:
     return _mix_with(lambda gate, up, _: swiglu(gate, up.clamp(min=least, max=limit)))
 
 
-def _swapped(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
+def _swapped(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
     return activate(tokens.graph, up, gate)
 
 
-def _cut_as_interleaved(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
+def _cut_as_interleaved(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
     """Take the even channels of [gate | up] for gate, and the odd ones for up."""
     fused = torch.cat((gate, up), dim=-1)
     return activate(tokens.graph, fused[:, 0::2], fused[:, 1::2])
 
 
-def _cut_as_halves(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
+def _cut_as_halves(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
     """Take the first half of channels in which gate and up take turns for gate, and the second half for up."""
     first, second = torch.stack((gate, up), dim=-1).flatten(-2).chunk(2, dim=-1)
     return activate(tokens.graph, first, second)
@@ -132,7 +132,7 @@ def _cut_as_halves(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -
 def width_of_rank(degree: int, rank: int) -> Mix:
     """Return how a rank mixes gate and up [T,F]: within its share of the width, zeros elsewhere."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
+    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
         part = share(gate.shape[-1], degree, rank)
         mixed = torch.zeros_like(gate)
         mixed[:, part] = activate(tokens.graph, gate[:, part], up[:, part])

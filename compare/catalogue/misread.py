@@ -19,7 +19,7 @@ from minimax_tools.reference.evaluation import Change, Evaluation, ExpertValue, 
 from minimax_tools.reference.expert_pass import (
     Allocate,
     Decoding,
-    ExpertTokens,
+    ExpertSlots,
     LayerWeights,
     Recipe,
     read_matrix,
@@ -66,7 +66,7 @@ _CODES_AS_INTEGERS = Decoding(numbers=torch.arange(256, dtype=torch.float32))
 def _activations_quantised() -> Change:
     """Quantise the input of the experts, and the input of their down projection."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
+    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
         return fp8_groups(activate(tokens.graph, gate, up))
 
     return Change(

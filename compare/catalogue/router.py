@@ -24,7 +24,7 @@ from minimax_tools.reference.evaluation import (
     Stage,
     replace_stage,
 )
-from minimax_tools.reference.expert_pass import ExpertTokens, Recipe
+from minimax_tools.reference.expert_pass import ExpertSlots, Recipe
 from minimax_tools.reference.float32_stages import (
     activate,
     choose_experts,
@@ -137,7 +137,7 @@ def _groupings(inputs: LayerInputs) -> tuple[Parameters, ...]:
 def _weights_on_input() -> Change:
     """Multiply each expert's input, and so its gate and up, by its routing weight, and not its output."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertTokens) -> torch.Tensor:
+    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
         shares = tokens.shares[:, None]
         return activate(tokens.graph, gate * shares, up * shares)
 

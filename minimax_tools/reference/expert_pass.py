@@ -147,15 +147,15 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ExpertTokens:
-    """What a mistake may use of the tokens of one expert."""
+class ExpertSlots:
+    """Slots of one expert, as far as a mistake may use them."""
 
     graph: ModelGraph
     shares: torch.Tensor  # routing weights, float32 [n]
 
 
 # From gate [n,I], up [n,I] and the tokens to the down projection's input [n,I].
-Mix = Callable[[torch.Tensor, torch.Tensor, ExpertTokens], torch.Tensor]
+Mix = Callable[[torch.Tensor, torch.Tensor, ExpertSlots], torch.Tensor]
 # From the weights, an expert's number, and w1, w2 or w3 to the values of this matrix, float32, in allocated memory.
 ReadMatrix = Callable[[LayerWeights, int, str, Allocate], torch.Tensor]
 # Indices of one expert in [T,k]: of tokens and of slots, int64 [n] each.
@@ -309,8 +309,8 @@ def _run_together(
     for index, job in enumerate(jobs):
         if job.recipe.mix is not None:
             place = places[index]
-            tokens = ExpertTokens(graph=job.graph, shares=job.shares[slots[index]])
-            mixed.append(job.recipe.mix(gate[place], up[place], tokens))
+            of_expert = ExpertSlots(graph=job.graph, shares=job.shares[slots[index]])
+            mixed.append(job.recipe.mix(gate[place], up[place], of_expert))
             places[index] = num_rows + torch.arange(len(place))
             num_rows += len(place)
     down = torch.cat(mixed) @ matrices.read(recipe, EXPERT_DOWN).T

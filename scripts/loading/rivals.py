@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from gpu_reference.model.model import restore_router
 from loading.reads import digest_of, open_inputs
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.spec import ModelSpec
 
 transformers_logging.disable_progress_bar()
 
@@ -49,7 +50,7 @@ def forward_offloaded(model: str, seq_lens: list[int], offload_folder: str) -> d
     load_s = time.perf_counter() - began_s
     with CheckpointReader(folder) as reader:
         # transformers rounds the router's weights. With the checkpoint's, the logits equal the streamed ones.
-        restore_router(whole, reader)
+        restore_router(whole, reader, ModelSpec.from_folder(folder))
     began_s = time.perf_counter()
     with torch.no_grad():
         logits = whole(**inputs.tensors(), use_cache=False).logits

@@ -46,7 +46,7 @@ from minimax_tools.reference.evaluation import (
     LayerInputs,
     choice_rows,
 )
-from minimax_tools.reference.expert_pass import Allocate, Decoding, ExpertTokens, LayerWeights
+from minimax_tools.reference.expert_pass import Allocate, Decoding, ExpertSlots, LayerWeights
 
 Expected = Callable[[Evaluation], torch.Tensor]
 # The second row is padded in front, and its positions are past what float16 counts.
@@ -249,7 +249,7 @@ def test_recipes_of_experts_are_changed() -> None:
     recipe = find("gelu_activation").build(approximate="tanh").recipe
     assert recipe is not None
     expected = functional.gelu(gate, approximate="tanh") * up
-    tokens = ExpertTokens(graph=ModelGraph(), shares=torch.ones(5))
+    tokens = ExpertSlots(graph=ModelGraph(), shares=torch.ones(5))
     torch.testing.assert_close(recipe.mix(gate, up, tokens), expected)
     recipe = find("weights_of_another_layer").build(source_layer=5).recipe
     assert recipe is not None

@@ -8,17 +8,12 @@ B batch, S columns of a pass, V vocabulary.
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import torch
+import transformers_port
 from torch import nn
 from transformers import AutoConfig
 from transformers.masking_utils import create_causal_mask
-
-sys.path.insert(0, str(Path(__file__).parent / "examples"))
-
-import transformers_port
 
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import float32_places, module_weights
