@@ -13,7 +13,7 @@ import torch
 
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EXPERTS, expected_layer_shapes, layer_bytes, vocabulary_bytes
+from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
 from minimax_tools.partition.node import Stage
 
 # Layers' worth of memory that loading holds beside the layers loaded: the experts of one layer before they are stacked.
@@ -45,9 +45,8 @@ class Footprint:
     @property
     def packed_layer_bytes(self) -> int:
         """Bytes of the weights of one layer with its experts in FP8."""
-        experts = sum(
-            math.prod(shape) for name, shape in expected_layer_shapes(self.spec).items() if EXPERTS in name
-        )
+        # Gate, up and down.
+        experts = 3 * self.spec.num_local_experts * self.spec.intermediate_size * self.spec.hidden_size
         return self.layer_bytes - experts * self.dtype.itemsize + math.ceil(experts * _FP8_BYTES_PER_WEIGHT)
 
     def streamed_bytes(self, *, prefetch: bool, packed: bool) -> int:
