@@ -25,9 +25,10 @@ from compare.catalogue.low_bits import FP8_DTYPES, round_to_fp8
 from compare.catalogue.mistake import Candidates, Mistake
 from compare.catalogue.words import Place
 from minimax_tools.model import weight_names
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import Change, Evaluation, LayerInputs, replace_stage
-from minimax_tools.reference.float32_stages import normalise, rotate_halves, rotation_angles, split_heads
+from minimax_tools.reference.float32_stages import normalise, rotate_halves, rotation_angles, unrotated_heads
 
 # From the layer's inputs to the positions of all tokens, int64 [B,S].
 _Positions = Callable[[DecodedInputs], torch.Tensor]
@@ -50,18 +51,14 @@ def _each_of(name: str, values: Callable[[DecodedInputs], Iterable[int | str]]) 
 
 
 def _rotated(of: str, positions: _Positions) -> Change:
-    def rotate(layer: Evaluation, *, source: Site, site: Site) -> torch.Tensor:
+    def rotate(layer: Evaluation, *, site: Site) -> torch.Tensor:
         inputs = decoded_inputs(layer)
         angles = rotation_angles(layer, positions(inputs))
-        turned = rotate_halves(split_heads(layer[source], layer.spec.head_dim), angles)
+        turned = rotate_halves(unrotated_heads(layer, site), angles)
         return torch.where(inputs.is_changed[:, None, :, None], turned, layer.base[site])
 
-    stages = {
-        Site.Q_ROPE: partial(rotate, source=Site.Q_NORM, site=Site.Q_ROPE),
-        Site.K_ROPE: partial(rotate, source=Site.K_NORM, site=Site.K_ROPE),
-    }
-    chosen = {"queries": (Site.Q_ROPE,), "keys": (Site.K_ROPE,)}.get(of, tuple(stages))
-    return Change(stages={site: stages[site] for site in chosen})
+    chosen = {"queries": (Site.Q_ROPE,), "keys": (Site.K_ROPE,)}.get(of, (Site.Q_ROPE, Site.K_ROPE))
+    return Change(stages={site: partial(rotate, site=site) for site in chosen})
 
 
 _STARTS: dict[str, _Positions] = {
@@ -193,7 +190,7 @@ def _keys_rotated(times: int) -> Change:
     def view(layer: Evaluation) -> CacheView:
         right = right_view(layer)
         if times == -1:
-            return replace(right, keys=split_heads(layer[Site.K_NORM], layer.spec.head_dim))
+            return replace(right, keys=unrotated_heads(layer, Site.K_ROPE))
         return replace(right, keys=rotate_halves(right.keys, rotation_angles(layer)))
 
     return _reading(view)
@@ -223,16 +220,22 @@ def _padding_pair(layer: Evaluation, content: str) -> tuple[torch.Tensor, torch.
         return zeros, zeros
     name, _, place = content.partition(" at ")
     normed = normalise(inputs.padding[name], layer.gain(weight_names.INPUT_NORM), spec.rms_norm_eps)
-    key = normalise(
-        layer.weight(weight_names.K_PROJ) @ normed, layer.gain(weight_names.K_NORM), spec.rms_norm_eps
-    )
+    key, value = (_projected(layer, weight, normed) for weight in (weight_names.K_PROJ, weight_names.V_PROJ))
+    if spec.graph.qk_norm is not QkNorm.NONE:
+        key = normalise(key, layer.gain(weight_names.K_NORM), spec.rms_norm_eps)
     # The last position of each prompt's prefill, or 0.
     last = inputs.prefilled() - 1
     positions = last if place == "the last" else torch.zeros_like(last)
     angles = rotation_angles(layer, positions[:, None])
     heads = key.unflatten(0, (-1, spec.head_dim))[None, :, None].expand(len(angles), -1, -1, -1)
-    value = (layer.weight(weight_names.V_PROJ) @ normed).unflatten(0, (-1, spec.head_dim))
-    return rotate_halves(heads, angles)[:, :, 0], value
+    return rotate_halves(heads, angles)[:, :, 0], value.unflatten(0, (-1, spec.head_dim))
+
+
+def _projected(layer: Evaluation, weight: str, states: torch.Tensor) -> torch.Tensor:
+    """Project states [H], and add the projection's bias if the graph has one."""
+    bias = weight_names.bias_name(layer.spec.graph, weight)
+    product = layer.weight(weight) @ states
+    return product if bias is None else product + layer.weight(bias)
 
 
 def _paddings(inputs: LayerInputs) -> tuple[Parameters, ...]:

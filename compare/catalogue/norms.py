@@ -330,5 +330,9 @@ NORM_MISTAKES = (
     Mistake(
         name="qk_norm_low_precision", build=lambda: _replace(_QK_NORMS, _low_precision), is_rounding=True
     ),
-    Mistake(name="qk_norm_swapped_order", build=_after_rope),
+    Mistake(
+        name="qk_norm_swapped_order",
+        build=_after_rope,
+        candidates=once_if(lambda inputs: inputs.spec.graph.qk_norm is not QkNorm.NONE),
+    ),
 )

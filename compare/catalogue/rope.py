@@ -18,7 +18,12 @@ from compare.catalogue.low_bits import bfloat16
 from compare.catalogue.mistake import Mistake
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import Change, Evaluation, LayerInputs, Stage
-from minimax_tools.reference.float32_stages import frequencies, rotate_halves, rotation_angles, split_heads
+from minimax_tools.reference.float32_stages import (
+    frequencies,
+    rotate_halves,
+    rotation_angles,
+    unrotated_heads,
+)
 
 # From the right positions, int64 [B,S], to those that a port rotates by, [B,S] of any dtype.
 _Reposition = Callable[[torch.Tensor], torch.Tensor]
@@ -35,24 +40,23 @@ _DTYPES = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16
 
 # From heads [B,heads,S,D] to rotated heads.
 _Rotate = Callable[[Evaluation, torch.Tensor], torch.Tensor]
-# Inputs of the rotated sites.
-_NORMED: Mapping[Site, Site] = MappingProxyType({Site.Q_ROPE: Site.Q_NORM, Site.K_ROPE: Site.K_NORM})
+_ROTATED = (Site.Q_ROPE, Site.K_ROPE)
 
 
-def _rotate_with(rotate: _Rotate, of: Iterable[Site] = _NORMED) -> Change:
-    """Rotate queries and keys, the float32 values `layer[site]` behind their norms, in another way."""
+def _rotate_with(rotate: _Rotate, of: Iterable[Site] = _ROTATED) -> Change:
+    """Rotate queries and keys, float32 heads behind their norms, in another way."""
 
-    def stage(source: Site) -> Stage:
-        return lambda layer: rotate(layer, split_heads(layer[source], layer.spec.head_dim))
+    def stage(site: Site) -> Stage:
+        return lambda layer: rotate(layer, unrotated_heads(layer, site))
 
-    return Change(stages={site: stage(_NORMED[site]) for site in of})
+    return Change(stages={site: stage(site) for site in of})
 
 
-def _with_angles(angles: Callable[[Evaluation], torch.Tensor], of: Iterable[Site] = _NORMED) -> Change:
+def _with_angles(angles: Callable[[Evaluation], torch.Tensor], of: Iterable[Site] = _ROTATED) -> Change:
     return _rotate_with(lambda layer, heads: rotate_halves(heads, angles(layer)), of)
 
 
-def _rotate_by(reposition: _Reposition, of: Iterable[Site] = _NORMED) -> Change:
+def _rotate_by(reposition: _Reposition, of: Iterable[Site] = _ROTATED) -> Change:
     return _with_angles(lambda layer: rotation_angles(layer, reposition(layer.position_ids)), of)
 
 

@@ -211,10 +211,11 @@ def _noise(golden: CaptureSource, layer: int, rounded: CachePair, mask: torch.Te
 
 
 def _unrotated(source: CaptureSource, layer: int, right: CachePair) -> torch.Tensor | None:
-    if Site.K_NORM not in source.sites(layer):
+    unrotated = source.graph.unrotated(Site.K_ROPE)
+    if unrotated not in source.sites(layer):
         return None
     keys, _ = right
-    return _as_heads(source.read(layer, Site.K_NORM), keys)
+    return _as_heads(source.read(layer, unrotated), keys)
 
 
 def _as_heads(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

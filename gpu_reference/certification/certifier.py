@@ -295,9 +295,8 @@ class LayerCertifier:
         if self._model is None or self._model_differs:
             return
         width = self._model.spec.rotary_dim
-        inputs = self._golden.graph.layer(layer).inputs
         for rotated in (Site.Q_ROPE, Site.K_ROPE):
-            (given,) = inputs[rotated]
+            given = self._golden.graph.unrotated(rotated)
             for prefix, tensors in (("", stored), ("the float32 twin of ", twins)):
                 if not {given, rotated} <= tensors.keys():
                     # The golden did not keep both.

@@ -107,6 +107,11 @@ class ModelGraph:
         """Return the graph of a layer."""
         return LayerGraph(self, is_dense=layer in self.dense_layers, is_sparse=layer in self.sparse_layers)
 
+    def unrotated(self, rotated: Site) -> Site:
+        """Return the site whose heads RoPE rotates into q_rope or k_rope."""
+        (source,) = LayerGraph(self).inputs[rotated]
+        return source
+
     @property
     def most_keys(self) -> int | None:
         """The longest row in which sparse attention hides nothing; None if no layer is sparse.

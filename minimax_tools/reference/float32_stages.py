@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from minimax_tools.model import weight_names
-from minimax_tools.model.graph import LayerGraph, ModelGraph, QkNorm
+from minimax_tools.model.graph import LayerGraph, ModelGraph
 from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -275,14 +275,14 @@ def mlp_stage(source: Site, gate: str, up: str, down: str) -> Stage:
     return run
 
 
-def rope_stage(projected: Site, normed: Site) -> Stage:
+def unrotated_heads(layer: LayerValues, rotated: Site) -> torch.Tensor:
+    """Return the heads [B,heads,S,D] that RoPE rotates into q_rope or k_rope."""
+    return split_heads(layer[layer.spec.graph.unrotated(rotated)], layer.spec.head_dim)
+
+
+def rope_stage(rotated: Site) -> Stage:
     """Build the stage of RoPE over the heads of a projection, or of its norm where the graph has one."""
-
-    def rotate(layer: LayerValues) -> torch.Tensor:
-        source = projected if layer.spec.graph.qk_norm is QkNorm.NONE else normed
-        return rotate_halves(split_heads(layer[source], layer.spec.head_dim), rotation_angles(layer))
-
-    return rotate
+    return lambda layer: rotate_halves(unrotated_heads(layer, rotated), rotation_angles(layer))
 
 
 def _choose(layer: LayerValues) -> torch.Tensor:
@@ -311,8 +311,8 @@ STAGES: Mapping[Site, Stage] = MappingProxyType(
     {
         **{site: norm_stage(source, weight) for site, (source, weight) in NORMS.items()},
         **{site: product_stage(source, weight) for site, (source, weight) in PROJECTIONS.items()},
-        Site.Q_ROPE: rope_stage(Site.Q_PROJ, Site.Q_NORM),
-        Site.K_ROPE: rope_stage(Site.K_PROJ, Site.K_NORM),
+        Site.Q_ROPE: rope_stage(Site.Q_ROPE),
+        Site.K_ROPE: rope_stage(Site.K_ROPE),
         Site.ATTN_CONTEXT: attend,
         Site.ATTN_RESIDUAL: lambda layer: choose_tokens(layer, layer[Site.INPUT]) + layer[Site.ATTN_DELTA],
         Site.ROUTER_EXPERTS: _choose,

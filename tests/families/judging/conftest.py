@@ -61,7 +61,7 @@ class Toy:
     def run(self, fault: Fault, *, in_layer: int | None = None, chained: bool = False) -> Path:
         """Run all layers, each on the golden's input or chained, wrong in all or in one; return the capture."""
         span = Span(0, NUM_LAYERS)
-        run = multi_layer_run(span, sites_level="all") if chained else sweep_run(span, sites_level="all")
+        run = (multi_layer_run if chained else sweep_run)(span, sites_level="all", graph=self.spec.graph)
         golden = Capture.open(self.golden)
         inputs = golden.read_inputs()
         folder = self.folder / f"run_{len(list(self.folder.iterdir()))}"
@@ -145,7 +145,7 @@ def _fused(tensors: Tensors, spec: ModelSpec, layer: int) -> Tensors:
     return {**others, "mlp.experts.gate_up_proj": torch.cat((gate, up), dim=1), "mlp.experts.down_proj": down}
 
 
-@pytest.fixture(scope="session", params=["qwen3_moe", "olmoe"])
+@pytest.fixture(scope="session", params=["qwen3_moe", "olmoe", "mixtral"])
 def family_toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """A toy of two layers of a family, and its golden."""
     pytest.importorskip("transformers", reason="transformers is not installed: goldens are made with it")

@@ -23,6 +23,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.dumps.opening import open_source
 from minimax_tools.errors import UsageError
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import K_NORM, K_PROJ, Q_NORM, V_PROJ, expert_weight
@@ -106,23 +107,25 @@ def halve_scores(layer: Any, _: ModelSpec) -> None:
 
 
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
-EVERY, QWEN, OLMOE = ("qwen3_moe", "olmoe"), ("qwen3_moe",), ("olmoe",)
+NORMED, QWEN, OLMOE = ("qwen3_moe", "olmoe"), ("qwen3_moe",), ("olmoe",)
+EVERY = (*NORMED, "mixtral")
 # Name, families, what is planted, and the first sites that are wrong.
 PLANTED: list[tuple[str, tuple[str, ...], dict[str, Any], set[str]]] = [
     ("rope_theta", EVERY, {"config": THETA}, {"q_rope", "k_rope"}),
-    ("router_top_k", EVERY, {"config": {"num_experts_per_tok": 3}}, {"router_experts"}),
-    ("norm_eps", EVERY, {"config": {"rms_norm_eps": 1e-2}}, {"input_norm", "q_norm", "k_norm", "post_norm"}),
+    ("router_top_k", NORMED, {"config": {"num_experts_per_tok": 3}}, {"router_experts"}),
+    ("norm_eps", NORMED, {"config": {"rms_norm_eps": 1e-2}}, {"input_norm", "q_norm", "k_norm", "post_norm"}),
     ("router_weights_not_normalised", QWEN, {"config": {"norm_topk_prob": False}}, {"router_weights"}),
     ("router_weights_normalised", OLMOE, {"config": {"norm_topk_prob": True}}, {"router_weights"}),
-    ("router_sigmoid", EVERY, {"patch": score_by_sigmoid}, {"router_weights"}),
+    ("router_sigmoid", NORMED, {"patch": score_by_sigmoid}, {"router_weights"}),
     ("gate_up_swapped", EVERY, {"edit": exchange_gate_and_up}, {"moe_delta"}),
     ("expert_ids_shifted", EVERY, {"edit": shift_experts}, {"moe_delta"}),
-    ("qk_norm_weights_exchanged", EVERY, {"edit": exchange(Q_NORM, K_NORM)}, {"q_norm", "k_norm"}),
-    ("k_norm_scaled", EVERY, {"edit": scale(K_NORM, 2.0)}, {"k_norm"}),
+    ("qk_norm_weights_exchanged", NORMED, {"edit": exchange(Q_NORM, K_NORM)}, {"q_norm", "k_norm"}),
+    ("k_norm_scaled", NORMED, {"edit": scale(K_NORM, 2.0)}, {"k_norm"}),
     ("qk_norm_over_all_heads", QWEN, {"patch": in_norms(over_all_heads)}, {"q_norm", "k_norm"}),
     ("qk_norm_per_rank", OLMOE, {"patch": in_norms(of_each_head)}, {"q_norm", "k_norm"}),
     ("attention_scale", EVERY, {"patch": halve_scores}, {"attn_context"}),
 ]
+OF_NORMS = {"qk_norm_weights_exchanged", "k_norm_scaled"}
 # Mistakes that some inputs hide: nothing is clamped or masked there, or the best groups hold the best experts.
 MAY_BE_HIDDEN = {"padding_mask_missing", "router_groups", "swiglu_clamped", "up_clamped", "expert_capacity"}
 
@@ -135,6 +138,12 @@ def judge(toy: Any, run: Any) -> Comparison:
         layer_pattern="layer_*",
         weights=CheckpointWeights(model=str(toy.model)),
     )
+
+
+def hub_matrices(toy: Any) -> tuple[str, str, str]:
+    """Return the names of an expert's gate, up and down on the family's hub."""
+    is_mixtral = toy.spec.family.model_type == "mixtral"
+    return ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
 
 
 def explain(toy: Any, run: Any, **options: Any) -> Diagnosis:
@@ -220,8 +229,9 @@ def test_blame_tells_what_the_family_computes(family_toy: Any, fault: Any) -> No
 
     found = explain(family_toy, family_toy.run(fault(patch=add_noise), in_layer=1))
     assert not found.findings
+    gate, up, down = hub_matrices(family_toy)
     assert found.formula(Site.MOE_DELTA).endswith(
-        "router_weight · down_proj(silu(gate_proj(post_norm)) · up_proj(post_norm)), not clamped"
+        f"router_weight · {down}(silu({gate}(post_norm)) · {up}(post_norm)), not clamped"
     )
     assert found.formula(Site.ROUTER_EXPERTS) == "the k largest of softmax(router_logits), in float32"
 
@@ -229,8 +239,9 @@ def test_blame_tells_what_the_family_computes(family_toy: Any, fault: Any) -> No
 def test_mistake_is_told_with_the_hubs_names(family_toy: Any, fault: Any) -> None:
     (first, *_) = explain(family_toy, family_toy.run(fault(edit=exchange_gate_and_up), in_layer=1)).findings
     assert first.mistake == "gate_up_swapped"
-    assert first.what == "Gate and up are exchanged: up_proj is activated, and gate_proj is not."
-    assert first.look_at == "the order of gate_proj and up_proj in the fused weight"
+    gate, up, _ = hub_matrices(family_toy)
+    assert first.what == f"Gate and up are exchanged: {up} is activated, and {gate} is not."
+    assert first.look_at == f"the order of {gate} and {up} in the fused weight"
 
 
 @pytest.mark.parametrize(
@@ -248,6 +259,8 @@ def test_lines_that_undo_a_mistake_take_the_hubs_names(
 ) -> None:
     spec, undo = family_toy.spec, Undo.parse(undone)
     family = spec.family
+    if undone.partition(",")[0] in OF_NORMS and spec.graph.qk_norm is QkNorm.NONE:
+        pytest.skip("the family has no such norms")
     with CheckpointReader(family_toy.model) as reader:
         stored = dict(LayerTensors.open(reader, spec, 1, torch.bfloat16))
     by_edit = dict(stored)
