@@ -114,7 +114,7 @@ def test_changed_matrix_is_read_by_its_own_recipe_alone() -> None:
 
 def test_mix_gets_gate_up_and_the_shares_of_its_tokens() -> None:
     weights = Weights()
-    shared = job(recipe=Recipe(mix=lambda gate, up, shares: (gate - up) * shares[:, None]))
+    shared = job(recipe=Recipe(mix=lambda gate, up, slots: (gate - up) * slots.shares[:, None]))
     plain = job(seed=2)
     outputs, others = run(weights, shared, plain)
     for token, experts in enumerate(EXPERTS.tolist()):
@@ -130,7 +130,7 @@ def test_jobs_of_one_input_have_each_their_own_tokens_shares_and_mix() -> None:
     first = job()
     # The same states: a mistake of the router, one of the mix, one of both, and one of a matrix.
     flipped = replace(first, experts=EXPERTS.flip(1)[:, :1])
-    mixed = replace(first, recipe=Recipe(mix=lambda gate, up, shares: (gate - up) * shares[:, None]))
+    mixed = replace(first, recipe=Recipe(mix=lambda gate, up, slots: (gate - up) * slots.shares[:, None]))
     elsewhere = replace(first, experts=EXPERTS.roll(1, 0), recipe=Recipe(mix=lambda gate, up, _: gate * up))
     changed = replace(first, recipe=Recipe(read=doubled, changed=("w1", "w2")))
     jobs = (first, flipped, mixed, elsewhere, changed)
