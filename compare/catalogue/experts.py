@@ -48,7 +48,7 @@ _COUNTED = ("all", "real", "columns", "room")
 
 
 def _mix_with(mix: Mix, experts: str = "") -> Change:
-    """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its tokens."""
+    """Combine each expert's gate and up in another way: `mix` gets gate, up [n,I] and its slots."""
     return Change(recipe=Recipe(mix=mix, experts=frozenset(parse_experts(experts)) if experts else None))
 
 
@@ -113,29 +113,29 @@ def _up_clamped(limit: float, side: str) -> Change:
     return _mix_with(lambda gate, up, _: swiglu(gate, up.clamp(min=least, max=limit)))
 
 
-def _swapped(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
-    return activate(tokens.graph, up, gate)
+def _swapped(gate: torch.Tensor, up: torch.Tensor, slots: ExpertSlots) -> torch.Tensor:
+    return activate(slots.graph, up, gate)
 
 
-def _cut_as_interleaved(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
+def _cut_as_interleaved(gate: torch.Tensor, up: torch.Tensor, slots: ExpertSlots) -> torch.Tensor:
     """Take the even channels of [gate | up] for gate, and the odd ones for up."""
     fused = torch.cat((gate, up), dim=-1)
-    return activate(tokens.graph, fused[:, 0::2], fused[:, 1::2])
+    return activate(slots.graph, fused[:, 0::2], fused[:, 1::2])
 
 
-def _cut_as_halves(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
+def _cut_as_halves(gate: torch.Tensor, up: torch.Tensor, slots: ExpertSlots) -> torch.Tensor:
     """Take the first half of channels in which gate and up take turns for gate, and the second half for up."""
     first, second = torch.stack((gate, up), dim=-1).flatten(-2).chunk(2, dim=-1)
-    return activate(tokens.graph, first, second)
+    return activate(slots.graph, first, second)
 
 
 def width_of_rank(degree: int, rank: int) -> Mix:
     """Return how a rank mixes gate and up [T,F]: within its share of the width, zeros elsewhere."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
+    def mix(gate: torch.Tensor, up: torch.Tensor, slots: ExpertSlots) -> torch.Tensor:
         part = share(gate.shape[-1], degree, rank)
         mixed = torch.zeros_like(gate)
-        mixed[:, part] = activate(tokens.graph, gate[:, part], up[:, part])
+        mixed[:, part] = activate(slots.graph, gate[:, part], up[:, part])
         return mixed
 
     return mix

@@ -66,8 +66,8 @@ _CODES_AS_INTEGERS = Decoding(numbers=torch.arange(256, dtype=torch.float32))
 def _activations_quantised() -> Change:
     """Quantise the input of the experts, and the input of their down projection."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
-        return fp8_groups(activate(tokens.graph, gate, up))
+    def mix(gate: torch.Tensor, up: torch.Tensor, slots: ExpertSlots) -> torch.Tensor:
+        return fp8_groups(activate(slots.graph, gate, up))
 
     return Change(
         stages={ExpertValue.EXPERT_INPUT: lambda layer: fp8_groups(layer[Site.POST_NORM])},

@@ -137,9 +137,9 @@ def _groupings(inputs: LayerInputs) -> tuple[Parameters, ...]:
 def _weights_on_input() -> Change:
     """Multiply each expert's input, and so its gate and up, by its routing weight, and not its output."""
 
-    def mix(gate: torch.Tensor, up: torch.Tensor, tokens: ExpertSlots) -> torch.Tensor:
-        shares = tokens.shares[:, None]
-        return activate(tokens.graph, gate * shares, up * shares)
+    def mix(gate: torch.Tensor, up: torch.Tensor, slots: ExpertSlots) -> torch.Tensor:
+        shares = slots.shares[:, None]
+        return activate(slots.graph, gate * shares, up * shares)
 
     return Change(
         stages={Site.MOE_DELTA: lambda layer: layer[ExpertValue.EXPERT_OUTPUTS].sum(1)},

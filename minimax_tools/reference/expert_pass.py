@@ -154,7 +154,7 @@ class ExpertSlots:
     shares: torch.Tensor  # routing weights, float32 [n]
 
 
-# From gate [n,I], up [n,I] and the tokens to the down projection's input [n,I].
+# From gate [n,I], up [n,I] and the slots to the down projection's input [n,I].
 Mix = Callable[[torch.Tensor, torch.Tensor, ExpertSlots], torch.Tensor]
 # From the weights, an expert's number, and w1, w2 or w3 to the values of this matrix, float32, in allocated memory.
 ReadMatrix = Callable[[LayerWeights, int, str, Allocate], torch.Tensor]
