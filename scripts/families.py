@@ -51,6 +51,7 @@ _FAILS = 1  # exit code of a port that differs
 _LONGEST_REASON = 100
 # A line of a page has 120 characters.
 _COLUMNS_SIDE_BY_SIDE = 11
+_END = re.compile(r"^([^,\n]+), (\w+): (?:yes|no: (.*))$", re.MULTILINE)
 _ERROR = re.compile(r"^Error: (.+)", re.MULTILINE)
 
 
@@ -348,6 +349,22 @@ class Table:
     # None for a yes, else the reason, by the family's title and the column.
     reasons: dict[tuple[str, str], str | None] = field(default_factory=dict)
 
+    def read(self, printed: str) -> None:
+        """Add the ends that an earlier run printed."""
+        for title, column, reason in _END.findall(printed):
+            self.reasons[title, column] = reason or None
+
+    def print(self, title: str, column: str) -> None:
+        """Print how a column ended for a family."""
+        reason = self.reasons[title, column]
+        click.echo(f"{title}, {column}: {'yes' if reason is None else f'no: {reason}'}")
+
+    def _cell(self, title: str, column: str, notes: Sequence[str]) -> str:
+        if (title, column) not in self.reasons:
+            return "not run"
+        reason = self.reasons[title, column]
+        return "yes" if reason is None else f"no ({notes.index(reason) + 1})"
+
     def as_page(self) -> str:
         """Return the page in Markdown."""
         titles = list(dict.fromkeys(title for title, _ in self.reasons))
@@ -357,8 +374,7 @@ class Table:
             columns = self.columns[start : start + _COLUMNS_SIDE_BY_SIDE]
             rows += ["", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
             for title in titles:
-                ends = (self.reasons[title, column] for column in columns)
-                cells = ("yes" if end is None else f"no ({notes.index(end) + 1})" for end in ends)
+                cells = (self._cell(title, column, notes) for column in columns)
                 rows.append(f"| {title} | " + " | ".join(cells) + " |")
         reasons = [f"{number}. {_as_text(note)}" for number, note in enumerate(notes, start=1)]
         meanings = [f"| {name} | {(COLUMNS[name].__doc__ or '').strip()} |" for name in self.columns]
@@ -427,18 +443,26 @@ def with_needed(columns: Sequence[str]) -> tuple[str, ...]:
 @click.command()
 @click.option("--family", "names", type=click.Choice(list(FAMILIES)), multiple=True, help="Default: all.")
 @click.option("--only", type=click.Choice(list(COLUMNS)), multiple=True, help="Column. Default: all.")
+@click.option(
+    "--earlier",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="What an earlier run printed: the page has its ends too.",
+)
 @click.option("--output", type=click.Path(path_type=Path), default=PAGE, show_default=True, help="Page.")
-def main(names: tuple[str, ...], only: tuple[str, ...], output: Path) -> None:
-    """Run every command on each family's toy, and write the page."""
+def main(names: tuple[str, ...], only: tuple[str, ...], earlier: tuple[Path, ...], output: Path) -> None:
+    """Run every command on each family's toy, and write the page: of all, or of these and of earlier runs."""
     columns = with_needed(only or tuple(COLUMNS))
-    table = Table(columns=columns)
+    table = Table(columns=tuple(COLUMNS))
+    for path in earlier:
+        table.read(path.read_text(encoding="utf-8"))
     for name in names or FAMILIES:
         family = FAMILIES[name]
         with tempfile.TemporaryDirectory() as folder:
             for column, reason in try_columns(Trial(family=family, folder=Path(folder)), columns):
                 table.reasons[family.title, column] = reason
-                click.echo(f"{family.title}, {column}: {'yes' if reason is None else f'no: {reason}'}")
-    if not names and not only:
+                table.print(family.title, column)
+    if earlier or not (names or only):
         output.write_text(table.as_page(), encoding="utf-8")
         click.echo(f"written: {output}")
 
