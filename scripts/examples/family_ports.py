@@ -125,11 +125,13 @@ class Model(nn.Module):
         self.whole = modeling_class(self.spec.family, "ForCausalLM")(make_config(config))
         for index, layer in enumerate(self.whole.model.layers):
             keep_router(layer, self.spec, index)
+        # The last layer has experts in every family.
+        kind = self.spec.graph.layer(self.spec.num_hidden_layers - 1)
         self.sites = {
             "layers": "whole.model.layers",
             "embedding": "whole.model.embed_tokens",
             "final_norm": "whole.model.norm",
-            **{site: path.removeprefix("layer.") for site, path in Layer.sites.items()},
+            **{site: path.removeprefix("layer.") for site, path in Layer.sites.items() if site in kind.sites},
         }
 
     def convert_state_dict(self, tensors, config, layer_idx):
