@@ -137,7 +137,7 @@ def prove_no_fp8(model: torch.nn.Module) -> None:
 
 def prove_dtype(model: torch.nn.Module, dtype: torch.dtype, *, spec: ModelSpec) -> None:
     """Raise GoldenRefusedError if a weight has another dtype than requested, a float32 router excepted."""
-    in_float32 = tuple(map(spec.family.module_names.stored, float32_names(spec)))
+    in_float32 = tuple(map(spec.family.module_names.stored, float32_names(spec.graph)))
     for name, parameter in model.named_parameters():
         if parameter.dtype != dtype and not name.endswith(in_float32):
             raise GoldenRefusedError(
@@ -231,7 +231,7 @@ def _weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield weights to compare, by mm2's names; `loaded` are the numbers of the loaded experts, None for all."""
     for place, names in module_weights(spec, index).items():
-        if names[0] in float32_names(spec):
+        if names[0] in float32_names(spec.graph):
             continue
         path, _, attribute = place.rpartition(".")
         held = weight_of(layer.get_submodule(path), attribute)

@@ -69,7 +69,7 @@ def model_tensors(
     yield TensorSize(name=stored(FINAL_NORM), shape=(spec.hidden_size,), dtype=plain_dtype)
     if not spec.tie_word_embeddings:
         yield TensorSize(name=stored(LM_HEAD), shape=vocabulary, dtype=plain_dtype)
-    in_float32 = float32_names(spec)
+    in_float32 = float32_names(spec.graph)
     for layer in range(spec.num_hidden_layers):
         for relative, shape in expected_layer_shapes(spec, layer).items():
             name = stored(layer_prefix(layer) + relative)

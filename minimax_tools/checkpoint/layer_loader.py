@@ -182,7 +182,7 @@ def _allocate_others(
     spec: ModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | PackedMatrices]]:
     """Allocate all tensors except the routed experts': by mm2's relative names, and as transformers' layer has them."""
-    in_float32, shapes = float32_names(spec), expected_layer_shapes(spec, layer)
+    in_float32, shapes = float32_names(spec.graph), expected_layer_shapes(spec, layer)
     places: dict[str, torch.Tensor] = {}
     modules: dict[str, torch.Tensor | PackedMatrices] = {}
     for module, names in module_weights(spec, layer).items():

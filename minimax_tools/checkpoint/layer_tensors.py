@@ -173,7 +173,9 @@ class LayerTensors(CheckpointTensors):
                 layer holds a tensor that no model of its family has. Every fault is listed.
         """
         verify_layer(reader.index, spec, layer)
-        return cls._of_names(reader, layer, dtype, expected_layer_shapes(spec, layer), float32_names(spec))
+        return cls._of_names(
+            reader, layer, dtype, expected_layer_shapes(spec, layer), float32_names(spec.graph)
+        )
 
     @classmethod
     def _of_names(
@@ -224,7 +226,7 @@ class ModelTensors(CheckpointTensors):
             verify_layer(reader.index, spec, layer)
             names += (layer_prefix(layer) + name for name in expected_layer_shapes(spec, layer))
         return cls(
-            reader, prefix="", dtype=dtype, present=dict.fromkeys(names), in_float32=float32_names(spec)
+            reader, prefix="", dtype=dtype, present=dict.fromkeys(names), in_float32=float32_names(spec.graph)
         )
 
 

@@ -104,6 +104,6 @@ def _routed_sum(graph: ModelGraph) -> str:
 
 
 def _moe_sum(graph: ModelGraph) -> str:
-    if not graph.shared_width:
+    if not graph.has_shared_experts:
         return _routed_sum(graph)
-    return f"{f'{graph.sum_scale:g} · ' if graph.sum_scale != 1 else ''}routed_delta + shared_delta"
+    return f"{f'{graph.sum_scale:g} · ' if graph.has_sum_scale else ''}routed_delta + shared_delta"

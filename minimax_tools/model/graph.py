@@ -145,7 +145,7 @@ class LayerGraph:
     @property
     def routed_sum(self) -> Site:
         """The site of the routed experts' sum."""
-        return Site.ROUTED_DELTA if self.model.shared_width else Site.MOE_DELTA
+        return Site.ROUTED_DELTA if self.model.has_shared_experts else Site.MOE_DELTA
 
     @property
     def last_delta(self) -> Site:
@@ -192,7 +192,7 @@ def _site_inputs(graph: LayerGraph) -> Mapping[Site, tuple[Site, ...]]:
     absent = set(EXPERT_SITES if graph.is_dense else DENSE_SITES)
     if not is_normed:
         absent |= {Site.Q_NORM, Site.K_NORM}
-    if not graph.model.shared_width:
+    if not graph.model.has_shared_experts:
         # The routed sum is then all that a mixture of experts computes.
         inputs[Site.MOE_DELTA] = inputs[Site.ROUTED_DELTA]
         absent |= {Site.ROUTED_DELTA, Site.SHARED_DELTA}

@@ -185,27 +185,17 @@ def _layers_run(name: str, span: Span, mode: Mode, sites_level: str, graph: Mode
 
 def full_run(num_hidden_layers: int, *, sites_level: str, graph: ModelGraph = _MINIMAX_M2) -> Run:
     """Return a run of all layers, chained from the embedding to the logits."""
-    return Run(
-        name="full_model",
-        span=Span(0, num_hidden_layers),
-        mode=Mode.CHAINED,
-        sites=graph.level(sites_level),
-        model_sites=tuple(ModelSite),
-        dense_layers=graph.dense_layers,
-    )
+    run = _layers_run("full_model", Span(0, num_hidden_layers), Mode.CHAINED, sites_level, graph)
+    return replace(run, model_sites=tuple(ModelSite))
 
 
 def model_run(
     num_hidden_layers: int, *, sites_level: str, num_decoded: int, graph: ModelGraph = _MINIMAX_M2
 ) -> Run:
     """Return a run of a whole port: prefill, then the last `num_decoded` tokens of each prompt one at a time."""
-    return Run(
+    return replace(
+        full_run(num_hidden_layers, sites_level=sites_level, graph=graph),
         name="whole_port",
-        span=Span(0, num_hidden_layers),
-        mode=Mode.CHAINED,
-        sites=graph.level(sites_level),
-        model_sites=tuple(ModelSite),
-        dense_layers=graph.dense_layers,
         num_decoded=num_decoded,
         decodes_by_row=num_decoded > 0,
     )
@@ -256,17 +246,11 @@ def component_run(layer: int, component: Component, *, graph: ModelGraph = _MINI
             f"layer {layer} has no {component}: it is dense",
             next_step="Choose another layer, or --component moe, which is its MLP.",
         )
-    sites = tuple(
-        sorted(
-            (site for site in (*boundary.fed, *boundary.computed) if site in held),
-            key=lambda site: site.order,
-        )
-    )
     return Run(
         name=f"component_{layer}_{component}",
         span=Span.single(layer),
         mode=Mode.ISOLATED,
-        sites=sites,
+        sites=tuple(site for site in held if site in (*boundary.fed, *boundary.computed)),
         component=component,
         dense_layers=graph.dense_layers,
     )

@@ -51,7 +51,6 @@ DENSE_DOWN = "mlp.down_proj.weight"
 # What a sparse layer chooses its keys by: queries [heads·D,H], keys [D,H], and their norms [D] each
 INDEXER = tuple(f"self_attn.index_{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
 ATTENTION_MATRICES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ)
-ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
 
 # Where the router computes in float32, these two tensors are never rounded to the run's dtype.
 FLOAT32_NAMES = (GATE, CORRECTION_BIAS)
@@ -106,7 +105,7 @@ def module_weights(spec: ModelSpec, layer: int) -> Mapping[str, tuple[str, ...]]
 def float32_places(spec: ModelSpec, layer: int) -> Iterator[tuple[str, str, str]]:
     """Yield the tensors of a layer that stay float32: mm2's name, and module and attribute in transformers' layer."""
     shapes = expected_layer_shapes(spec, layer)
-    for name in float32_names(spec):
+    for name in float32_names(spec.graph):
         if name in shapes:
             path, _, attribute = spec.family.module_names.stored(name).rpartition(".")
             yield name, path, attribute
@@ -124,19 +123,14 @@ def scale_name(weight_name: str) -> str:
     return weight_name + "_scale_inv"
 
 
-def float32_names(spec: ModelSpec) -> tuple[str, ...]:
+def float32_names(graph: ModelGraph) -> tuple[str, ...]:
     """Return the tensors of a layer that are float32 in a BF16 model: those of a float32 router, or none."""
-    return float32_names_of(spec.graph)
-
-
-def float32_names_of(graph: ModelGraph) -> tuple[str, ...]:
-    """Return `float32_names` of a graph."""
     if not graph.has_float32_router:
         return ()
     return FLOAT32_NAMES if graph.has_correction_bias else (GATE,)
 
 
-def expected_layer_shapes(spec: ModelSpec, layer: int = 0) -> Mapping[str, tuple[int, ...]]:
+def expected_layer_shapes(spec: ModelSpec, layer: int) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of a layer's tensors by relative name, without FP8 scales, experts in numeric order."""
     hidden, graph = spec.hidden_size, spec.graph
     shapes: dict[str, tuple[int, ...]] = {
@@ -196,7 +190,7 @@ def one_layer_of_each_kind(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def _layer_bytes(spec: ModelSpec, layer: int, dtype: torch.dtype) -> int:
-    in_float32 = float32_names(spec)
+    in_float32 = float32_names(spec.graph)
     return sum(
         math.prod(shape) * (_FLOAT32_BYTES if name in in_float32 else dtype.itemsize)
         for name, shape in expected_layer_shapes(spec, layer).items()

@@ -20,7 +20,7 @@ from minimax_tools.model.architecture import (
     part_of,
 )
 from minimax_tools.model.families import FAMILIES
-from minimax_tools.model.weight_names import EXPERTS, SCALE_SUFFIX, float32_names_of
+from minimax_tools.model.weight_names import EXPERTS, SCALE_SUFFIX, float32_names
 from minimax_tools.stored_dtype import BFLOAT16, FLOAT32, StoredDtype
 
 
@@ -212,7 +212,7 @@ def _float32_names(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the stored names of a float32 router; none if mm2 does not know the family."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is not None:
-        yield from map(family.stored_names.stored, float32_names_of(family.read_graph(config)))
+        yield from map(family.stored_names.stored, float32_names(family.read_graph(config)))
 
 
 def _first_value(config: Mapping[str, Any], *keys: str) -> int:

@@ -29,7 +29,7 @@ from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.family import find_graph_faults, refuse_faults
 from minimax_tools.model.quantisation import find_other_format, find_quantisation_faults, refuse_side_format
 from minimax_tools.model.spec import CONFIG_FILE, read_config_file
-from minimax_tools.model.weight_names import float32_names_of
+from minimax_tools.model.weight_names import float32_names
 from minimax_tools.reference.modules import family_of_config, loading_arguments
 from minimax_tools.split.parts import Part
 
@@ -353,14 +353,14 @@ class Division:
     ) -> PreTrainedModel:
         """Let transformers build the model with stand-ins, and fill it."""
         base, in_tuple = self.model_class, self.in_tuple
-        float32_names, family = _float32_names(self.config), family_of_config(self.config)
+        in_float32, family = _float32_names(self.config), family_of_config(self.config)
 
         def build(model: Any, config: PreTrainedConfig) -> None:
             base.__init__(model, config)
             Anatomy.of(model).put_stand_ins(own, in_tuple=in_tuple)
             # The other half of a tie belongs to another part.
             model.all_tied_weights_keys = {}
-            model._keep_in_fp32_modules_strict.update(float32_names)
+            model._keep_in_fp32_modules_strict.update(in_float32)
 
         # transformers knows by the class's name how the files of a model differ from its modules.
         part_class: Any = type(base.__name__, (base,), {"__init__": build, "__module__": base.__module__})
@@ -404,7 +404,7 @@ def _float32_names(config: PreTrainedConfig) -> tuple[str, ...]:
     family = family_of_config(config)
     if family is None:
         return ()
-    return tuple(map(family.module_names.stored, float32_names_of(family.read_graph(config.to_dict()))))
+    return tuple(map(family.module_names.stored, float32_names(family.read_graph(config.to_dict()))))
 
 
 def unfit_checkpoint(where: Path, faults: list[str]) -> CheckpointError:

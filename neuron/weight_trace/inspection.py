@@ -159,7 +159,7 @@ class TracedPort:
             return None
         module = self._build(self.spec, self.dtype)
         # Made beforehand, in the dtypes that a conversion gets: else their making would count.
-        in_float32 = float32_names(self.spec)
+        in_float32 = float32_names(self.spec.graph)
         given = {
             name: torch.rand(shape).to(torch.float32 if name in in_float32 else self.dtype)
             for name, shape in expected_layer_shapes(self.spec, self.layer).items()

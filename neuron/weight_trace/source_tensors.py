@@ -74,7 +74,7 @@ class SourceTensors:
         sources: list[SourceTensor] = []
         start, names = 0, spec.family.stored_names
         for name, shape in expected_layer_shapes(spec, layer).items():
-            is_float32, word = name in float32_names(spec), word_kinds([kind_of(name)], names)
+            is_float32, word = name in float32_names(spec.graph), word_kinds([kind_of(name)], names)
             source = SourceTensor(name=name, shape=shape, start=start, is_float32=is_float32, word=word)
             if experts is None or source.expert is None or source.expert in experts:
                 sources.append(source)
@@ -247,7 +247,7 @@ class GeneratedTensors(LayerTensors):
     ) -> None:
         self._shapes = expected_layer_shapes(spec, layer)
         self._make = make
-        in_float32 = float32_names(spec)
+        in_float32 = float32_names(spec.graph)
         super().__init__(
             reader,
             layer=layer,

@@ -52,7 +52,7 @@ def test_a_plan_counts_what_is_loaded_in_float32(command: Any, made: Path, spec:
     nodes = json.loads(done.stdout)["nodes"]
     # The toy is stored as it is loaded in BF16: a router that is float32 stays so.
     assert all(part["cost"]["loaded_bytes"] == part["cost"]["stored_bytes"] for part in nodes)
-    assert bool(float32_names(spec)) == spec.graph.has_float32_router
+    assert bool(float32_names(spec.graph)) == spec.graph.has_float32_router
 
 
 def test_parts_chain_to_the_goldens_logits(family: Family, made: Path, capture: Capture) -> None:

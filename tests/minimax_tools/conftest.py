@@ -81,7 +81,7 @@ def fp8_tensors(spec: ModelSpec) -> Tensors:
         LM_HEAD: _values(LM_HEAD, (spec.vocab_size, spec.hidden_size)).to(torch.bfloat16),
     }
     for layer in range(spec.num_hidden_layers):
-        for name, shape in expected_layer_shapes(spec).items():
+        for name, shape in expected_layer_shapes(spec, layer).items():
             _add(tensors, layer_prefix(layer) + name, shape)
     return tensors
 

@@ -45,8 +45,11 @@ GLM4_MOE = Family(
     fixed_values=MappingProxyType({"hidden_act": "silu"}),
     read_keys=frozenset(
         (
-            *("attention_bias", "first_k_dense_replace", "n_shared_experts"),
-            *("norm_topk_prob", "routed_scaling_factor"),
+            "attention_bias",
+            "first_k_dense_replace",
+            "n_shared_experts",
+            "norm_topk_prob",
+            "routed_scaling_factor",
         )
     ),
     read_graph=_read_graph,

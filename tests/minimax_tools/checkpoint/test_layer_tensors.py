@@ -52,7 +52,7 @@ def test_every_value_is_the_layers_own(
 ) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         layer = LayerTensors.open(reader, spec, LAYER, dtype)
-        assert tuple(layer) == tuple(expected_layer_shapes(spec))
+        assert tuple(layer) == tuple(expected_layer_shapes(spec, LAYER))
         for name, tensor in layer.items():
             expected = float32_products.get(PREFIX + name, bf16_tensors[PREFIX + name])
             wanted = torch.float32 if name in FLOAT32_NAMES else dtype

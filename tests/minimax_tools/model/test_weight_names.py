@@ -30,7 +30,7 @@ MINIMAX_M2 = SyntheticModel.m2().spec()
 
 
 def test_a_layer_of_minimax_m2_has_the_published_parameters() -> None:
-    shapes = expected_layer_shapes(MINIMAX_M2)
+    shapes = expected_layer_shapes(MINIMAX_M2, 0)
     assert sum(math.prod(shape) for shape in shapes.values()) == 3_668_718_848
     assert shapes["self_attn.q_proj.weight"] == (6144, 3072)
     assert shapes["self_attn.k_norm.weight"] == (1024,)
@@ -42,7 +42,7 @@ def test_a_layer_of_minimax_m2_has_the_published_parameters() -> None:
 
 
 def test_experts_come_in_integer_order() -> None:
-    names = expected_layer_shapes(replace(MINIMAX_M2, num_local_experts=12))
+    names = expected_layer_shapes(replace(MINIMAX_M2, num_local_experts=12), 0)
     first_matrices = [name for name in names if name.endswith(".w1.weight")]
     assert first_matrices == [expert_weight(expert, "w1") for expert in range(12)]
 

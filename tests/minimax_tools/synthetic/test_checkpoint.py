@@ -83,7 +83,7 @@ def digests(folder: Path) -> dict[str, str]:
 def test_every_tensor_has_the_hubs_name_and_shape(fp8_copy: Path) -> None:
     shapes = {EMBEDDING: (512, 256), LM_HEAD: (512, 256), FINAL_NORM: (256,)}
     for layer in range(MODEL.num_hidden_layers):
-        for name, shape in expected_layer_shapes(MODEL.spec()).items():
+        for name, shape in expected_layer_shapes(MODEL.spec(), layer).items():
             shapes[layer_prefix(layer) + name] = shape
             if len(shape) == 2 and name != GATE:
                 scales = tuple(math.ceil(size / 128) for size in shape)
