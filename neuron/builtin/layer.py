@@ -266,28 +266,25 @@ class DeviceLayer(nn.Module):
         }
 
     @property
+    def _mlp(self) -> tuple[str, DeviceMlp | DeviceMoe]:
+        """The experts, or the MLP in their place, with its name."""
+        return ("mlp", self.mlp) if self._is_dense else ("block_sparse_moe", self.block_sparse_moe)
+
+    @property
     def shardings(self) -> Mapping[str, Axes]:
         """For each dim of each weight, the mesh axes over which devices of one process divide it; see `Spmd`."""
         # Experts are divided among groups of devices, all else among all devices.
-        of_experts = (
-            behind("mlp", self.mlp.shardings)
-            if self._is_dense
-            else behind("block_sparse_moe", self.block_sparse_moe.shardings)
-        )
-        return behind("self_attn", self.self_attn.shardings) | of_experts
+        path, mlp = self._mlp
+        return behind("self_attn", self.self_attn.shardings) | behind(path, mlp.shardings)
 
     @read_in_place
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """Return the layer's weights under this module's names. Loading reads them straight into its parameters."""
-        of_experts = (
-            behind("mlp", self.mlp.weights(tensors, path="mlp"))
-            if self._is_dense
-            else behind("block_sparse_moe", self.block_sparse_moe.expert_weights(tensors))
-        )
+        path, mlp = self._mlp
         return {
             **self.self_attn.weights(tensors),
             **{name: unchanged(tensors, name) for name in _WHOLE_NAMES if name in tensors},
-            **of_experts,
+            **behind(path, mlp.weights(tensors, path=path)),
         }
 
     def forward(
@@ -306,7 +303,8 @@ class DeviceLayer(nn.Module):
         )
         residual = hidden_states + attn_delta
         normed = self.post_attention_layernorm(residual)
-        output: torch.Tensor = residual + (self.mlp if self._is_dense else self.block_sparse_moe)(normed)
+        _, mlp = self._mlp
+        output: torch.Tensor = residual + mlp(normed)
         return output, key_value
 
 

@@ -18,6 +18,7 @@ from minimax_tools.checkpoint.filling import Gathered
 from minimax_tools.checkpoint.layer_loader import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import UsageError
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.router import Router
 from minimax_tools.reference.float32_stages import activate
 from minimax_tools.reference.layer import expert_width_of, router_dtype_of
@@ -120,9 +121,9 @@ class DeviceMoe(nn.Module):
         self.experts = nn.ModuleList(ExpertChunk(self.chunk_size, config) for _ in range(num_chunks))
         # A module of no effect: the site where the routed experts' sum is captured.
         self.routed = nn.Identity()
-        self._sum_scale, self._has_shared = config.graph.sum_scale, bool(config.graph.shared_width)
-        if self._has_shared:
-            self.shared_experts = DeviceMlp(config, config.graph.shared_width)
+        self._graph: ModelGraph = config.graph
+        if self._graph.has_shared_experts:
+            self.shared_experts = DeviceMlp(config, self._graph.shared_width)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return moe_delta [B,S,H] for states [B,S,H]."""
@@ -140,10 +141,10 @@ class DeviceMoe(nn.Module):
         routed: torch.Tensor = self.routed(
             self._ranks.reduce(total_th, dtype=states.dtype).view(states.shape)
         )
-        if not self._has_shared:
+        if not self._graph.has_shared_experts:
             return routed
         shared: torch.Tensor = self.shared_experts(states)
-        total: torch.Tensor = routed * self._sum_scale + shared
+        total: torch.Tensor = routed * self._graph.sum_scale + shared
         return total
 
     @property
@@ -158,14 +159,16 @@ class DeviceMoe(nn.Module):
             for index in range(len(self.experts))
             for name, weight_axes in axes.items()
         }
-        shared = behind("shared_experts", self.shared_experts.shardings) if self._has_shared else {}
+        shared = (
+            behind("shared_experts", self.shared_experts.shardings) if self._graph.has_shared_experts else {}
+        )
         return of_experts | shared
 
-    def expert_weights(self, tensors: LayerTensors) -> dict[str, Weight]:
+    def weights(self, tensors: LayerTensors, *, path: str) -> dict[str, Weight]:
         """Return the weights of the chunks, and of the shared expert, under this module's names."""
         weights: dict[str, Weight] = {}
-        if self._has_shared:
-            of_shared = self.shared_experts.weights(tensors, path="block_sparse_moe.shared_experts")
+        if self._graph.has_shared_experts:
+            of_shared = self.shared_experts.weights(tensors, path=f"{path}.shared_experts")
             weights |= behind("shared_experts", of_shared)
         for index, chunk in enumerate(self.experts):
             assert isinstance(chunk, ExpertChunk), "experts holds chunks only"

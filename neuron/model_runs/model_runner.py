@@ -336,8 +336,7 @@ class ModelRun:
         `before` is what the layer before put out. Returns the layer's own output; None if it is not shown.
         """
         num_columns = self._request.inputs.sequence_length
-        of_layer = self._request.spec.graph.layer(layer).sites
-        held = tuple(site for site in self._request.sites if site in of_layer)
+        held = self._request.run.sites_of(layer)
         tensors = {
             site: assemble_site(
                 [(model_pass, sites[site]) for model_pass, sites in shown],

@@ -1,7 +1,6 @@
 """The port under test.
 
 - `target`: the protocol of a port, a layer or a whole one: found by name, built, loaded; translation of its errors
-- `hub_names`: a port's tensors by the names of its family's hub
 - `targets`: all kinds of targets, and the search by name; the layers of mm2, `builtin` and `reference`; a port's own
   class or function; `sources`: the file or module that it is imported from
 - `hub_names`: the tensors that a port takes, by the names of its family's checkpoints

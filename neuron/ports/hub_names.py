@@ -60,7 +60,7 @@ class HubTensors(CheckpointTensors):
 
 def hub_named(tensors: CheckpointTensors, names: StoredNames) -> CheckpointTensors:
     """Return tensors by the hub's names: the same object where these are mm2's."""
-    return HubTensors(tensors, names) if names.layer else tensors
+    return HubTensors(tensors, names) if names.translates else tensors
 
 
 def takes_own_names(*owners: object) -> bool:

@@ -43,7 +43,6 @@ from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun, LayerTimes
 from neuron.runs.port_setup import PortSetup, RankExecutor, TensorEdit
 from neuron.runs.resident_layer import ResidentLayer, device_footprint
 from neuron.weight_trace.held_check import HeldPart, conclude
-from neuron.weight_trace.source_lines import LineTable
 
 
 class RecordedLayer(nn.Module):
@@ -376,7 +375,7 @@ class LayerExecutor(RankExecutor):
         if part is None:
             return None
         parts = self.runtime.messages.gather(part)
-        return conclude(parts, LineTable(self.setup.spec, layer)) if parts else None
+        return conclude(parts, self._resident.line_table(layer)) if parts else None
 
     def _find_exposure(self, module: nn.Module, request: LayerRequest, *, what: str) -> Exposure:
         exposure = find_exposure(module, what=what, kind=self.setup.spec.graph.layer(request.layer))

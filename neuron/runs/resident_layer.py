@@ -181,9 +181,8 @@ class NextLayer:
         self._read_ahead = ReadAhead(reader.index) if reads_ahead else None
         self._prepared: OpenedLayer | None = None
         # What the port holds is compared with what it was given, unless mm2 changed that.
-        compares = setup.target.reads_weights and not setup.edits
-        # The table of each kind of layer, made when it is needed; None if weights are not compared.
-        self._lines: dict[LayerGraph, LineTable] | None = {} if compares else None
+        self._compares = setup.target.reads_weights and not setup.edits
+        self._tables: dict[LayerGraph, LineTable] = {}
         self._compared: set[int] = set()
 
     def read_ahead(self, layer: int, next_layer: int | None) -> None:
@@ -232,17 +231,23 @@ class NextLayer:
         if self._read_ahead is not None:
             self._read_ahead.close()
 
+    def line_table(self, layer: int) -> LineTable:
+        """Return the numbers of a layer's lines, which all layers of its kind share."""
+        kind = self._setup.spec.graph.layer(layer)
+        if kind not in self._tables:
+            self._tables[kind] = LineTable(self._setup.spec, layer)
+        return self._tables[kind]
+
     def note_compared(self, layer: int) -> None:
         """Note that a layer's weights were compared: they are not when it is loaded again."""
         self._compared.add(layer)
 
     def _open_tensors(self, layer: int) -> LayerTensors:
         setup = self._setup
-        if self._lines is not None and layer not in self._compared:
-            kind = setup.spec.graph.layer(layer)
-            if kind not in self._lines:
-                self._lines[kind] = LineTable(setup.spec, layer)
-            return NotedTensors.noting(self._reader, setup.spec, layer, setup.dtype, table=self._lines[kind])
+        if self._compares and layer not in self._compared:
+            return NotedTensors.noting(
+                self._reader, setup.spec, layer, setup.dtype, table=self.line_table(layer)
+            )
         tensors = LayerTensors.open(self._reader, setup.spec, layer, setup.dtype)
         for edit in setup.edits.values():
             edit(tensors, target_config(setup.spec))
@@ -343,6 +348,10 @@ class ResidentLayer:
         """Decide whether a layer is of the kind that the module was built for: dense layers have other weights."""
         graph = self._setup.spec.graph
         return self._layer is not None and graph.layer(layer) == graph.layer(self._layer)
+
+    def line_table(self, layer: int) -> LineTable:
+        """Return the numbers of a layer's lines."""
+        return self._next.line_table(layer)
 
     def take_held(self) -> HeldPart | None:
         """Return what this rank holds of the weights that were loaded last, once; None if nothing was compared."""

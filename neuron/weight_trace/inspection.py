@@ -432,9 +432,7 @@ class InspectionGroup:
     first: WeightInspection  # the inspection of the first of them
 
 
-def group_inspections(
-    inspections: Iterable[WeightInspection], *, joins: bool = True
-) -> tuple[InspectionGroup, ...]:
+def group_inspections(inspections: Iterable[WeightInspection], *, joins: bool) -> tuple[InspectionGroup, ...]:
     """Group layers that are alike, if it `joins` any; the worst verdict comes first, then the first layer.
 
     Figures are not compared: the generated weights differ from layer to layer. Of each group one inspection is kept,

@@ -157,7 +157,7 @@ def check_layouts(
     by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors, spec: ModelSpec, scales: Scales
 ) -> list[WeightFinding]:
     """Return all findings of the layouts of each rank's port tensors, in rank order."""
-    findings = [*_find_by_count(by_rank, sources), *find_scaled(scales)]
+    findings, held = [*_find_by_count(by_rank, sources), *find_scaled(scales)], kinds_of(sources.all)
     ranks_with: dict[WeightFinding, set[int]] = {}
     for rank, layouts in enumerate(by_rank):
         of_rank = [
@@ -166,7 +166,7 @@ def check_layouts(
             *find_parted(layouts, spec),
         ]
         for layout in layouts:
-            of_rank += _find_in_tensor(layout, sources)
+            of_rank += _find_in_tensor(layout, sources, held)
         for finding in of_rank:
             ranks_with.setdefault(finding, set()).add(rank)
     for finding, ranks in ranks_with.items():
@@ -184,8 +184,9 @@ def find_refills(
     Their own name says the kind, which is among the `missing` ones, and their shape is the weight's.
     """
     refills = {}
+    held = kinds_of(sources.all)
     for layout in layouts:
-        for kind in _named_kinds(layout.origin, sources) & set(missing):
+        for kind in _named_kinds(layout.origin, held) & set(missing):
             of_kind = [source for source in sources.all if source.kind == kind]
             if len(of_kind) == 1 and of_kind[0].shape == tuple(layout.origin.shape):
                 refills[layout.origin.name] = of_kind[0].name
@@ -317,7 +318,9 @@ def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFindin
         )
 
 
-def _find_in_tensor(layout: TensorLayout, sources: SourceTensors) -> Iterator[WeightFinding]:
+def _find_in_tensor(
+    layout: TensorLayout, sources: SourceTensors, held: Sequence[str]
+) -> Iterator[WeightFinding]:
     origin, kinds = layout.origin, _kinds_held(layout)
 
     def fault(
@@ -336,7 +339,7 @@ def _find_in_tensor(layout: TensorLayout, sources: SourceTensors) -> Iterator[We
             contradicts_names=contradicts_names,
         )
 
-    named = _named_kinds(origin, sources)
+    named = _named_kinds(origin, held)
     if len(named) == 1 and kinds and not named & set(kinds):
         text = f"is named {sources.word(named)}, and holds {sources.word(kinds)}"
         yield fault(WeightMistake.SWAPPED, text, contradicts_names=True)
@@ -364,9 +367,9 @@ def _find_in_tensor(layout: TensorLayout, sources: SourceTensors) -> Iterator[We
         yield fault(WeightMistake.COMPUTED, _word_computed(origin, sources))
 
 
-def _named_kinds(origin: TensorOrigin, sources: SourceTensors) -> set[str]:
-    """Return the kinds that a port tensor's name says it holds."""
-    parts, kinds = origin.name.split("."), kinds_of(sources.all)
+def _named_kinds(origin: TensorOrigin, kinds: Sequence[str]) -> set[str]:
+    """Return the kinds that a port tensor's name says it holds, of a layer with these `kinds`."""
+    parts = origin.name.split(".")
     return {_named_kind(parts, _NAMED_KINDS[part], kinds) for part in parts if part in _NAMED_KINDS}
 
 

@@ -26,7 +26,7 @@ NOT_ALL_SEEN = "its weights were not all seen"
 _MAX_SHOWN_ALIKE = 2
 
 
-def render_inspections(groups: Sequence[InspectionGroup], *, is_brief: bool = False) -> str:
+def render_inspections(groups: Sequence[InspectionGroup], *, is_brief: bool) -> str:
     """Return inspections as text: verdict, findings, layouts, trial and loading. What is wrong comes first.
 
     If it `is_brief`, right layers take a line.

@@ -126,12 +126,9 @@ class Direction(Enum):
 
 
 class LineTable:
-    """Numbers of the lines of a layer of `spec`: of each tensor the rows, then the columns.
+    """Numbers of the lines of a layer of `spec`: of each tensor the rows, then the columns."""
 
-    All layers of one kind share a table: see `of`.
-    """
-
-    def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         self.matrices: dict[
             str, tuple[int, int]
         ] = {}  # each tensor as a matrix [R,C]; a vector has a row per block

@@ -72,10 +72,12 @@ class SourceTensors:
     def of(cls, spec: ModelSpec, layer: int, *, experts: Collection[int] | None = None) -> SourceTensors:
         """Number the tensors of a layer of `spec`; with `experts`, leave out the tensors of all other experts."""
         sources: list[SourceTensor] = []
-        start, names = 0, spec.family.stored_names
+        start, names, in_float32 = 0, spec.family.stored_names, float32_names(spec.graph)
         for name, shape in expected_layer_shapes(spec, layer).items():
-            is_float32, word = name in float32_names(spec.graph), word_kinds([kind_of(name)], names)
-            source = SourceTensor(name=name, shape=shape, start=start, is_float32=is_float32, word=word)
+            word = word_kinds([kind_of(name)], names)
+            source = SourceTensor(
+                name=name, shape=shape, start=start, is_float32=name in in_float32, word=word
+            )
             if experts is None or source.expert is None or source.expert in experts:
                 sources.append(source)
                 start += source.size

@@ -65,7 +65,7 @@ def hold(tiny: Path) -> Hold:
         with CheckpointReader(tiny) as reader, ReadingPool(1) as pool:
             module = port.build(spec, 0, dtype=dtype)
             spoil_conversion(module, spoil)
-            tensors = NotedTensors.noting(reader, spec, 0, dtype, table=LineTable(spec))
+            tensors = NotedTensors.noting(reader, spec, 0, dtype, table=LineTable(spec, 0))
             loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
             port.load(module, tensors, spec, loader=loader)
             part = check_part(module, tensors, sent=PortLines(spec), pool=pool)
@@ -200,7 +200,7 @@ def test_lines_that_are_read_in_parts_are_known_once_whole(tiny: Path) -> None:
     name = "self_attn.o_proj.weight"
     with CheckpointReader(tiny) as reader:
         parts, whole = (
-            NotedTensors.noting(reader, spec, 0, torch.bfloat16, table=LineTable(spec)) for _ in range(2)
+            NotedTensors.noting(reader, spec, 0, torch.bfloat16, table=LineTable(spec, 0)) for _ in range(2)
         )
         expected = whole[name]
         for rows in (range(0, 100), range(100, 128)):
