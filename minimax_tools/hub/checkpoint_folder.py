@@ -23,7 +23,7 @@ from minimax_tools.checkpoint.weight_files import (
 from minimax_tools.errors import CheckpointError, shorten
 from minimax_tools.hub.access import HubAccess, HubCommit
 from minimax_tools.hub.snapshot import HubSnapshot, find_snapshot
-from minimax_tools.model.spec import CONFIG_FILE
+from minimax_tools.model.spec import CONFIG_FILE, stored_names_in
 from minimax_tools.model.weight_names import layer_of
 from minimax_tools.remote.address import RemoteAddress
 from minimax_tools.remote.s3_folder import RemoteCheckpoint, S3Folder
@@ -112,9 +112,12 @@ def find_shards(source: Source, layers: range | None) -> set[str]:
     files = WeightFiles.among(source.files.keys())
     if files is not None and files.index_file is not None:
         weight_map = read_weight_map(source.folder / files.index_file)
+        own = stored_names_in(source.folder).own
         # `layer_of` is None for a tensor outside all layers.
         return {
-            file for name, file in weight_map.items() if layers is None or layer_of(name) in (None, *layers)
+            file
+            for name, file in weight_map.items()
+            if layers is None or layer_of(own(name)) in (None, *layers)
         }
     if files is not None and files.is_numbered and not source.is_listed:
         # Only the index, which the cache lacks, tells all shards.
