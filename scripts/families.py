@@ -37,8 +37,8 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.split.factory import ModelFactory
 from neuron.cli import main as mm2_test
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 _REPOSITORY = Path(__file__).parents[1]
+PAGE = _REPOSITORY / "docs" / "families.md"
 _PORTS = Path(__file__).parent / "examples" / "family_ports.py"
 _RIGHT, _SWAPPED, _LATE, _MODEL = (
     f"{_PORTS}:{name}" for name in ("Layer", "SwappedLayer", "LateSwappedLayer", "Model")
@@ -88,10 +88,9 @@ class Trial:
         record: dict[str, Any] = json.loads(self.run(main, *words, "--json", code=code))
         return record
 
-    def port(self, *, golden: bool = True) -> tuple[object, ...]:
+    def port(self) -> tuple[object, ...]:
         """Return the options of a port's run on the CPU: model and golden."""
-        sides = ("--golden", self.golden) if golden else ()
-        return ("--model", self.model, *sides, "--backend", "cpu")
+        return ("--model", self.model, "--golden", self.golden, "--backend", "cpu")
 
     def _word_end(self, printed: str, logged: str, code: int, expected: int) -> str:
         errors = _ERROR.findall(logged) or _ERROR.findall(printed)

@@ -37,7 +37,7 @@ from minimax_tools.reference.evaluation import (
     scaled,
 )
 from minimax_tools.reference.expert_pass import ExpertSlots, Mix, Recipe
-from minimax_tools.reference.float32_stages import activate, swiglu
+from minimax_tools.reference.float32_stages import activate, swiglu, swiglu_oai
 
 # Limits that other models clamp their experts at, and smaller ones.
 _CLAMP_LIMITS = (7.0, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5)
@@ -54,12 +54,7 @@ def _mix_with(mix: Mix, experts: str = "") -> Change:
 
 def _oai_with(alpha: float, limit: float, added: float = 1.0) -> Change:
     """Combine gate and up by SwiGLU-OAI with these numbers; `added` is what up is added to."""
-
-    def mix(gate: torch.Tensor, up: torch.Tensor, _: ExpertSlots) -> torch.Tensor:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + added)
-
-    return _mix_with(mix)
+    return _mix_with(lambda gate, up, _: swiglu_oai(gate, up, alpha=alpha, limit=limit, added=added))
 
 
 def _alpha(inputs: LayerInputs) -> tuple[Parameters, ...]:

@@ -193,7 +193,7 @@ class Sides:
         """Decide whether the golden kept what `read_beside` reads."""
         if site is self.reference.graph.layer(layer).routed_sum:
             return True
-        has_shared = bool(self.reference.graph.shared_width)
+        has_shared = self.reference.graph.has_shared_experts
         is_shared_known = not has_shared or Site.SHARED_DELTA in self.reference.sites(layer)
         return is_shared_known and (site is Site.MOE_DELTA or self.holds_stream(layer))
 
@@ -210,7 +210,7 @@ class Sides:
         beside = torch.zeros_like(states, dtype=torch.float32)
         if site is self.reference.graph.layer(layer).routed_sum:
             return beside
-        if self.reference.graph.shared_width:
+        if self.reference.graph.has_shared_experts:
             shared = read(layer, Site.SHARED_DELTA)
             assert shared is not None, "the golden holds what the shared experts add"
             beside = beside + shared

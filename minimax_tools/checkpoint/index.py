@@ -97,7 +97,8 @@ class TensorIndex:
     ) -> TensorIndex:
         """Build the index of tensors in any order, of which no two have the same name.
 
-        Names of `entries` and `absent` are the stored ones; `stored_names` translate them, and None leaves them.
+        Names of `entries` are the stored ones; `stored_names` translate them, and None leaves them. Those of `absent`
+        are translated.
         """
         names = stored_names or StoredNames()
         own = (
@@ -109,7 +110,7 @@ class TensorIndex:
             entries=MappingProxyType(
                 {entry.name: entry for entry in sorted(own, key=lambda entry: entry.name)}
             ),
-            absent=MappingProxyType(dict(sorted((names.own(name), file) for name, file in absent.items()))),
+            absent=MappingProxyType(dict(sorted(absent.items()))),
         )
 
     @property
@@ -230,13 +231,13 @@ def read_index(
     """
     missing = {shard for shard in shards if may_lack_shards and not (folder / shard).is_file()}
     headers, faults = _read_headers(folder, [shard for shard in shards if shard not in missing])
-    absent = {name: shard for name, shard in (weight_map or {}).items() if shard in missing}
-    faults += find_header_faults(headers, weight_map)
     names = stored_names or StoredNames()
-    faults += _find_missed_shards({names.own(name): shard for name, shard in absent.items()}, layers)
+    absent = {names.own(name): shard for name, shard in (weight_map or {}).items() if shard in missing}
+    faults += find_header_faults(headers, weight_map)
+    faults += _find_missed_shards(absent, layers)
     if faults:
         raise faulty_checkpoint(folder, faults)
-    return TensorIndex.of(folder, chain.from_iterable(headers.values()), absent, stored_names)
+    return TensorIndex.of(folder, chain.from_iterable(headers.values()), absent, names)
 
 
 def _read_headers(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,24 @@ def layer_of(name: str) -> int | None:
 def expert_weight(expert: int, matrix: str) -> str:
     """Return the relative name of an expert's `w1` (gate), `w2` (down) or `w3` (up)."""
     return f"block_sparse_moe.experts.{expert}.{matrix}.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """Names of the weights of an expert, or of another MLP, relative to the layer."""
+
+    gate: str
+    up: str
+    down: str
+
+    @classmethod
+    def of_expert(cls, number: int) -> MlpNames:
+        """Return the names of a routed expert's weights."""
+        return cls(*(expert_weight(number, name) for name in (EXPERT_GATE, EXPERT_UP, EXPERT_DOWN)))
+
+
+SHARED_MLP = MlpNames(SHARED_GATE, SHARED_UP, SHARED_DOWN)
+DENSE_MLP = MlpNames(DENSE_GATE, DENSE_UP, DENSE_DOWN)
 
 
 def module_weights(spec: ModelSpec, layer: int) -> Mapping[str, tuple[str, ...]]:

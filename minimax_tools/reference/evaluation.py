@@ -298,7 +298,7 @@ def _expert_outputs(layer: Evaluation) -> torch.Tensor:
 
 
 def _moe_delta(layer: Evaluation) -> torch.Tensor:
-    if not layer.spec.graph.shared_width:
+    if not layer.spec.graph.has_shared_experts:
         return layer.spec.graph.sum_scale * _routed_sum(layer)
     return layer.spec.graph.sum_scale * layer[Site.ROUTED_DELTA] + layer[Site.SHARED_DELTA]
 

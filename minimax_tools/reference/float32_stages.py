@@ -17,7 +17,7 @@ from minimax_tools.model.graph import LayerGraph, ModelGraph
 from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import bias_name
+from minimax_tools.model.weight_names import MlpNames, bias_name
 
 # Queries of one prompt whose scores (of all heads) attention holds at a time. It trades memory for speed.
 _BLOCK_QUERIES = 256
@@ -243,9 +243,15 @@ def activate(graph: ModelGraph, gate: torch.Tensor, up: torch.Tensor) -> torch.T
     """Combine gate and up to the input of an expert's down projection."""
     if graph.swiglu_alpha is None:
         return swiglu(gate, up)
-    limit = graph.swiglu_limit
+    return swiglu_oai(gate, up, alpha=graph.swiglu_alpha, limit=graph.swiglu_limit)
+
+
+def swiglu_oai(
+    gate: torch.Tensor, up: torch.Tensor, *, alpha: float, limit: float, added: float = 1.0
+) -> torch.Tensor:
+    """Combine gate and up by SwiGLU-OAI: both clamped, the gate activated, and `added` added to up."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(graph.swiglu_alpha * gate) * (up + 1.0)
+    return gate * torch.sigmoid(alpha * gate) * (up + added)
 
 
 def norm_stage(source: Site, weight: str) -> Stage:
@@ -264,13 +270,13 @@ def product_stage(source: Site, weight: str) -> Stage:
     return project
 
 
-def mlp_stage(source: Site, gate: str, up: str, down: str) -> Stage:
-    """Build the stage of an MLP that every token takes: its input site and its weights' names."""
+def mlp_stage(names: MlpNames) -> Stage:
+    """Build the stage of an MLP that every token takes, from its weights' names."""
 
     def run(layer: LayerValues) -> torch.Tensor:
-        states = layer[source]
-        mixed = activate(layer.spec.graph, states @ layer.weight(gate).T, states @ layer.weight(up).T)
-        return mixed @ layer.weight(down).T
+        states = layer[Site.POST_NORM]
+        gate, up = (states @ layer.weight(name).T for name in (names.gate, names.up))
+        return activate(layer.spec.graph, gate, up) @ layer.weight(names.down).T
 
     return run
 
@@ -319,12 +325,8 @@ STAGES: Mapping[Site, Stage] = MappingProxyType(
         Site.ROUTER_WEIGHTS: lambda layer: router_of(layer).shares(
             router_scores(layer), layer[Site.ROUTER_EXPERTS]
         ),
-        Site.SHARED_DELTA: mlp_stage(
-            Site.POST_NORM, weight_names.SHARED_GATE, weight_names.SHARED_UP, weight_names.SHARED_DOWN
-        ),
-        Site.MLP_DELTA: mlp_stage(
-            Site.POST_NORM, weight_names.DENSE_GATE, weight_names.DENSE_UP, weight_names.DENSE_DOWN
-        ),
+        Site.SHARED_DELTA: mlp_stage(weight_names.SHARED_MLP),
+        Site.MLP_DELTA: mlp_stage(weight_names.DENSE_MLP),
         Site.OUTPUT: lambda layer: layer[Site.ATTN_RESIDUAL] + layer[layer.graph.last_delta],
     }
 )

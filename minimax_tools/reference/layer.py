@@ -215,13 +215,13 @@ class ReferenceMoe(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
         self.experts = nn.ModuleList(ReferenceExpert(config) for _ in range(config.num_local_experts))
         self.routed = nn.Identity()
-        if self.graph.shared_width:
+        if self.graph.has_shared_experts:
             self.shared_experts = ReferenceMlp(config, self.graph.shared_width)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Compute moe_delta [B,S,H] from normed states [B,S,H]."""
         routed: torch.Tensor = self.routed(self.run_experts(states))
-        if not self.graph.shared_width:
+        if not self.graph.has_shared_experts:
             return routed
         shared: torch.Tensor = self.shared_experts(states)
         return routed * self.graph.sum_scale + shared

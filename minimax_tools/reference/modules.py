@@ -75,11 +75,10 @@ def require_golden_extra(needed_for: str) -> None:
 
 def modeling_class(family: Family, name: str) -> Any:
     """Return a class of transformers for a family, by the name that follows its prefix, such as `DecoderLayer`."""
-    return getattr(_modeling(family), family.transformers_prefix + name)
-
-
-def _modeling(family: Family) -> Any:
-    return importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
+    modeling = importlib.import_module(
+        f"transformers.models.{family.model_type}.modeling_{family.model_type}"
+    )
+    return getattr(modeling, family.transformers_prefix + name)
 
 
 def family_of_config(config: PretrainedConfig) -> Family | None:

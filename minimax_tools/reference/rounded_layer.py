@@ -24,17 +24,15 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import bias_name
+from minimax_tools.model.weight_names import DENSE_MLP, SHARED_MLP, MlpNames, bias_name
 from minimax_tools.reference.float32_stages import split_heads
 from minimax_tools.reference.rounding import RoundedRows, Rounding, RoundingKind, rounded_rows
-from minimax_tools.reference.upcast import ExpertRounding, MlpNames, Scratch, run_rounded, upcast_experts
+from minimax_tools.reference.upcast import ExpertRounding, Scratch, run_rounded, upcast_experts
 from minimax_tools.reference.variant_names import NEAREST
 
 # Attention scores of one row that are held at a time, 16 MB in float32, but at least one head. Another number gives
 # other random steps too (see `_Pass`).
 _MOST_SCORES = 2**22
-_DENSE = MlpNames(weight_names.DENSE_GATE, weight_names.DENSE_UP, weight_names.DENSE_DOWN)
-_SHARED = MlpNames(weight_names.SHARED_GATE, weight_names.SHARED_UP, weight_names.SHARED_DOWN)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,13 +159,13 @@ class _Pass:
         )
         graph, is_real = self.layer.spec.graph, mask_rs.bool()
         if weight_names.GATE not in self.layer.tensors:
-            sites[Site.MLP_DELTA] = self._run_whole(_DENSE, sites[Site.POST_NORM], is_real, rounding)
+            sites[Site.MLP_DELTA] = self._run_whole(DENSE_MLP, sites[Site.POST_NORM], is_real, rounding)
             sites[Site.OUTPUT] = self._round(sites[Site.ATTN_RESIDUAL] + sites[Site.MLP_DELTA])
             return
         delta = self._run_experts(sites, is_real, rounding, choose)
-        if graph.shared_width:
+        if graph.has_shared_experts:
             sites[Site.ROUTED_DELTA] = delta
-            sites[Site.SHARED_DELTA] = self._run_whole(_SHARED, sites[Site.POST_NORM], is_real, rounding)
+            sites[Site.SHARED_DELTA] = self._run_whole(SHARED_MLP, sites[Site.POST_NORM], is_real, rounding)
             delta = self._round(self._round(delta * graph.sum_scale) + sites[Site.SHARED_DELTA])
         sites[Site.MOE_DELTA] = delta
         sites[Site.OUTPUT] = self._round(sites[Site.ATTN_RESIDUAL] + delta)

@@ -87,7 +87,7 @@ class Float32Twin:
         own_choice = Recorder(self._module, {} if self._graph.is_dense else experts, keep=copy_to_host)
         recording = recording_layer(
             self._module,
-            sites=tuple(site for site in sites if site in self._graph.sites),
+            sites=sites,
             graph=self._graph,
             attn_implementation=str(self._config._attn_implementation),
         )

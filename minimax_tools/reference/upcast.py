@@ -19,7 +19,7 @@ import torch
 
 from minimax_tools.machine.compiled import CorePool, compiled
 from minimax_tools.model.graph import ModelGraph
-from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.model.weight_names import MlpNames
 from minimax_tools.reference.float32_stages import activate
 from minimax_tools.reference.rounding import Rounding, rounded_rows
 
@@ -169,20 +169,6 @@ def _side_by_side(device: torch.device) -> Iterator[Callable[..., Iterable[torch
         return
     with CorePool("upcast") as pool:
         yield pool.map
-
-
-@dataclass(frozen=True, slots=True)
-class MlpNames:
-    """Names of the weights of an expert, or of another MLP, relative to the layer."""
-
-    gate: str
-    up: str
-    down: str
-
-    @classmethod
-    def of_expert(cls, number: int) -> MlpNames:
-        """Return the names of a routed expert's weights."""
-        return cls(*(expert_weight(number, name) for name in (EXPERT_GATE, EXPERT_UP, EXPERT_DOWN)))
 
 
 def run_exact(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +117,7 @@ class SyntheticModel:
 
     def _config(self) -> dict[str, Any]:
         family = self.family
-        sizes = {
-            entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "model_type"
-        }
+        sizes = {name: size for name, size in asdict(self).items() if name != "model_type"}
         keys = {
             family.size_key(name): size for name, size in sizes.items() if name not in family.derived_sizes
         }

@@ -7,19 +7,14 @@ B batch, S columns of a pass, V vocabulary.
 
 from __future__ import annotations
 
-import re
-
 import torch
 import transformers_port
 from torch import nn
 from transformers import AutoConfig
-from transformers.masking_utils import create_causal_mask
 
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import float32_places, module_weights
+from minimax_tools.model.weight_names import expert_weight, float32_places, module_weights
 from minimax_tools.reference.modules import modeling_class
-
-_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(\w+)\.weight")
 
 
 def read_spec(config):
@@ -52,24 +47,25 @@ def by_own_names(tensors, spec, layer_idx, prefix, *, swaps):
         prefix + module: torch.cat([tensors[stored_names.stored(name)] for name in names])
         for module, names in module_weights(spec, layer_idx).items()
     }
-    experts = {}
-    for stored in tensors:
-        match = _EXPERT.fullmatch(stored_names.own(stored))
-        if match is not None:
-            experts[int(match[2]), match[3]] = tensors[stored]
-    if not experts:
+    if spec.graph.layer(layer_idx).is_dense:
         return state
-    first, second = ("w3", "w1") if swaps else ("w1", "w3")
-    numbers = range(spec.num_local_experts)
-    state[prefix + "mlp.experts.gate_up_proj"] = torch.stack(
-        [torch.cat((experts[number, first], experts[number, second])) for number in numbers]
-    )
-    state[prefix + "mlp.experts.down_proj"] = torch.stack([experts[number, "w2"] for number in numbers])
+
+    def stack(matrix):
+        names = (expert_weight(expert, matrix) for expert in range(spec.num_local_experts))
+        return torch.stack([tensors[stored_names.stored(name)] for name in names])
+
+    gate, up = stack("w1"), stack("w3")
+    state[prefix + "mlp.experts.gate_up_proj"] = torch.cat((up, gate) if swaps else (gate, up), dim=1)
+    state[prefix + "mlp.experts.down_proj"] = stack("w2")
     return state
 
 
-# Sites of shared experts, which a layer may have or not.
-_SITES = {"routed_delta": "layer.mlp.experts", "shared_delta": "layer.mlp.shared_experts"}
+# Sites that a layer may have or not.
+_SITES = {
+    "routed_delta": "layer.mlp.experts",
+    "shared_delta": "layer.mlp.shared_experts",
+    "mlp_delta": "layer.mlp",
+}
 
 
 class Layer(nn.Module):
@@ -86,8 +82,6 @@ class Layer(nn.Module):
         keep_router(self.layer, spec, layer_idx)
         kind = spec.graph.layer(layer_idx)
         self.sites = {site: path for site, path in {**self.sites, **_SITES}.items() if site in kind.sites}
-        if kind.is_dense:
-            self.sites["mlp_delta"] = "layer.mlp"
         self.rotary = modeling_class(spec.family, "RotaryEmbedding")(self.config)
 
     def convert_state_dict(self, tensors, config, layer_idx):
@@ -95,13 +89,7 @@ class Layer(nn.Module):
         swaps = self.first_swapped is not None and layer_idx >= self.first_swapped
         return by_own_names(tensors, read_spec(config), layer_idx, "layer.", swaps=swaps)
 
-    def forward(self, hidden_states, attention_mask, position_ids):
-        """Map [B,S,H] to [B,S,H]."""
-        mask = create_causal_mask(self.config, hidden_states, attention_mask, None, position_ids=position_ids)
-        rotation = self.rotary(hidden_states, position_ids=position_ids)
-        return self.layer(
-            hidden_states, attention_mask=mask, position_ids=position_ids, position_embeddings=rotation
-        )
+    forward = transformers_port.Same.forward
 
 
 class SwappedLayer(Layer):

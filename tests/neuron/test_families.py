@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 
-from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.checkpoint.filling import unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors, ModelTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from mm2.golden_layer import open_golden
 from neuron.cli import main as mm2_test
@@ -37,35 +35,16 @@ Make = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def toy_of(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def toy_of(make_model: Any) -> Make:
     """Gives the folder of a family's toy, in BF16."""
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp("checkpoint") / family
-            model = SyntheticModel.toy(FAMILIES[family])
-            synthesize(made[family], model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-        return made[family]
-
-    return make
+    return functools.cache(lambda family: make_model(SyntheticModel.toy(FAMILIES[family]), torch.bfloat16))
 
 
 @pytest.fixture(scope="session")
-def golden_of(toy_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def golden_of(toy_of: Make, make_golden: Any) -> Make:
     """Gives the golden of a family's toy: every layer, all sites."""
     pytest.importorskip("transformers", reason="goldens are made with transformers")
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp("golden") / family
-            given = ["--model", toy_of(family), "--seq-len", "48,33", "--output-dir", made[family]]
-            result = click.testing.CliRunner().invoke(mm2_gpu, ["extract-all", *map(str, given), "--quiet"])
-            assert result.exit_code == 0, result.output
-        return made[family]
-
-    return make
+    return functools.cache(lambda family: make_golden(toy_of(family), "--seq-len", "48,33"))
 
 
 @pytest.fixture

@@ -188,10 +188,10 @@ def test_planted_mistake_is_blamed_and_named(
     assert comparison.verdict is Verdict.FAIL
     assert {blame.layer for blame in comparison.blame} == {1}
     assert {site for blame in comparison.blame for site in blame.sites} == sites
-    first, *_ = explain(family_toy, run).findings
-    assert (first.layer, first.mistake) == (1, name)
+    findings = explain(family_toy, run).findings
+    assert (findings[0].layer, findings[0].mistake) == (1, name)
     graph = family_toy.spec.graph
-    assert all(CATALOGUE[finding.mistake].fits(graph) for finding in explain(family_toy, run).findings)
+    assert all(CATALOGUE[finding.mistake].fits(graph) for finding in findings)
 
 
 def test_no_mistake_that_is_tried_is_the_right_layer(family_toy: Any) -> None:
