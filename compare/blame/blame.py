@@ -30,11 +30,6 @@ _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
 # Least share of a figure beyond its limit that an input's own must be, to account for it alone.
 _LEAST_CARRIED = 0.5
 
-# A site that is judged with the port's own choice of experts: a wrong choice does not excuse it.
-_JUDGED_WITH_PORTS: Mapping[Site, Site] = MappingProxyType(
-    {Site.ROUTED_DELTA: Site.ROUTER_EXPERTS, Site.MOE_DELTA: Site.ROUTER_EXPERTS}
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ancestry:
@@ -229,11 +224,12 @@ def _ancestry(
 
 def _inputs(graph: LayerGraph, site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
     """Return a site's inputs, without a wrong choice of experts if the site was judged with that choice."""
-    choice = results.get(_JUDGED_WITH_PORTS[site]) if site in _JUDGED_WITH_PORTS else None
+    # The experts' sum is judged with the port's own choice, which does not excuse it.
+    choice = results.get(Site.ROUTER_EXPERTS) if site is graph.routed_sum else None
     # A choice without `routing`, of a wrong shape say, could not be compared: nothing was judged with it.
     if choice is None or choice.routing is None or choice.status is not SiteStatus.FAIL:
         return graph.inputs[site]
-    return tuple(source for source in graph.inputs[site] if source is not _JUDGED_WITH_PORTS[site])
+    return tuple(source for source in graph.inputs[site] if source is not Site.ROUTER_EXPERTS)
 
 
 def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:

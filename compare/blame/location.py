@@ -15,11 +15,10 @@ from compare.noise.rows import Rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.inputs import decoded_tokens
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import BEHIND_EXPERTS, Site
 from minimax_tools.results.results import Blame, SiteResult
 
 # Sites whose error may lie in the tokens of some experts, and sites whose channels are heads side by side.
-_OF_EXPERTS = (Site.ROUTED_DELTA, Site.MOE_DELTA, Site.OUTPUT)
 _OF_HEADS = (
     Site.Q_PROJ,
     Site.K_PROJ,
@@ -70,7 +69,7 @@ def _locate(result: SiteResult, rows: Rows | None, *, judge: LayerJudge, sides: 
         facts=TokenFacts(
             positions=_read_positions(rows, sides.reference),
             decoded=_find_decoded(rows, sides),
-            experts=_read_experts(layer, rows, sides) if site in _OF_EXPERTS else None,
+            experts=_read_experts(layer, rows, sides) if site in BEHIND_EXPERTS else None,
             later_rows=_find_later_rows(sides),
         ),
         head_dim=_head_dim(layer, sides.reference) if site in _OF_HEADS else None,

@@ -21,7 +21,6 @@ from minimax_tools.reference.evaluation import (
     Evaluation,
     ExpertValue,
     LayerInputs,
-    Stage,
     replace_stage,
 )
 from minimax_tools.reference.expert_pass import ExpertSlots, Recipe
@@ -37,16 +36,11 @@ from minimax_tools.reference.float32_stages import (
 _Scores = Callable[[Evaluation], torch.Tensor]
 
 
-def _choose_by(choice: _Scores, scores: _Scores | None = None) -> Change:
-    """Choose experts by the scores `choice`; if `scores` are given, weigh the chosen ones by these."""
-    stages: dict[Site | ExpertValue, Stage] = {
-        Site.ROUTER_EXPERTS: lambda layer: choose_experts(choice(layer), layer.spec.num_experts_per_tok)
-    }
-    if scores is not None:
-        stages[Site.ROUTER_WEIGHTS] = lambda layer: router_of(layer).shares(
-            scores(layer), layer[Site.ROUTER_EXPERTS]
-        )
-    return Change(stages=stages)
+def _choose_by(choice: _Scores) -> Change:
+    """Choose experts by the scores `choice`."""
+    return replace_stage(
+        Site.ROUTER_EXPERTS, lambda layer: choose_experts(choice(layer), layer.spec.num_experts_per_tok)
+    )
 
 
 def _score_by(score: Callable[[torch.Tensor], torch.Tensor]) -> Change:
@@ -55,7 +49,12 @@ def _score_by(score: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     def scores(layer: Evaluation) -> torch.Tensor:
         return score(layer[Site.ROUTER_LOGITS])
 
-    return _choose_by(lambda layer: router_of(layer).biased(scores(layer)), scores)
+    return Change(
+        stages={
+            Site.ROUTER_EXPERTS: lambda layer: router_of(layer).choose(scores(layer)),
+            Site.ROUTER_WEIGHTS: lambda layer: _shares(layer, layer[Site.ROUTER_EXPERTS], scores(layer)),
+        }
+    )
 
 
 def _weigh_by(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:

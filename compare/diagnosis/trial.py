@@ -13,7 +13,7 @@ from compare.catalogue.mistake import Hypothesis
 from compare.diagnosis.score import Score, SitePrediction, score_predictions
 from compare.noise.rows import TINY_FLOAT32
 from compare.noise.yardstick import MOST_LEFT, Yardstick, trimmed_mean
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import BEHIND_EXPERTS, Site
 from minimax_tools.reference.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
 from minimax_tools.reference.expert_pass import run_experts
 from minimax_tools.reference.float32_stages import has_all_tokens
@@ -26,9 +26,7 @@ _NUM_DRAWS = 6
 _NOISE_FACTOR = 2.0
 # Factor on the mean square of a right site's error, at least that of noise, beyond which a hypothesis makes it wrong.
 _MOST_WORSE = 2.0
-_STREAM_DELTAS = (Site.ATTN_DELTA, Site.MOE_DELTA, Site.MLP_DELTA)
 _ROUTER_CHOICE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
-_BEHIND_EXPERTS = (Site.ROUTED_DELTA, Site.MOE_DELTA, Site.OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -191,7 +189,7 @@ class Trial:
     def _run_experts(self, evaluations: Sequence[Evaluation]) -> None:
         """Compute the experts' outputs of all evaluations whose change affects them, if a judging site needs them."""
         affected = [changed for changed in evaluations if changed.is_affected(ExpertValue.EXPERT_OUTPUTS)]
-        if not affected or not any(site in self.yardsticks for site in _BEHIND_EXPERTS):
+        if not affected or not any(site in self.yardsticks for site in BEHIND_EXPERTS):
             return
         jobs = [evaluation.expert_job() for evaluation in affected]
         for evaluation, outputs in zip(affected, run_experts(self.base.weights, jobs), strict=True):
@@ -234,7 +232,7 @@ class Trial:
         """Return by how much a site's squared norm exceeds the base's, [T]: larger values err more in rounding."""
         growth = torch.zeros(len(self.base.tokens))
         # The output holds the rounding errors of both deltas too, so their growth is added to its own.
-        deltas = [delta for delta in _STREAM_DELTAS if delta in evaluation.inputs.graph.sites]
+        deltas = (Site.ATTN_DELTA, evaluation.inputs.graph.last_delta)
         for grown in (site, *deltas) if site is Site.OUTPUT else (site,):
             added = _squares(evaluation.rows(grown)) - _squares(self.base.rows(grown))
             growth = growth + added.clamp(min=0.0)

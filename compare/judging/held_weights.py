@@ -20,6 +20,8 @@ from minimax_tools.model.span import word_layers
 from minimax_tools.results.results import WEIGHTS, Blame, RouterDtype, SiteResult, SiteStatus, WeightsResult
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
+# They choose what attention sees in rows that are longer than any golden's.
+_UNSEEN = frozenset(f"index_{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
 # The site that reads each kind of weight; the routed experts' sum may be another one than moe_delta.
 _READERS: Mapping[str, Site] = MappingProxyType(
     {
@@ -40,17 +42,16 @@ _READERS: Mapping[str, Site] = MappingProxyType(
         "k_proj.bias": Site.K_PROJ,
         "v_proj.bias": Site.V_PROJ,
         "o_proj.bias": Site.ATTN_DELTA,
+        **dict.fromkeys(_UNSEEN, Site.ATTN_CONTEXT),
         **dict.fromkeys(_MLP, Site.MLP_DELTA),
         **{f"shared_experts.{matrix}": Site.SHARED_DELTA for matrix in _MLP},
     }
 )
-# They choose what attention sees in rows that are longer than any golden's.
-_UNSEEN = frozenset(f"index_{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
 
 
 def _reader(kind: str, graph: LayerGraph) -> Site:
     """Return the site of a layer that reads a kind of weight."""
-    site = Site.ATTN_CONTEXT if kind in _UNSEEN else _READERS[kind]
+    site = _READERS[kind]
     return graph.routed_sum if site is Site.MOE_DELTA else site
 
 

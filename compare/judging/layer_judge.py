@@ -37,13 +37,13 @@ from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides
 from minimax_tools.metrics.error_sums import sum_errors
 from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, ROUTER_NOISE, error_name, massive_channels
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import BEHIND_EXPERTS, Site
 from minimax_tools.results.results import NOT_EXPOSED, SiteResult, SiteStatus
 
 # A port may round the affinities of all experts to BF16, and then the weights that it makes of them, as NxD does.
 _NUM_ROUNDINGS = {Site.ROUTER_WEIGHTS: 2}
 # Sites behind the choice of experts.
-_PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.ROUTED_DELTA, Site.MOE_DELTA, Site.OUTPUT)
+_PAST_A_FLIP = (Site.ROUTER_WEIGHTS, *BEHIND_EXPERTS)
 
 
 class LayerJudge:
@@ -81,7 +81,7 @@ class LayerJudge:
         is_settled = derived is not None and bool(derived.is_sure.all())
         if is_settled or noise is None or self._input_error is not None or self._sides.is_classic:
             return derived
-        for site in (Site.ROUTED_DELTA, Site.MOE_DELTA, Site.OUTPUT):
+        for site in BEHIND_EXPERTS:
             golden_and_port = self._sides.read_rows(self._layer, site)
             if golden_and_port is None or not bool(golden_and_port[1].isfinite().all()):
                 continue

@@ -28,7 +28,7 @@ from compare.sides.layer_floor import LayerFloor
 from compare.sides.sides import Sides, spread_evenly
 from minimax_tools.metrics.noise_floor import choice_margin
 from minimax_tools.model.router import Router, weigh_experts
-from minimax_tools.model.sites import Site
+from minimax_tools.model.sites import BEHIND_EXPERTS, Site
 from minimax_tools.model.weight_names import GATE
 from minimax_tools.reference.rounding import Rounding, RoundingKind
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
@@ -44,7 +44,6 @@ _MOST_CHOICES = 24
 # Tokens whose choices are computed. A right port has few above the ρ; a wrong one shows in these.
 _MOST_TOKENS = 256
 # Sites that need the experts' weights; router weights follow from the logits alone.
-_BEHIND_EXPERTS = (Site.ROUTED_DELTA, Site.MOE_DELTA, Site.OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,7 +162,7 @@ def find_nearest_choice(
             weigh_experts(weights.spec.graph, logits[tokens], candidates),
             graph=weights.spec.graph,
         )
-    added = beside[tokens] + sides.routed_scale(layer, site) * added
+    added = beside[tokens] + sides.routed_scale(site) * added
     distance = square_difference(added, rows.target[tokens], massive=rows.massive).whole
     nearest = experts.clone()
     for token in choices:
@@ -235,7 +234,7 @@ class Replay:
         """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
         # Whether the values that the replay is computed from are known.
         is_known = True
-        if site in _BEHIND_EXPERTS:
+        if site in BEHIND_EXPERTS:
             held = self._sides.reference.sites(self._layer)
             is_known = self._sides.weights is not None and Site.POST_NORM in held
             is_known = is_known and self._sides.holds_beside(self._layer, site)
@@ -291,7 +290,7 @@ class Replay:
         )
         assert exact is not None, "a site is replayed where all that it adds is known"
         assert golden is not None, "a site is replayed where all that it adds is known"
-        scale = self._sides.routed_scale(self._layer, site)
+        scale = self._sides.routed_scale(site)
         golden_sum, variant_sum = (
             (golden[tokens] + scale * added).to(rows.dtype).float()
             for added in (experts.golden, experts.variant)

@@ -203,27 +203,21 @@ class Sides:
         It is zero for the sum itself, the shared experts' for `moe_delta`, and the residual stream too for the output.
         `is_exact` prefers float32 twins to the golden's values.
         """
-        read = self.read_exact if is_exact else self.read_golden
-        states = read(layer, Site.POST_NORM)
-        if states is None or not self.holds_beside(layer, site):
+        graph, read = self.reference.graph, self.read_exact if is_exact else self.read_golden
+        if not self.holds_beside(layer, site):
             return None
-        beside = torch.zeros_like(states, dtype=torch.float32)
-        if site is self.reference.graph.layer(layer).routed_sum:
-            return beside
-        if self.reference.graph.has_shared_experts:
-            shared = read(layer, Site.SHARED_DELTA)
-            assert shared is not None, "the golden holds what the shared experts add"
-            beside = beside + shared
-        if site is Site.OUTPUT:
-            stream = self.read_stream(layer, is_exact=is_exact)
-            assert stream is not None, "the golden holds the residual stream"
-            beside = beside + stream
-        return beside
+        if site is graph.layer(layer).routed_sum:
+            states = read(layer, Site.POST_NORM)
+            return None if states is None else torch.zeros_like(states)
+        shared = read(layer, Site.SHARED_DELTA) if graph.has_shared_experts else None
+        stream = self.read_stream(layer, is_exact=is_exact) if site is Site.OUTPUT else None
+        if shared is None or stream is None:
+            return stream if shared is None else shared
+        return shared + stream
 
-    def routed_scale(self, layer: int, site: Site) -> float:
+    def routed_scale(self, site: Site) -> float:
         """Return the factor on the routed experts' sum in a site behind it."""
-        graph = self.reference.graph
-        return 1.0 if site is Site.ROUTED_DELTA else graph.sum_scale
+        return 1.0 if site is Site.ROUTED_DELTA else self.reference.graph.sum_scale
 
     def holds_stream(self, layer: int) -> bool:
         """Decide whether the golden kept the residual stream, or what it follows from (see `read_stream`)."""

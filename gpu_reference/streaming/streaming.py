@@ -247,19 +247,21 @@ class StreamedModel:
         give_back_freed_pages()
         if number in self._held:
             storage = self._held[number]
-        elif self._reads_routed_only(inputs[0]) and not self.request.spec.graph.layer(number).is_dense:
+        elif not self._loads_whole(number, inputs[0]):
             self._expect_proof(number, proved_names(self.request.spec, number))
             storage = self.loader.load_without_experts(number)
         else:
+            following = number + 1
             # A slice's request ends with its last layer.
-            is_last = number + 1 == self.request.num_hidden_layers
-            for layer in (number,) if is_last else (number, number + 1):
+            is_last = following == self.request.num_hidden_layers
+            has_next = not is_last and self._loads_whole(following, inputs[0])
+            for layer in (number, following) if has_next else (number,):
                 self._expect_proof(layer, self._names_of_whole_proof(layer))
-            storage = self.loader.load(number, then=None if is_last else number + 1)
+            storage = self.loader.load(number, then=following if has_next else None)
         self._running = number
         self.budget.require(self.footprint.activation_bytes, f"what layer {number} computes")
         _bind(module, storage)
-        if not self._is_proved(number) and not self._reads_routed_only(inputs[0]):
+        if not self._is_proved(number) and self._loads_whole(number, inputs[0]):
             self._prove(module, number, experts=None)
 
     def _fetch_experts(
@@ -273,6 +275,10 @@ class StreamedModel:
             self.loader.load_experts(experts)
             if not self._is_proved(number):
                 self._prove(layer, number, experts=experts)
+
+    def _loads_whole(self, number: int, hidden_states: torch.Tensor) -> bool:
+        """Decide whether all of a layer is read before it runs: it is dense, or enough tokens run."""
+        return self.request.spec.graph.layer(number).is_dense or not self._reads_routed_only(hidden_states)
 
     def _reads_routed_only(self, hidden_states: torch.Tensor) -> bool:
         """Decide whether only the routed experts are read: so few tokens run that most are not needed."""

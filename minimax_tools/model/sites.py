@@ -98,6 +98,8 @@ EXPERT_SITES = (
     *(Site.ROUTED_DELTA, Site.SHARED_DELTA, Site.MOE_DELTA),
 )
 DENSE_SITES = (Site.MLP_DELTA,)
+# Sites that what the routed experts compute goes into.
+BEHIND_EXPERTS = (Site.ROUTED_DELTA, Site.MOE_DELTA, Site.OUTPUT)
 # Sites that some graphs lack.
 _OPTIONAL = frozenset((Site.Q_NORM, Site.K_NORM, *EXPERT_SITES, *DENSE_SITES))
 

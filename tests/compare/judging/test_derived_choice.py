@@ -172,7 +172,7 @@ class Layer:
         values = {Site.POST_NORM: self.states, Site.ROUTER_LOGITS: self.logits}[site]
         return None if str(site) in self.lacking else values
 
-    def routed_scale(self, layer: int, site: Site) -> float:
+    def routed_scale(self, site: Site) -> float:
         return 1.0
 
     def read_beside(self, layer: int, site: Site, *, is_exact: bool) -> torch.Tensor | None:
