@@ -2,67 +2,24 @@
 
 from __future__ import annotations
 
+import hub_moe
 import torch
+from hub_moe import LayerPort, ModelPort
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-from transformers.masking_utils import create_causal_mask
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding
 
 SITES = {
-    "input_norm": "input_layernorm",
-    **{site: f"self_attn.{site}" for site in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")},
-    "attn_context": "self_attn.o_proj:input",
-    "attn_delta": "self_attn.o_proj",
-    "attn_residual": "post_attention_layernorm:input",
-    "post_norm": "post_attention_layernorm",
-    "router_logits": "mlp.gate:output[0]",
-    "router_weights": "mlp.gate:output[1]",
-    "router_experts": "mlp.gate:output[2]",
+    **hub_moe.SITES,
     "routed_delta": "mlp.experts",
     "shared_delta": "mlp.shared_experts",
-    "moe_delta": "mlp",
     "mlp_delta": "mlp",
 }
 
 
-def own_config(config):
-    """Return transformers' config, from the keys of config.json."""
-    known = {name: value for name, value in vars(config).items() if name in Glm4MoeConfig.__annotations__}
-    own = Glm4MoeConfig(**known, head_dim=config.head_dim)
-    own._attn_implementation, own._experts_implementation = "sdpa", "eager"
-    return own
-
-
-def fuse_experts(tensors, config, layer_idx):
-    """Replace the experts' matrices in the mapping by transformers' two tensors, in place; a dense layer has none."""
-    if layer_idx < config.first_k_dense_replace:
-        return tensors
-    names = [f"mlp.experts.{expert}." for expert in range(config.n_routed_experts)]
-    gate_up = [
-        torch.cat((tensors.pop(f"{name}gate_proj.weight"), tensors.pop(f"{name}up_proj.weight")))
-        for name in names
-    ]
-    tensors["mlp.experts.gate_up_proj"] = torch.stack(gate_up)
-    tensors["mlp.experts.down_proj"] = torch.stack([tensors.pop(f"{name}down_proj.weight") for name in names])
-    return tensors
-
-
-class ByName(Glm4MoeDecoderLayer):
+class ByName(LayerPort, Glm4MoeDecoderLayer):
     """The layer; its sites are found by the names of its modules."""
 
-    def __init__(self, config, layer_idx):
-        self.config = own_config(config)
-        super().__init__(self.config, layer_idx)
-        self.rotary = Glm4MoeRotaryEmbedding(self.config)
-
-    def convert_state_dict(self, tensors, config, layer_idx):
-        return fuse_experts(tensors, config, layer_idx)
-
-    def forward(self, hidden_states, attention_mask, position_ids):
-        mask = create_causal_mask(self.config, hidden_states, attention_mask, None, position_ids=position_ids)
-        rotation = self.rotary(hidden_states, position_ids)
-        return super().forward(
-            hidden_states, attention_mask=mask, position_ids=position_ids, position_embeddings=rotation
-        )
+    config_class, rotary_class = Glm4MoeConfig, Glm4MoeRotaryEmbedding
 
 
 class Layer(ByName):
@@ -98,21 +55,8 @@ class BiasesSwapped(Layer):
         return super().convert_state_dict(tensors, config, layer_idx)
 
 
-class Model(Glm4MoeForCausalLM):
+class Model(ModelPort, Glm4MoeForCausalLM):
     """The whole model, with transformers' cache."""
 
+    config_class = Glm4MoeConfig
     sites = {"layers": "model.layers", **SITES}
-
-    def __init__(self, config):
-        super().__init__(own_config(config))
-
-    def convert_state_dict(self, tensors, config, layer_idx):
-        if layer_idx is None:
-            return tensors
-        return {
-            f"model.layers.{layer_idx}.{name}": tensor
-            for name, tensor in fuse_experts(tensors, config, layer_idx).items()
-        }
-
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=True)
