@@ -24,6 +24,8 @@ from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
+MakeGolden = Callable[..., Path]
+MakeModel = Callable[[SyntheticModel, torch.dtype], Path]
 Command = Callable[..., click.testing.Result]
 Loader = Callable[[Path], ModuleType]
 Process = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -122,11 +124,35 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy_bf16(make_model: MakeModel) -> Path:
     """A BF16 copy of the model `toy`."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
-    synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return folder
+    return make_model(SyntheticModel(), torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """Makes a synthetic checkpoint of a model in a dtype, and returns its folder."""
+
+    def make(model: SyntheticModel, dtype: torch.dtype) -> Path:
+        folder = tmp_path_factory.mktemp("model") / str(dtype).removeprefix("torch.")
+        synthesize(folder, model=model, dtype=dtype, shard_size_bytes=None, seed=0)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_golden(tmp_path_factory: pytest.TempPathFactory) -> MakeGolden:
+    """Makes a golden of a model by `mm2-gpu extract-all`, or by another command, and returns its folder."""
+
+    def make(model: Path, *options: object, command: str = "extract-all") -> Path:
+        directory = tmp_path_factory.mktemp("golden") / "full_model"
+        words = (command, "--model", model, *options, "--output-dir", directory, "--quiet")
+        result = click.testing.CliRunner().invoke(mm2_gpu, [str(word) for word in words])
+        assert result.exit_code == 0, result.output
+        return directory
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -31,9 +31,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def test_streamed_golden_has_the_bytes_of_the_loaded_one(
-    make: Callable[..., Capture], made: Path, capture: Capture, tmp_path: Path
+    make: Callable[..., Capture], made: Path, capture: Capture
 ) -> None:
-    streamed = make(made, tmp_path / "streamed", "--stream", "on")
+    streamed = make(made, "--stream", "on")
     assert contents(streamed.directory) == contents(capture.directory)
 
 

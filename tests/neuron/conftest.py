@@ -16,9 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.errors import install_command
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
@@ -315,18 +313,6 @@ def serve(
 
 
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """Makes a synthetic checkpoint of a model in a dtype, and returns its folder."""
-
-    def make(model: SyntheticModel, dtype: torch.dtype) -> Path:
-        folder = tmp_path_factory.mktemp("model") / str(dtype).removeprefix("torch.")
-        synthesize(folder, model=model, dtype=dtype, shard_size_bytes=None, seed=0)
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="session")
 def small(make_model: MakeModel) -> Path:
     """A model smaller than the toy, in BF16, for what needs no golden: 4 layers, hidden 64, 8 experts."""
     return make_model(SMALL, torch.bfloat16)
@@ -347,20 +333,6 @@ def copies(small_fp8: Path, make_model: MakeModel) -> dict[torch.dtype, Path]:
         torch.float8_e4m3fn: small_fp8,
         **{dtype: make_model(model, dtype) for dtype in others},
     }
-
-
-@pytest.fixture(scope="session")
-def make_golden(tmp_path_factory: pytest.TempPathFactory) -> MakeGolden:
-    """Makes a golden of a model by `mm2-gpu extract-all`, or by another command, and returns its folder."""
-
-    def make(model: Path, *options: object, command: str = "extract-all") -> Path:
-        directory = tmp_path_factory.mktemp("golden") / "full_model"
-        words = (command, "--model", model, *options, "--output-dir", directory, "--quiet")
-        result = click.testing.CliRunner().invoke(mm2_gpu, [str(word) for word in words])
-        assert result.exit_code == 0, result.output
-        return directory
-
-    return make
 
 
 @pytest.fixture(scope="session")

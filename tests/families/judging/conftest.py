@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 
-from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.recorder import shape_to_batch
@@ -27,7 +25,6 @@ from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight, module_weights
 from minimax_tools.reference.modules import modeling_class, read_config, recording_layer
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 NUM_LAYERS = 2
@@ -146,17 +143,18 @@ def _fused(tensors: Tensors, spec: ModelSpec, layer: int) -> Tensors:
 
 
 @pytest.fixture(scope="session", params=["qwen3_moe", "olmoe", "mixtral"])
-def family_toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Toy:
+def family_toy(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    make_model: Callable[..., Path],
+    make_golden: Callable[..., Path],
+) -> Toy:
     """A toy of two layers of a family, and its golden."""
     pytest.importorskip("transformers", reason="transformers is not installed: goldens are made with it")
-    folder = tmp_path_factory.mktemp(request.param)
-    model = SyntheticModel.toy(FAMILIES[request.param]).resized(num_hidden_layers=NUM_LAYERS)
-    synthesize(folder / "model", model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    arguments = ["extract-all", "--model", str(folder / "model"), "--output-dir", str(folder / "golden")]
-    result = click.testing.CliRunner().invoke(mm2_gpu, [*arguments, "--seq-len", "48,33", "--quiet"])
-    assert result.exit_code == 0, result.output
-    (folder / "runs").mkdir()
-    return Toy(model=folder / "model", golden=folder / "golden", folder=folder / "runs")
+    toy = SyntheticModel.toy(FAMILIES[request.param]).resized(num_hidden_layers=NUM_LAYERS)
+    model = make_model(toy, torch.bfloat16)
+    golden = make_golden(model, "--seq-len", "48,33")
+    return Toy(model=model, golden=golden, folder=tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
