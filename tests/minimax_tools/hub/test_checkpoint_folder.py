@@ -199,11 +199,15 @@ def test_what_was_fetched_is_not_asked_for_again(served: Served) -> None:
     assert served.shards_asked() == [LAYER_1]
 
 
-def test_a_model_of_bin_files_is_fetched_by_its_own_index(served: Served) -> None:
-    weight_map = {"model.layers.0.a": "pytorch_model-1.bin", "model.layers.1.a": "pytorch_model-2.bin"}
+@pytest.mark.parametrize(
+    ("config", "prefix"), [("{}", ""), ('{"model_type": "minimax_m3_vl"}', "language_model.")]
+)
+def test_a_model_of_bin_files_is_fetched_by_its_own_index(served: Served, config: str, prefix: str) -> None:
+    names = [f"{prefix}model.layers.{layer}.a" for layer in range(2)]
+    weight_map = dict(zip(names, ("pytorch_model-1.bin", "pytorch_model-2.bin"), strict=True))
     shards = {file: file.encode() for file in weight_map.values()}
     index = {"pytorch_model.bin.index.json": json.dumps({"weight_map": weight_map}).encode()}
-    served.hub.add("owner/bin", {"config.json": b"{}", **shards, **index})
+    served.hub.add("owner/bin", {"config.json": config.encode(), **shards, **index})
     folder = served.resolve("owner/bin", layers=range(1))
     assert [path.name for path in folder.glob("*.bin")] == ["pytorch_model-1.bin"]
 
