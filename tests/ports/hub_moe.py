@@ -42,7 +42,7 @@ def fuse_experts(tensors, config):
 
 
 class LayerPort:
-    """What a port adds to transformers' layer, which comes behind it among the bases."""
+    """Parts that a port adds to transformers' layer, which comes behind it among the bases."""
 
     def __init__(self, config, layer_idx):
         self.config = own_config(self.config_class, config)
@@ -61,7 +61,7 @@ class LayerPort:
 
 
 class ModelPort:
-    """What a port adds to transformers' whole model, which comes behind it among the bases; with its cache."""
+    """Parts that a port adds to transformers' whole model, which comes behind it among the bases; with its cache."""
 
     def __init__(self, config):
         super().__init__(own_config(self.config_class, config))
