@@ -28,7 +28,7 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 
 # Sizes of a model whose recipe names no others.
 _DEFAULTS = {"num_hidden_layers": 5, "num_local_experts": 16, "intermediate_size": 64, "vocab_size": 262}
-_SIZES = tuple(field.name for field in fields(SyntheticModel))
+_SIZES = {field.name: str if field.name == "model_type" else int for field in fields(SyntheticModel)}
 # The learning rate times the hidden size: wider models need smaller steps.
 _LEARNING_RATE_OF_WIDTH = 0.5
 # Options of each model; `--help` explains them.
@@ -76,6 +76,25 @@ RECIPES = {
     "m": "--text prose --steps 700 --seed 14 --hidden-size 96 --num-attention-heads 4 --num-key-value-heads 2 "
     "--head-dim 32 --rotary-dim 16 --num-hidden-layers 3 --num-local-experts 24 --num-experts-per-tok 6 "
     "--intermediate-size 48 --vocab-size 300",
+    # Other families: softmax for sigmoid, shared experts, a dense layer, SwiGLU-OAI.
+    "qwen": "--model-type qwen3_moe --text python-standard-library --steps 900 --seed 21 --hidden-size 128 "
+    "--num-attention-heads 4 --num-key-value-heads 2 --head-dim 32 --rotary-dim 32 --num-hidden-layers 4 "
+    "--num-local-experts 16 --num-experts-per-tok 4 --intermediate-size 48 --vocab-size 352",
+    "qwen_wide": "--model-type qwen3_moe --text prose --steps 500 --seed 22 --hidden-size 256 "
+    "--num-attention-heads 8 --num-key-value-heads 1 --head-dim 64 --rotary-dim 64 --num-hidden-layers 5 "
+    "--num-local-experts 32 --num-experts-per-tok 8 --intermediate-size 32 --vocab-size 448",
+    "glm": "--model-type glm4_moe --text python-asyncio-and-email --steps 900 --seed 23 --hidden-size 128 "
+    "--num-attention-heads 4 --num-key-value-heads 2 --head-dim 32 --rotary-dim 16 --num-hidden-layers 4 "
+    "--num-local-experts 16 --num-experts-per-tok 4 --intermediate-size 48 --vocab-size 320",
+    "glm_wide": "--model-type glm4_moe --text licences --steps 500 --seed 24 --hidden-size 256 "
+    "--num-attention-heads 8 --num-key-value-heads 2 --head-dim 32 --rotary-dim 16 --num-hidden-layers 5 "
+    "--num-local-experts 24 --num-experts-per-tok 6 --intermediate-size 64 --vocab-size 416",
+    "m3": "--model-type minimax_m3_vl --text prose --steps 900 --seed 25 --hidden-size 128 "
+    "--num-attention-heads 4 --num-key-value-heads 2 --head-dim 32 --rotary-dim 16 --num-hidden-layers 4 "
+    "--num-local-experts 16 --num-experts-per-tok 4 --intermediate-size 48 --vocab-size 352",
+    "m3_wide": "--model-type minimax_m3_vl --text python-standard-library --steps 500 --seed 26 "
+    "--hidden-size 256 --num-attention-heads 8 --num-key-value-heads 1 --head-dim 32 --rotary-dim 16 "
+    "--num-hidden-layers 5 --num-local-experts 32 --num-experts-per-tok 4 --intermediate-size 32 --vocab-size 480",
     # Small enough to be committed.
     "tiny": "--text prose --steps 4000 --seed 4 --hidden-size 128 --num-attention-heads 4 --head-dim 32 "
     "--rotary-dim 16 --num-hidden-layers 4 --num-local-experts 8 --num-experts-per-tok 2 --vocab-size 320",
@@ -122,8 +141,8 @@ def _recipe_parser() -> argparse.ArgumentParser:
     group.add_argument("--steps", type=int, help="number of training steps")
     group.add_argument("--seed", type=int, help="seed of weights and rows")
     group.add_argument("--massive-channels", type=int, help="channels of the stream that start massive")
-    for size in _SIZES:
-        group.add_argument(f"--{size.replace('_', '-')}", type=int, help="as in config.json")
+    for size, kind in _SIZES.items():
+        group.add_argument(f"--{size.replace('_', '-')}", type=kind, help="as in config.json of a MiniMax-M2")
     return parser
 
 
@@ -131,7 +150,7 @@ def read_recipe(line: str, **given: Any) -> Recipe:
     """Read a line of `RECIPES`; options that are `given` replace its own.
 
     Raises:
-        UsageError: The sizes describe no MiniMax-M2.
+        UsageError: The sizes describe no model of the family.
     """
     chosen = {**_DEFAULTS, **vars(_recipe_parser().parse_args(shlex.split(line))), **given}
     model = SyntheticModel(**{size: chosen[size] for size in _SIZES if size in chosen})

@@ -1,4 +1,4 @@
-"""Learned checkpoints: a small MiniMax-M2 trained on text, in the hub's layout, with held-out prompts beside it.
+"""Learned checkpoints: a small model of a family trained on text, in the hub's layout, with held-out prompts beside it.
 
 | file | content |
 |---|---|
@@ -24,6 +24,7 @@ import torch
 
 from minimax_tools.machine.files import new_folder, refuse_occupied
 from minimax_tools.model import weight_names
+from minimax_tools.model.family import Family
 from minimax_tools.model.quantisation import BLOCK_SIZE
 from minimax_tools.synthetic.checkpoint import plan_tensors, write_json, write_shards
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -94,7 +95,8 @@ def train_checkpoint(outputs: dict[Path, torch.dtype], recipe: Recipe) -> Learne
     _log.info("%s: %d tokens to train on, %d held out", corpus.name, len(training.ids), len(held_out.ids))
     config = model.config(dtype=torch.float32, token_ids=find_token_ids(tokenizer))
     # The standard deviation of the first weights. MiniMax-M2's 0.02 is too small for narrow models.
-    config["initializer_range"] = 0.5 / math.sqrt(model.hidden_size)
+    of_text = config[model.family.text_key] if model.family.text_key else config
+    of_text["initializer_range"] = 0.5 / math.sqrt(model.hidden_size)
     trainee = Trainee(config, seed=options.seed)
     if recipe.num_massive_channels:
         plant_massive_channels(trainee, count=recipe.num_massive_channels, seed=options.seed)
@@ -139,7 +141,7 @@ def _write(
     with new_folder(output, size_bytes=size_bytes, remedy="Name a folder with more room.") as folder:
         ids = save_tokenizer(folder, tokenizer)
         write_json(folder / "config.json", model.config(dtype=dtype, token_ids=ids))
-        write_shards(folder, plan, LearnedWeights(trainee.tensors()), shard_size_bytes=None)
+        write_shards(folder, plan, LearnedWeights(trainee.tensors(), model.family), shard_size_bytes=None)
         held_out = "".join(learned.corpus.held_out)
         (folder / HELD_OUT_TEXT).write_text(held_out, encoding="utf-8")
         prompts = json.dumps(cut_prompts(learned.corpus, tokenizer), indent=1, ensure_ascii=False)
@@ -186,20 +188,22 @@ class LearnedWeights:
     """Maker of a checkpoint's tensors from float32 tensors.
 
     Args:
-        tensors: All tensors of the model by the hub's names, float32 on the CPU.
+        tensors: All tensors of the model by mm2's names, float32 on the CPU.
+        family: The model's family, under whose names they are made.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, torch.Tensor], family: Family) -> None:
+        self._tensors, self._names = tensors, family.stored_names
 
     def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Make the tensor `name` of `shape` in `dtype`, as one block of data; FP8 codes and scales are computed."""
-        if name.endswith(weight_names.SCALE_SUFFIX):
-            tensor = quantise(self._tensors[name.removesuffix("_scale_inv")])[1]
+        own = self._names.own(name)
+        if own.endswith(weight_names.SCALE_SUFFIX):
+            tensor = quantise(self._tensors[own.removesuffix("_scale_inv")])[1]
         elif dtype == torch.float8_e4m3fn:
-            tensor = quantise(self._tensors[name])[0]
+            tensor = quantise(self._tensors[own])[0]
         else:
-            tensor = self._tensors[name].to(dtype)
+            tensor = self._tensors[own].to(dtype)
         assert tensor.shape == shape, f"{name} is {list(tensor.shape)}, planned as {list(shape)}"
         yield tensor
 

@@ -1,7 +1,8 @@
-"""Trainee: transformers' MiniMax-M2 in float32, with its tensors, its training, and its bits per byte of held-out text.
+"""Trainee: transformers' model of a family in float32: its tensors, its training, its bits per byte of held-out text.
 
-AdamW learns next tokens. Only the load of the experts moves the router's bias. With the same options, text, torch and
-number of threads the weights are the same bit for bit.
+AdamW learns next tokens. Only the load of the experts moves the router's bias; a router without one learns
+transformers' loss of balance too. With the same options, text, torch and number of threads the weights are the same
+bit for bit.
 
 B batch, S sequence, T tokens (B·S), k experts of a token.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from minimax_tools.model import weight_names
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_part import make_causal_config
 from training.text import TokenStream
@@ -31,6 +33,8 @@ _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.1
 # Limit on the norm of all gradients together.
 _LARGEST_GRADIENT = 1.0
+# Weight of the loss of balance, where no bias balances the experts.
+_BALANCE = 0.01
 _WARMUP_STEPS = 40
 # Learning rate at the end, as a share of the highest.
 _FINAL_SHARE = 0.05
@@ -51,7 +55,7 @@ Reroute = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Trainee:
-    """A MiniMaxM2ForCausalLM on the CPU in float32, with weights drawn by a seed.
+    """A causal language model of transformers on the CPU in float32, with weights drawn by a seed.
 
     Args:
         config: Content of config.json.
@@ -66,40 +70,44 @@ class Trainee:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
+        self.spec = ModelSpec.from_config(config)
         self.module: torch.nn.Module = AutoModelForCausalLM.from_config(
-            make_causal_config(config, where=Path("the model to be trained")),
+            make_causal_config(config, where=Path("the model to be trained")).get_text_config(),
             dtype=torch.float32,
             attn_implementation="sdpa",
             experts_implementation="grouped_mm",
         )
-        self._num_experts: int = config["num_local_experts"]
         self._choices: dict[int, torch.Tensor] = {}
         self._reroute: Reroute | None = None
-        for layer, module in enumerate(self._layers()):
-            module.get_submodule("mlp.gate").register_forward_hook(self._hook(layer))
+        for layer, module in self._expert_layers().items():
+            module.get_submodule("mlp.experts").register_forward_pre_hook(self._hook(layer))
 
     def token_losses(self, rows_bs: torch.Tensor) -> torch.Tensor:
         """Return the cross entropy [B, S-1] in nats of all tokens but each row's first, from token ids int64 [B,S]."""
-        logits = self.module(input_ids=rows_bs[:, :-1], use_cache=False).logits
-        losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), rows_bs[:, 1:].flatten(), reduction="none"
-        )
-        return losses.view(rows_bs.shape[0], -1)
+        return self._losses(rows_bs)[0]
+
+    def training_loss(self, rows_bs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss to learn, a number, and the part of it that is the mean of `token_losses`."""
+        losses, balance = self._losses(rows_bs, balances=not self.spec.graph.has_correction_bias)
+        mean = losses.mean()
+        return mean if balance is None else mean + _BALANCE * balance, mean
 
     @property
     def choices(self) -> list[torch.Tensor]:
-        """Experts [T,k] that each layer chose in the last forward, int64."""
+        """Experts [T,k] that each layer with experts chose in the last forward, int64."""
         return [self._choices[layer] for layer in sorted(self._choices)]
 
     def balance(self, *, rate: float) -> None:
         """Move each expert's correction bias by `rate`: up if the expert got fewer tokens than the mean, else down.
 
-        Tokens are those of the last forward. No gradient moves the bias.
+        Tokens are those of the last forward. No gradient moves the bias. A router without a bias stays.
         """
-        for layer, choice in zip(self._layers(), self.choices, strict=True):
-            load = torch.bincount(choice.flatten(), minlength=self._num_experts).float()
-            bias = layer.get_submodule("mlp").get_buffer("e_score_correction_bias")
-            bias.add_(torch.sign(load.mean() - load), alpha=rate)
+        if not self.spec.graph.has_correction_bias:
+            return
+        path = self.spec.family.module_names.stored(weight_names.CORRECTION_BIAS)
+        for layer, choice in zip(self._expert_layers().values(), self.choices, strict=True):
+            load = torch.bincount(choice.flatten(), minlength=self.spec.num_local_experts).float()
+            layer.get_buffer(path).add_(torch.sign(load.mean() - load), alpha=rate)
 
     @contextlib.contextmanager
     def rerouted(self, reroute: Reroute) -> Iterator[None]:
@@ -111,22 +119,42 @@ class Trainee:
             self._reroute = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors by the hub's names, as float32 detached views."""
+        """Return all tensors by mm2's full names, as float32 detached views."""
         state = {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
-        return dict(_hub_tensors(state))
+        tensors = {name: state[name] for name in (weight_names.EMBEDDING, weight_names.FINAL_NORM)}
+        tensors[weight_names.LM_HEAD] = state[weight_names.LM_HEAD]
+        for layer in range(self.spec.num_hidden_layers):
+            prefix = weight_names.layer_prefix(layer)
+            of_layer = {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+            tensors |= {prefix + name: tensor for name, tensor in _layer_tensors(self.spec, layer, of_layer)}
+        return tensors
 
-    def _layers(self) -> list[torch.nn.Module]:
-        return list(self.module.get_submodule("model.layers").children())
+    def _losses(
+        self, rows_bs: torch.Tensor, *, balances: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `token_losses`, and the loss of balance if it is asked for."""
+        output = self.module(
+            input_ids=rows_bs[:, :-1], use_cache=False, output_router_logits=balances or None
+        )
+        losses = torch.nn.functional.cross_entropy(
+            output.logits.flatten(0, 1).float(), rows_bs[:, 1:].flatten(), reduction="none"
+        )
+        return losses.view(rows_bs.shape[0], -1), output.aux_loss if balances else None
+
+    def _expert_layers(self) -> dict[int, torch.nn.Module]:
+        """Return the modules of the layers with experts, by number."""
+        layers = enumerate(self.module.get_submodule("model.layers").children())
+        return {number: layer for number, layer in layers if not self.spec.graph.layer(number).is_dense}
 
     def _hook(self, layer: int) -> Callable[..., Any]:
-        """Return a hook of the layer's gate that records the choice of experts, rerouted if that is asked for."""
+        """Return a hook of a layer's experts that records their choice, rerouted if that is asked for."""
 
-        def record(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> Any:
-            logits, weights, experts = output
+        def record(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> Any:
+            tokens, experts, weights = given
             if self._reroute is not None:
                 experts = self._reroute(experts)
             self._choices[layer] = experts.detach()
-            return logits, weights, experts
+            return tokens, experts, weights
 
         return record
 
@@ -148,7 +176,7 @@ def plant_massive_channels(trainee: Trainee, *, count: int, seed: int) -> None:
         embedding.normal_(std=_ORDINARY_RMS, generator=generator)
         embedding[:, channels] = magnitudes
         for name, parameter in parameters.items():
-            if name.endswith("layernorm.weight") or name == "model.norm.weight":
+            if name.endswith("layernorm.weight") or name == weight_names.FINAL_NORM:
                 parameter.fill_(rms / _ORDINARY_RMS)
                 parameter[channels] = _MASSIVE_AFTER_NORM * rms / magnitudes.abs()
 
@@ -245,13 +273,13 @@ def _train_step(
     """Take one step with this share of the highest rates; return the mean loss of the rows, in nats per token."""
     for group in optimiser.param_groups:
         group["lr"] = options.learning_rate * rate_share
-    loss = trainee.token_losses(rows).mean()
+    loss, of_tokens = trainee.training_loss(rows)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(trainee.module.parameters(), _LARGEST_GRADIENT)
     optimiser.step()
     optimiser.zero_grad(set_to_none=True)
     trainee.balance(rate=options.bias_rate * rate_share)
-    return float(loss.detach())
+    return float(of_tokens.detach())
 
 
 def _parameter_groups(module: torch.nn.Module) -> list[dict[str, object]]:
@@ -271,22 +299,18 @@ def _rate_share(step: int, num_steps: int) -> float:
     return _FINAL_SHARE + (1 - _FINAL_SHARE) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def _hub_tensors(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield transformers' tensors under the hub's names, with one tensor for each matrix of an expert."""
-    for name, tensor in state.items():
-        layer = weight_names.layer_of(name)
-        if name.endswith("mlp.experts.gate_up_proj"):
-            for expert, gate_up in enumerate(tensor):
-                gate, up = gate_up.chunk(2)
-                yield _expert_name(layer, expert, weight_names.EXPERT_GATE), gate
-                yield _expert_name(layer, expert, weight_names.EXPERT_UP), up
-        elif name.endswith("mlp.experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                yield _expert_name(layer, expert, weight_names.EXPERT_DOWN), down
-        else:
-            yield name.replace(".mlp.", ".block_sparse_moe."), tensor
-
-
-def _expert_name(layer: int | None, expert: int, matrix: str) -> str:
-    assert layer is not None, "experts belong to layers"
-    return weight_names.layer_prefix(layer) + weight_names.expert_weight(expert, matrix)
+def _layer_tensors(
+    spec: ModelSpec, layer: int, state: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a layer's tensors by mm2's names, one for each matrix of an expert, from transformers' by its own names."""
+    shapes = weight_names.expected_layer_shapes(spec, layer)
+    for module, names in weight_names.module_weights(spec, layer).items():
+        yield from zip(names, state[module].split([shapes[name][0] for name in names]), strict=True)
+    if spec.graph.layer(layer).is_dense:
+        return
+    for expert in range(spec.num_local_experts):
+        names = weight_names.MlpNames.of_expert(expert)
+        yield from zip(
+            (names.gate, names.up), state["mlp.experts.gate_up_proj"][expert].chunk(2), strict=True
+        )
+        yield names.down, state["mlp.experts.down_proj"][expert]
