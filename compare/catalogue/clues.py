@@ -106,20 +106,23 @@ class ExpertClues:
     """The port's sum over experts at the settled tokens, and what the right experts add to it."""
 
     base: Evaluation  # the right layer on these tokens alone
-    port: torch.Tensor  # the port's moe_delta, float32 [T,H]
+    port: torch.Tensor  # the port's sum of the routed experts, float32 [T,H]
     deviation: torch.Tensor  # standard deviation of its noise, float32 [T,H]
 
     @classmethod
-    def of(cls, base: Evaluation, yardstick: Yardstick, settled: torch.Tensor) -> ExpertClues | None:
-        """Read the port's sum over experts from a site behind them; None if too few tokens are settled."""
+    def of(
+        cls, base: Evaluation, yardstick: Yardstick, settled: torch.Tensor, *, scale: float
+    ) -> ExpertClues | None:
+        """Read the port's sum over experts from a site that holds `scale` times it; None if too few are settled."""
         indices = settled.nonzero().flatten()
         if len(indices) < _FEWEST_OF_EXPERT:
             return None
         some = base.select_tokens(indices)
         return cls(
             base=some,
-            port=yardstick.port[indices] - yardstick.exact[indices] + base[Site.MOE_DELTA][indices],
-            deviation=yardstick.variance[indices].sqrt(),
+            port=(yardstick.port[indices] - yardstick.exact[indices]) / scale
+            + base[ExpertValue.ROUTED_SUM][indices],
+            deviation=yardstick.variance[indices].sqrt() / scale,
         )
 
     @cached_property
@@ -345,8 +348,14 @@ class Clues:
     @cached_property
     def experts(self) -> ExpertClues | None:
         """Reading of what each expert added; None if no site behind them is judged, or too few tokens are settled."""
-        site = self._shows(Site.MOE_DELTA)
-        return None if site is None else ExpertClues.of(self.base, self.yardsticks[site], self.settled)
+        if Site.ROUTED_DELTA in self.yardsticks:
+            return ExpertClues.of(self.base, self.yardsticks[Site.ROUTED_DELTA], self.settled, scale=1.0)
+        site, scale = self._shows(Site.MOE_DELTA), self.base.graph.model.sum_scale
+        return (
+            None
+            if site is None
+            else ExpertClues.of(self.base, self.yardsticks[site], self.settled, scale=scale)
+        )
 
     def moved_tokens(self, site: Site) -> Mapping[int, int]:
         """Return the tokens that hold another token's right values of a site, as indices among all B·S, and whose."""

@@ -165,7 +165,7 @@ def _sum_only(keeps: Callable[[Evaluation], torch.Tensor]) -> Change:
         shares = torch.where(keeps(layer), layer[Site.ROUTER_WEIGHTS], 0.0)
         return (layer[ExpertValue.EXPERT_OUTPUTS] * shares[..., None]).sum(1)
 
-    return replace_stage(Site.MOE_DELTA, stage)
+    return replace_stage(ExpertValue.ROUTED_SUM, stage)
 
 
 def is_on_rank(layer: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
@@ -255,7 +255,7 @@ def _scale(matrix: str, factors: str) -> Change:
     numbers = torch.tensor(_numbers(factors))
     if matrix == _GATE:
         return Change(recipe=scaled_gate(numbers))
-    return replace_stage(Site.MOE_DELTA, lambda layer: _sum_times(layer, numbers))
+    return replace_stage(ExpertValue.ROUTED_SUM, lambda layer: _sum_times(layer, numbers))
 
 
 def _count(times: int, experts: str) -> Change:
@@ -264,7 +264,7 @@ def _count(times: int, experts: str) -> Change:
         counts[list(parse_experts(experts))] = times
         return _sum_times(layer, counts)
 
-    return replace_stage(Site.MOE_DELTA, stage)
+    return replace_stage(ExpertValue.ROUTED_SUM, stage)
 
 
 def _rearranged(order: str) -> Change:
@@ -406,7 +406,9 @@ EXPERT_MISTAKES = (
     ),
     Mistake(
         name="experts_zero",
-        build=lambda: replace_stage(Site.MOE_DELTA, lambda layer: torch.zeros_like(layer[Site.POST_NORM])),
+        build=lambda: replace_stage(
+            ExpertValue.ROUTED_SUM, lambda layer: torch.zeros_like(layer[Site.POST_NORM])
+        ),
     ),
     Mistake(
         name="experts_local_only",
@@ -463,7 +465,7 @@ EXPERT_MISTAKES = (
     ),
     Mistake(
         name="expert_accumulation_low_precision",
-        build=lambda: replace_stage(Site.MOE_DELTA, _sum_in_bfloat16),
+        build=lambda: replace_stage(ExpertValue.ROUTED_SUM, _sum_in_bfloat16),
         is_rounding=True,
     ),
     Mistake(

@@ -90,14 +90,9 @@ class Mistake:
     def _of_layer(self, graph: LayerGraph, found: Iterable[Parameters]) -> tuple[Hypothesis, ...]:
         """Return the hypotheses of these parameters that are ones of a layer."""
         hypotheses = map(self.with_parameters, found)
-        return tuple(hypothesis for hypothesis in hypotheses if self._can_be_of(graph, hypothesis.change))
-
-    def _can_be_of(self, graph: LayerGraph, change: Change) -> bool:
-        """Decide whether a change is one of a layer: a dense layer has no router, and other graphs other sums."""
-        if not change.nodes <= node_inputs(graph).keys():
-            return False
-        replaces_sum = Site.MOE_DELTA in change.stages and graph.model.has_shared_experts
-        return not replaces_sum or "has_shared_experts" in self.words.graph
+        # A dense layer has no router, and not all layers norm their queries.
+        nodes = node_inputs(graph).keys()
+        return tuple(hypothesis for hypothesis in hypotheses if hypothesis.change.nodes <= nodes)
 
     def with_parameters(self, parameters: Parameters, *, is_fitted: bool = False) -> Hypothesis:
         """Return the hypothesis that a port made this mistake with these parameters."""

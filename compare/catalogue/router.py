@@ -141,7 +141,7 @@ def _weights_on_input() -> Change:
         return activate(slots.graph, gate * shares, up * shares)
 
     return Change(
-        stages={Site.MOE_DELTA: lambda layer: layer[ExpertValue.EXPERT_OUTPUTS].sum(1)},
+        stages={ExpertValue.ROUTED_SUM: lambda layer: layer[ExpertValue.EXPERT_OUTPUTS].sum(1)},
         recipe=Recipe(mix=mix),
     )
 

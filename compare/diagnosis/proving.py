@@ -96,7 +96,8 @@ def fit_on_own_input(
         shown = Site.MOE_DELTA if Site.MOE_DELTA in comparable else Site.OUTPUT
         judging = tuple(dict.fromkeys(shown if site is Site.ROUTER_WEIGHTS else site for site in cut))
     graph = reference.graph.layer(layer)
-    own = comparable - hypothesis.sites - sites_behind(graph, hypothesis.sites)
+    begins = hypothesis.change.sites_in(graph)
+    own = comparable - begins - sites_behind(graph, begins)
     with torch.no_grad():
         trial = _open_trial(reference, target, weights, layer, judging=judging, own=own | {Site.INPUT})
         fit = _fit(trial, hypothesis, trial.judge([hypothesis])[:1])

@@ -32,6 +32,7 @@ class ExpertValue(TextEnum):
     EXPERT_INPUT = "expert_input"  # [T,H]
     EXPERT_NUMBERS = "expert_numbers"  # [T,k]: experts whose weights are used, in the order of router_experts
     EXPERT_OUTPUTS = "expert_outputs"  # [T,k,H], before they are multiplied by the routing weights
+    ROUTED_SUM = "routed_sum"  # [T,H]: the sum of the routed experts, weighed
 
 
 GraphNode = Site | ExpertValue
@@ -51,7 +52,8 @@ def node_inputs(graph: LayerGraph) -> Mapping[GraphNode, tuple[GraphNode, ...]]:
             ExpertValue.EXPERT_INPUT: (Site.POST_NORM,),
             ExpertValue.EXPERT_NUMBERS: (Site.ROUTER_EXPERTS,),
             ExpertValue.EXPERT_OUTPUTS: (ExpertValue.EXPERT_INPUT, ExpertValue.EXPERT_NUMBERS),
-            graph.routed_sum: (ExpertValue.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
+            ExpertValue.ROUTED_SUM: (ExpertValue.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
+            graph.routed_sum: (ExpertValue.ROUTED_SUM,),
         }
     return MappingProxyType(inputs)
 
@@ -150,8 +152,12 @@ class Change:
 
     @property
     def sites(self) -> frozenset[Site]:
-        """The sites at which the change first shows."""
+        """The sites at which the change first shows; beside shared experts, of the routed ones `sites_in` knows it."""
         return frozenset(node if isinstance(node, Site) else Site.MOE_DELTA for node in self.nodes)
+
+    def sites_in(self, graph: LayerGraph) -> frozenset[Site]:
+        """Return the sites of a layer at which the change first shows."""
+        return frozenset(node if isinstance(node, Site) else graph.routed_sum for node in self.nodes)
 
     def and_also(self, other: Change) -> Change:
         """Return both changes as one; if both replace a node, the stage of `other` counts."""
@@ -299,7 +305,7 @@ def _expert_outputs(layer: Evaluation) -> torch.Tensor:
 
 def _moe_delta(layer: Evaluation) -> torch.Tensor:
     if not layer.spec.graph.has_shared_experts:
-        return layer.spec.graph.sum_scale * _routed_sum(layer)
+        return layer.spec.graph.sum_scale * layer[ExpertValue.ROUTED_SUM]
     return layer.spec.graph.sum_scale * layer[Site.ROUTED_DELTA] + layer[Site.SHARED_DELTA]
 
 
@@ -316,7 +322,8 @@ STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
         ExpertValue.EXPERT_INPUT: lambda layer: layer[Site.POST_NORM],
         ExpertValue.EXPERT_NUMBERS: lambda layer: layer[Site.ROUTER_EXPERTS],
         ExpertValue.EXPERT_OUTPUTS: _expert_outputs,
-        Site.ROUTED_DELTA: _routed_sum,
+        ExpertValue.ROUTED_SUM: _routed_sum,
+        Site.ROUTED_DELTA: lambda layer: layer[ExpertValue.ROUTED_SUM],
         Site.MOE_DELTA: _moe_delta,
     }
 )
