@@ -31,6 +31,8 @@ from faults.tally import dump_misses, give_dump_figures, give_figures, give_pass
 from figures import benchmark_parser, print_figures
 
 from minimax_tools.errors import Mm2Error
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from neuron.devices.runtime import open_runtime
 
 AnyCase = Case | DumpCase
@@ -108,8 +110,9 @@ def _plan(arguments: argparse.Namespace) -> Iterator[AnyRun]:
         return
     plants = choose_plants(arguments.mistakes)
     if arguments.synthetic:
+        family = FAMILIES[arguments.family]
         for part in arguments.parts:
-            yield from plan_part(part, plants, asks_names=arguments.names)
+            yield from plan_part(part, plants, family=family, asks_names=arguments.names)
     for folder in arguments.model:
         model = TrainedModel.open(folder)
         left_out = name_left_out(plants, model)
@@ -141,6 +144,12 @@ def _parse_arguments() -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="run on synthetic models; --no-synthetic runs on the models of --model alone",
+    )
+    parser.add_argument(
+        "--family",
+        choices=FAMILIES,
+        default=MINIMAX_M2.model_type,
+        help="model type of the synthetic models (default: %(default)s)",
     )
     parser.add_argument(
         "--names",

@@ -179,11 +179,12 @@ class CleanModel:
                 backend=port.backend,
                 directory=directory,
             )
-        num_layers = ModelSpec.from_folder(self.folder).num_hidden_layers
+        spec = ModelSpec.from_folder(self.folder)
+        num_layers = spec.num_hidden_layers
         run = (
-            full_run(num_layers, sites_level="all")
+            full_run(num_layers, sites_level="all", graph=spec.graph)
             if mode == "chained"
-            else sweep_run(Span(0, num_layers), sites_level="all")
+            else sweep_run(Span(0, num_layers), sites_level="all", graph=spec.graph)
         )
         with open_runtime(port.backend) as runtime, CheckpointReader(self.folder) as reader:
             target = find_target(port.target)

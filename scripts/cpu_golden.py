@@ -131,7 +131,7 @@ def request_golden(
             experts_implementation=experts,
         ),
         model_source=str(folder),
-        run=full_run(spec.num_hidden_layers, sites_level=sites_level),
+        run=full_run(spec.num_hidden_layers, sites_level=sites_level, graph=spec.graph),
         inputs=inputs,
         noise_floor=noise_floor,
         floor_variants=floor_variants,

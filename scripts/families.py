@@ -39,9 +39,10 @@ from neuron.cli import main as mm2_test
 
 _REPOSITORY = Path(__file__).parents[1]
 PAGE = _REPOSITORY / "docs" / "families.md"
-_PORTS = Path(__file__).parent / "examples" / "family_ports.py"
-_RIGHT, _SWAPPED, _LATE, _MODEL = (
-    f"{_PORTS}:{name}" for name in ("Layer", "SwappedLayer", "LateSwappedLayer", "Model")
+_EXAMPLES = Path(__file__).parent / "examples"
+_RIGHT = f"{_EXAMPLES / 'transformers_port.py'}:Same"
+_SWAPPED, _LATE, _MODEL = (
+    f"{_EXAMPLES / 'family_ports.py'}:{name}" for name in ("SwappedLayer", "LateSwappedLayer", "Model")
 )
 _WITH_EXPERTS = 1  # a layer that has experts in all toys
 _FIRST_LATE = 2  # first wrong layer of the port that is swapped late
@@ -219,7 +220,7 @@ def sweep_builtin(trial: Trial) -> None:
 
 def compare(trial: Trial) -> None:
     """Judge the sweeps of the right and the swapped port."""
-    for name, code in (("Layer", 0), ("SwappedLayer", _FAILS)):
+    for name, code in (("Same", 0), ("SwappedLayer", _FAILS)):
         sides = ("--golden", trial.golden, "--run", trial.folder / f"sweep_{name}", "--model", trial.model)
         record = trial.read(mm2_compare, *sides, code=code)
         if code:

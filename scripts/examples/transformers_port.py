@@ -8,75 +8,105 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import MiniMaxM2Config
+from transformers import AutoConfig
 from transformers.masking_utils import create_causal_mask
-from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2DecoderLayer, MiniMaxM2RotaryEmbedding
+
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import expert_weight, float32_places, module_weights
+from minimax_tools.reference.modules import modeling_class
+
+
+def read_spec(config):
+    """Return the spec of a port's config."""
+    return ModelSpec.from_config(vars(config))
 
 
 def make_config(config, *, attention, experts):
     """Return transformers' configuration of a model, with these implementations."""
-    known = {name: value for name, value in vars(config).items() if name in MiniMaxM2Config.__annotations__}
-    own = MiniMaxM2Config(**known, rotary_dim=config.rotary_dim, rope_theta=config.rope_theta)
+    spec = read_spec(config)
+    # Of a model that sees images too, the text model's.
+    model_type = f"{spec.family.model_type}_text" if spec.family.text_key else spec.family.model_type
+    own = AutoConfig.for_model(**{**spec.raw, "model_type": model_type})
     own._attn_implementation, own._experts_implementation = attention, experts
     return own
 
 
-def keep_in_float32(moe):
-    """Let the router's gate and bias be float32."""
-    moe.gate.weight = nn.Parameter(moe.gate.weight.float())
-    moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.float())
+def keep_router(layer, spec, layer_idx):
+    """Let the tensors of a float32 router be float32."""
+    for _, path, leaf in float32_places(spec, layer_idx):
+        module = layer.get_submodule(path)
+        kind = nn.Buffer if leaf in module._buffers else nn.Parameter
+        setattr(module, leaf, kind(getattr(module, leaf).float()))
 
 
-def by_own_names(tensors, config, prefix):
-    """Return a layer's tensors by transformers' names: `mlp` for `block_sparse_moe`, the experts stacked."""
+def by_own_names(tensors, spec, layer_idx, prefix, *, swaps=False):
+    """Return a layer's tensors by transformers' names: the experts stacked, gate before up or, if it swaps, behind."""
+    stored_names = spec.family.stored_names
     state = {
-        prefix + name.replace("block_sparse_moe.", "mlp."): tensors[name]
-        for name in tensors
-        if ".experts." not in name
+        prefix + module: torch.cat([tensors[stored_names.stored(name)] for name in names])
+        for module, names in module_weights(spec, layer_idx).items()
     }
-    experts = [f"block_sparse_moe.experts.{expert}." for expert in range(config.num_local_experts)]
-    state[prefix + "mlp.experts.gate_up_proj"] = torch.stack(
-        [torch.cat((tensors[name + "w1.weight"], tensors[name + "w3.weight"])) for name in experts]
-    )
-    state[prefix + "mlp.experts.down_proj"] = torch.stack([tensors[name + "w2.weight"] for name in experts])
+    if spec.graph.layer(layer_idx).is_dense:
+        return state
+
+    def stack(matrix):
+        names = (expert_weight(expert, matrix) for expert in range(spec.num_local_experts))
+        return torch.stack([tensors[stored_names.stored(name)] for name in names])
+
+    gate, up = stack("w1"), stack("w3")
+    state[prefix + "mlp.experts.gate_up_proj"] = torch.cat((up, gate) if swaps else (gate, up), dim=1)
+    state[prefix + "mlp.experts.down_proj"] = stack("w2")
     return state
 
 
-class _Layer(nn.Module):
-    """transformers' layer with its mask and its rotary embedding; router gate and bias stay in float32."""
+# Where transformers' layer shows its sites; a layer that lacks one does not.
+SITES = {
+    "input_norm": "layer.input_layernorm",
+    "q_proj": "layer.self_attn.q_proj",
+    "k_proj": "layer.self_attn.k_proj",
+    "v_proj": "layer.self_attn.v_proj",
+    "q_norm": "layer.self_attn.q_norm",
+    "k_norm": "layer.self_attn.k_norm",
+    "attn_context": "layer.self_attn.o_proj:input",
+    "attn_delta": "layer.self_attn.o_proj",
+    "attn_residual": "layer.post_attention_layernorm:input",
+    "post_norm": "layer.post_attention_layernorm",
+    "router_logits": "layer.mlp.gate:output[0]",
+    "router_weights": "layer.mlp.gate:output[1]",
+    "router_experts": "layer.mlp.gate:output[2]",
+    "routed_delta": "layer.mlp.experts",
+    "shared_delta": "layer.mlp.shared_experts",
+    "moe_delta": "layer.mlp",
+    "mlp_delta": "layer.mlp",
+}
+
+
+class Same(nn.Module):
+    """transformers' layer with its mask and its rotary embedding, in the implementations that a golden has by default.
+
+    The tensors of a float32 router stay in float32.
+    """
 
     attn_implementation = "sdpa"
     experts_implementation = "grouped_mm"
-    reuse = True  # mm2 builds one module and gives it the weights of each layer in turn
-    sites = {
-        "input_norm": "layer.input_layernorm",
-        "q_proj": "layer.self_attn.q_proj",
-        "k_proj": "layer.self_attn.k_proj",
-        "v_proj": "layer.self_attn.v_proj",
-        "q_norm": "layer.self_attn.q_norm",
-        "k_norm": "layer.self_attn.k_norm",
-        "attn_context": "layer.self_attn.o_proj:input",
-        "attn_delta": "layer.self_attn.o_proj",
-        "attn_residual": "layer.post_attention_layernorm:input",
-        "post_norm": "layer.post_attention_layernorm",
-        "router_logits": "layer.mlp.gate:output[0]",
-        "router_weights": "layer.mlp.gate:output[1]",
-        "router_experts": "layer.mlp.gate:output[2]",
-        "moe_delta": "layer.mlp",
-    }
+    first_swapped = None  # layers from this number on have gate and up swapped
 
     def __init__(self, config, layer_idx):
         super().__init__()
+        spec = read_spec(config)
         self.config = make_config(
             config, attention=self.attn_implementation, experts=self.experts_implementation
         )
-        self.layer = MiniMaxM2DecoderLayer(self.config, layer_idx)
-        keep_in_float32(self.layer.mlp)
-        self.rotary = MiniMaxM2RotaryEmbedding(self.config)
+        self.layer = modeling_class(spec.family, "DecoderLayer")(self.config, layer_idx)
+        keep_router(self.layer, spec, layer_idx)
+        held = spec.graph.layer(layer_idx).sites
+        self.sites = {site: path for site, path in SITES.items() if site in held}
+        self.rotary = modeling_class(spec.family, "RotaryEmbedding")(self.config)
 
     def convert_state_dict(self, tensors, config, layer_idx):
         """Return the tensors by transformers' names."""
-        return by_own_names(tensors, config, "layer.")
+        swaps = self.first_swapped is not None and layer_idx >= self.first_swapped
+        return by_own_names(tensors, read_spec(config), layer_idx, "layer.", swaps=swaps)
 
     def forward(self, hidden_states, attention_mask, position_ids):
         """Map [B,S,H] to [B,S,H]."""
@@ -88,42 +118,38 @@ class _Layer(nn.Module):
         )
 
 
-class EagerAttention(_Layer):
+class EagerAttention(Same):
     """Eager attention: scores are rounded to BF16 before the softmax."""
 
     attn_implementation = "eager"
 
 
-class FlexAttention(_Layer):
+class FlexAttention(Same):
     """Attention compiled by torch, block by block."""
 
     attn_implementation = "flex_attention"
 
 
-class EagerExperts(_Layer):
+class EagerExperts(Same):
     """Eager experts: their outputs are added up in BF16."""
 
     experts_implementation = "eager"
 
 
-class Eager(_Layer):
+class Eager(Same):
     """Eager attention and eager experts."""
 
     attn_implementation = "eager"
     experts_implementation = "eager"
 
 
-class BatchedExperts(_Layer):
+class BatchedExperts(Same):
     """Weights gathered per token and expert."""
 
     experts_implementation = "batched_mm"
 
 
-class Same(_Layer):
-    """The implementations that a golden has by default."""
-
-
-class LaterPositions(_Layer):
+class LaterPositions(Same):
     """Positions counted from 5: attention sees only their differences, but rounds other numbers."""
 
     def forward(self, hidden_states, attention_mask, position_ids):
@@ -131,12 +157,13 @@ class LaterPositions(_Layer):
         return super().forward(hidden_states, attention_mask, position_ids + 5)
 
 
-class RoundedWeights(_Layer):
+class RoundedWeights(Same):
     """Routing weights rounded to BF16, as the hub's own code for MiniMax-M2 does; sdpa and grouped experts."""
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
-        self.layer.mlp.gate.register_forward_hook(_round_weights)
+        if "router_weights" in self.sites:
+            self.layer.mlp.gate.register_forward_hook(_round_weights)
 
 
 def _round_weights(gate, arguments, outputs):
@@ -145,19 +172,19 @@ def _round_weights(gate, arguments, outputs):
     return logits, weights.bfloat16().float(), experts
 
 
-class Float32NormWeights(_Layer):
-    """The norms' weights multiplied in float32 and rounded after it, as kernels that fuse the two do."""
+class Float32NormWeights(Same):
+    """The norms' weights multiplied in float32 and rounded after it, as kernels that fuse the two do.
+
+    Where norms multiply by 1 + weight, transformers does so itself.
+    """
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
-        layer = self.layer
-        for norm in (
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-            layer.self_attn.q_norm,
-            layer.self_attn.k_norm,
-        ):
-            norm.register_forward_hook(_weigh_in_float32)
+        if read_spec(config).graph.has_gain_of_one_plus:
+            return
+        for norm in self.layer.modules():
+            if hasattr(norm, "variance_epsilon"):
+                norm.register_forward_hook(_weigh_in_float32)
 
 
 def _weigh_in_float32(norm, arguments, _):

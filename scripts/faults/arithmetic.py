@@ -1,4 +1,4 @@
-"""Arithmetic of a device port of MiniMax-M2's layer, in stages; a planted mistake replaces one of them.
+"""Arithmetic of a device port's layer, of any family, in stages; a planted mistake replaces one of them.
 
 It is plain PyTorch with the numerics of a device port: q, k and v are fused, experts are grouped.
 B prompts, S tokens of this pass (its rows), P tokens of the past, H hidden, K kv heads, D head_dim.
@@ -15,59 +15,106 @@ from torch import nn
 from torch.nn import functional
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.weight_names import expert_weight
+from minimax_tools.model.graph import ModelGraph, QkNorm, RouterScores
+from minimax_tools.model.weight_names import (
+    CORRECTION_BIAS,
+    DENSE_MLP,
+    GATE,
+    INPUT_NORM,
+    K_BIAS,
+    K_NORM,
+    K_PROJ,
+    O_BIAS,
+    O_PROJ,
+    POST_NORM,
+    Q_BIAS,
+    Q_NORM,
+    Q_PROJ,
+    SHARED_MLP,
+    V_BIAS,
+    V_PROJ,
+    MlpNames,
+)
 
 # Takes a site's name and value, shows the value, and returns it.
 Tap = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class FusedWeights(nn.Module):
-    """The weights of a device port's layer: q, k and v fused, experts grouped."""
+    """The weights of a device port's layer: q, k and v fused, experts grouped, gate and up of each MLP fused.
+
+    Those that the layer's graph lacks are not there.
+
+    Args:
+        config: Quantities and graph of the model, with Hugging Face's names.
+        layer_idx: Number of the layer.
+    """
 
     input_norm: torch.Tensor
     post_norm: torch.Tensor
     qkv: torch.Tensor
+    qkv_bias: torch.Tensor
     o_proj: torch.Tensor
+    o_bias: torch.Tensor
     q_norm: torch.Tensor
     k_norm: torch.Tensor
     gate: torch.Tensor
     bias: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    mlp_gate_up: torch.Tensor
+    mlp_down: torch.Tensor
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
+        graph: ModelGraph = config.graph
+        kind = graph.layer(layer_idx)
+        hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_local_experts
         query = config.num_attention_heads * config.head_dim
         key = config.num_key_value_heads * config.head_dim
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "input_norm": (hidden,),
             "post_norm": (hidden,),
             "qkv": (query + 2 * key, hidden),
             "o_proj": (hidden, query),
-            "q_norm": (query,),
-            "k_norm": (key,),
-            "gate_up": (experts, 2 * inner, hidden),
-            "down": (experts, hidden, inner),
         }
+        if graph.has_qkv_bias:
+            shapes["qkv_bias"] = (query + 2 * key,)
+        if graph.has_output_bias:
+            shapes["o_bias"] = (hidden,)
+        if graph.qk_norm is not QkNorm.NONE:
+            widths = (config.head_dim,) * 2 if graph.qk_norm is QkNorm.PER_HEAD else (query, key)
+            shapes |= {name: (width,) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)}
+        width = graph.dense_width if kind.is_dense else graph.shared_width
+        if width:
+            shapes |= {"mlp_gate_up": (2 * width, hidden), "mlp_down": (hidden, width)}
+        if not kind.is_dense:
+            shapes |= {"gate_up": (experts, 2 * inner, hidden), "down": (experts, hidden, inner)}
         for name, shape in shapes.items():
             self.register_buffer(name, torch.empty(shape))
-        # The router stays in float32 when the module is cast to BF16.
-        self.register_buffer("gate", torch.empty((experts, hidden), dtype=torch.float32))
-        self.register_buffer("bias", torch.empty(experts, dtype=torch.float32))
+        if kind.is_dense:
+            return
+        # A float32 router stays so when the module is cast to BF16.
+        dtype = torch.float32 if graph.has_float32_router else None
+        self.register_buffer("gate", torch.empty((experts, hidden), dtype=dtype))
+        if graph.has_correction_bias:
+            self.register_buffer("bias", torch.empty(experts, dtype=dtype))
 
 
 class Stages:
     """Parts that both halves of a layer share: parameters and norms.
 
     Args:
-        config: Quantities of the model, with Hugging Face's names.
+        config: Quantities and graph of the model, with Hugging Face's names.
         weights: The module that holds the weights.
+        layer_idx: Number of the layer.
     """
 
-    def __init__(self, config: Any, weights: FusedWeights) -> None:
+    def __init__(self, config: Any, weights: FusedWeights, layer_idx: int) -> None:
         self.config = config
         self.weights = weights
+        self.graph: ModelGraph = config.graph
+        self.kind = self.graph.layer(layer_idx)
 
     def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Compute input_norm or post_norm on states [...,H]."""
@@ -77,7 +124,13 @@ class Stages:
         """Compute RMSNorm over the last dim of states [...,H] with float32 statistics."""
         exact = states.float()
         exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps())
-        return weight * exact.to(states.dtype)
+        return self.weigh_norm(exact, weight, states.dtype)
+
+    def weigh_norm(self, exact: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Multiply what a norm made, in float32, by its gain, the weight or 1 + weight; the result has `dtype`."""
+        if self.graph.has_gain_of_one_plus:
+            return (exact * (1 + weight.float())).to(dtype)
+        return weight * exact.to(dtype)
 
     def eps(self) -> float:
         """Return the number that is added to the mean square."""
@@ -92,21 +145,30 @@ class AttentionStages(Stages):
         return self.block_norm(states, self.weights.input_norm)
 
     def q_norm(self, flat: torch.Tensor) -> torch.Tensor:
-        """Compute q_norm over the whole width, [B,S,N·D]."""
+        """Compute q_norm over the whole width or each head, [B,S,N·D]."""
         return self.head_norm(flat, self.weights.q_norm)
 
     def k_norm(self, flat: torch.Tensor) -> torch.Tensor:
-        """Compute k_norm over the whole width, [B,S,K·D]."""
+        """Compute k_norm over the whole width or each head, [B,S,K·D]."""
         return self.head_norm(flat, self.weights.k_norm)
 
     def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Compute q_norm or k_norm; a mistake of both replaces this."""
-        return self.normalise(flat, weight)
+        return self.normalise(self.norm_parts(flat, weight), weight).view_as(flat)
+
+    def norm_parts(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Split [B,S,heads·D] into the parts that are normed alone, as long as the weight: one, or the heads."""
+        return flat.unflatten(-1, (-1, weight.shape[-1]))
 
     def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project [B,S,H] to q [B,S,N·D], k and v [B,S,K·D]."""
-        q, k, v = functional.linear(normed, self.weights.qkv).split(self.widths(), dim=-1)
+        bias = self.qkv_bias() if self.graph.has_qkv_bias else None
+        q, k, v = functional.linear(normed, self.weights.qkv, bias).split(self.widths(), dim=-1)
         return q, k, v
+
+    def qkv_bias(self) -> torch.Tensor:
+        """Return the biases of q, k and v, one after the other, [N·D + 2·K·D]."""
+        return self.weights.qkv_bias
 
     def widths(self) -> tuple[int, int, int]:
         """Return the widths of q, k and v."""
@@ -117,7 +179,8 @@ class AttentionStages(Stages):
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, tap: Tap
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm and rotate q [B,S,N·D] and k [B,S,K·D] to [B,N,S,D] and [B,K,S,D]; `tap` shows and returns a value."""
-        q, k = tap("q_norm", self.q_norm(q)), tap("k_norm", self.k_norm(k))
+        if self.graph.qk_norm is not QkNorm.NONE:
+            q, k = tap("q_norm", self.q_norm(q)), tap("k_norm", self.k_norm(k))
         return (
             tap("q_rope", self.rotate(self.heads(q), positions)),
             tap("k_rope", self.rotate(self.heads(k), positions)),
@@ -193,7 +256,8 @@ class AttentionStages(Stages):
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
         """Project the context [B,S,N·D] to attn_delta [B,S,H]."""
-        return functional.linear(context, self.weights.o_proj)
+        bias = self.weights.o_bias if self.graph.has_output_bias else None
+        return functional.linear(context, self.weights.o_proj, bias)
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Add attn_delta to the layer's input: attn_residual [B,S,H]; a mistake may add `normed` instead."""
@@ -204,27 +268,29 @@ _SLAB = 16  # number of experts in a slab
 
 
 class MoeStages(Stages):
-    """Norm, router and experts."""
+    """Norm, router and experts; or the MLP of a dense layer."""
 
     def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Compute post_norm, [B,S,H]; a mistake may take `states`, the layer's input, for the residual."""
         return self.block_norm(residual, self.weights.post_norm)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the router's logits, float32 [T,E]."""
-        logits: torch.Tensor = tokens.float() @ self.weights.gate.T
+        """Compute the router's logits [T,E]: float32, or in the tokens' dtype where the model's router is so."""
+        logits: torch.Tensor = tokens.to(self.weights.gate.dtype) @ self.weights.gate.T
         return logits
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Compute the scores of logits [T,E], each between 0 and 1."""
-        return logits.sigmoid()
+        """Compute the scores of logits [T,E], each between 0 and 1, in float32."""
+        if self.graph.router_scores is RouterScores.SOFTMAX:
+            return logits.float().softmax(-1)
+        return logits.float().sigmoid()
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         """Choose the experts of each token, int64 [T,k]; the bias takes part in nothing else."""
-        return self.best(scores + self.bias())
+        return self.best(scores + self.bias() if self.graph.has_correction_bias else scores)
 
     def bias(self) -> torch.Tensor:
-        """Return the correction bias, float32 [E]."""
+        """Return the correction bias [E], where the model has one."""
         return self.weights.bias
 
     def best(self, biased: torch.Tensor) -> torch.Tensor:
@@ -232,12 +298,15 @@ class MoeStages(Stages):
         return biased.topk(self.config.num_experts_per_tok, dim=-1).indices
 
     def weigh(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Compute the routing weights, float32 [T,k]: unbiased scores that sum to one."""
-        return self.balance(self.scores(logits).gather(-1, experts))
+        """Compute the routing weights [T,k] of unbiased scores: float32, or in the dtype of the logits."""
+        weights = self.balance(self.scores(logits).gather(-1, experts))
+        return weights if self.graph.has_float32_shares else weights.to(logits.dtype)
 
     def balance(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Divide the chosen scores [T,k] by their sum."""
-        return chosen / chosen.sum(-1, keepdim=True)
+        """Divide the chosen scores [T,k] by their sum, where the model does, and scale them."""
+        if self.graph.normalises_shares:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        return chosen * self.graph.share_scale
 
     def mix_experts(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor
@@ -257,7 +326,7 @@ class MoeStages(Stages):
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Compute each expert's share, float32 [T,E]; 0 if the token did not choose it. A mistake may use `real`."""
         numbers = torch.arange(self.config.num_local_experts, device=experts.device)
-        return torch.where(experts[:, :, None] == numbers, weights[:, :, None], 0.0).sum(1)
+        return torch.where(experts[:, :, None] == numbers, weights[:, :, None].float(), 0.0).sum(1)
 
     def expert_outputs(self, tokens: torch.Tensor, slab: slice, shares: torch.Tensor) -> torch.Tensor:
         """Compute the output of each expert times its share [slab,T,1], float32 [slab,T,H]."""
@@ -275,12 +344,45 @@ class MoeStages(Stages):
         return gate, up
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Compute SwiGLU."""
-        return functional.silu(gate) * up
+        """Combine gate and up of the routed experts."""
+        return self.combine(gate, up)
+
+    def combine(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Compute SwiGLU, or SwiGLU-OAI, in any MLP."""
+        if not self.graph.has_swiglu_oai:
+            return functional.silu(gate) * up
+        gate, up = self.clamp(gate, up)
+        return gate * torch.sigmoid(gate * self.alpha()) * (up + 1)
+
+    def clamp(self, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clamp gate and up of SwiGLU-OAI."""
+        limit = self.graph.swiglu_limit
+        return gate.clamp(max=limit), up.clamp(-limit, limit)
+
+    def alpha(self) -> float:
+        """Return the factor in the sigmoid of SwiGLU-OAI."""
+        return float(self.graph.swiglu_alpha or 1.0)
 
     def accumulate(self, total: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
         """Add the outputs of a slab [slab,T,H] to the sum so far [T,H]."""
         return total + outputs.sum(0)
+
+    def run_mlp(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute the shared experts, or the MLP of a dense layer, on tokens [T,H]."""
+        gate, up = functional.linear(tokens, self.weights.mlp_gate_up).chunk(2, dim=-1)
+        return functional.linear(self.combine(gate, up), self.weights.mlp_down)
+
+    def run_shared(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute the shared experts on tokens [T,H]."""
+        return self.run_mlp(tokens)
+
+    def add_shared(self, routed: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        """Add the shared experts' sum to the routed experts', which is scaled."""
+        return self.scale_routed(routed) + shared
+
+    def scale_routed(self, routed: torch.Tensor) -> torch.Tensor:
+        """Scale the routed experts' sum."""
+        return routed * self.graph.sum_scale
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return moe_delta [B,S,H]; a mistake may use the mask [B,S]."""
@@ -301,23 +403,35 @@ class Arithmetic(AttentionStages, MoeStages):
         """Change the layer's tensors, named as on the hub, before they are fused; the right port changes none."""
 
     def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
-        """Build the state dict of the weights from the hub's tensors."""
-        experts = range(self.config.num_local_experts)
-        gate = torch.stack([tensors[expert_weight(expert, "w1")] for expert in experts])
-        up = torch.stack([tensors[expert_weight(expert, "w3")] for expert in experts])
-        names = ("q_proj", "k_proj", "v_proj")
-        return {
-            "input_norm": tensors["input_layernorm.weight"],
-            "post_norm": tensors["post_attention_layernorm.weight"],
-            "qkv": torch.cat([tensors[f"self_attn.{name}.weight"] for name in names]),
-            "o_proj": tensors["self_attn.o_proj.weight"],
-            "q_norm": tensors["self_attn.q_norm.weight"],
-            "k_norm": tensors["self_attn.k_norm.weight"],
-            "gate": tensors["block_sparse_moe.gate.weight"],
-            "bias": tensors["block_sparse_moe.e_score_correction_bias"],
-            "gate_up": torch.cat((gate, up), dim=1),
-            "down": torch.stack([tensors[expert_weight(expert, "w2")] for expert in experts]),
+        """Build the state dict of the weights from the layer's tensors."""
+        state = {
+            "input_norm": tensors[INPUT_NORM],
+            "post_norm": tensors[POST_NORM],
+            "qkv": torch.cat([tensors[name] for name in (Q_PROJ, K_PROJ, V_PROJ)]),
+            "o_proj": tensors[O_PROJ],
         }
+        if self.graph.has_qkv_bias:
+            state["qkv_bias"] = torch.cat([tensors[name] for name in (Q_BIAS, K_BIAS, V_BIAS)])
+        if self.graph.has_output_bias:
+            state["o_bias"] = tensors[O_BIAS]
+        if self.graph.qk_norm is not QkNorm.NONE:
+            state |= {"q_norm": tensors[Q_NORM], "k_norm": tensors[K_NORM]}
+        if self.kind.is_dense or self.graph.has_shared_experts:
+            mlp = DENSE_MLP if self.kind.is_dense else SHARED_MLP
+            state |= {
+                "mlp_gate_up": torch.cat((tensors[mlp.gate], tensors[mlp.up])),
+                "mlp_down": tensors[mlp.down],
+            }
+        if self.kind.is_dense:
+            return state
+        experts = [MlpNames.of_expert(number) for number in range(self.config.num_local_experts)]
+        gate = torch.stack([tensors[expert.gate] for expert in experts])
+        up = torch.stack([tensors[expert.up] for expert in experts])
+        state |= {"gate": tensors[GATE], "gate_up": torch.cat((gate, up), dim=1)}
+        state["down"] = torch.stack([tensors[expert.down] for expert in experts])
+        if self.graph.has_correction_bias:
+            state["bias"] = tensors[CORRECTION_BIAS]
+        return state
 
     def run(
         self,
@@ -347,11 +461,19 @@ class Arithmetic(AttentionStages, MoeStages):
         delta = tap("attn_delta", self.project_out(context))
         residual = tap("attn_residual", self.add_attention(states, delta, normed))
         post = tap("post_norm", self.post_norm(residual, states))
+        moe = self.run_moe(post, mask[:, -states.shape[1] :], tap)
+        return self.add_moe(residual, moe, states), (k, values)
+
+    def run_moe(self, post: torch.Tensor, mask: torch.Tensor, tap: Tap) -> torch.Tensor:
+        """Compute what is added to the stream last [B,S,H] from post_norm [B,S,H]; the mask is [B,S]."""
         tokens = post.flatten(0, 1)
+        if self.kind.is_dense:
+            return tap("mlp_delta", self.run_mlp(tokens).view_as(post))
         logits = tap("router_logits", self.logits(tokens))
         experts = tap("router_experts", self.choose(self.scores(logits)))
         affinities = tap("router_weights", self.weigh(logits, experts))
-        real = mask[:, -states.shape[1] :].flatten().bool()
-        moe = self.mix_experts(tokens, experts, affinities, real).unflatten(0, states.shape[:2])
-        moe = tap("moe_delta", self.finish_moe(moe, mask[:, -states.shape[1] :]))
-        return self.add_moe(residual, moe, states), (k, values)
+        routed = self.mix_experts(tokens, experts, affinities, mask.flatten().bool()).view_as(post)
+        if self.graph.has_shared_experts:
+            routed = tap("routed_delta", routed)
+            routed = self.add_shared(routed, tap("shared_delta", self.run_shared(tokens).view_as(post)))
+        return tap("moe_delta", self.finish_moe(routed, mask))

@@ -15,12 +15,52 @@ from torch.nn import functional
 from faults.arithmetic import Arithmetic, Tap
 from faults.plant import Plant, Stage, Tensor, in_tensors
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.model.graph import ModelGraph, QkNorm
 from minimax_tools.model.sites import Site
-from minimax_tools.model.weight_names import K_NORM, K_PROJ, O_PROJ, Q_NORM, Q_PROJ, V_PROJ
+from minimax_tools.model.weight_names import (
+    K_BIAS,
+    K_NORM,
+    K_PROJ,
+    O_PROJ,
+    Q_BIAS,
+    Q_NORM,
+    Q_PROJ,
+    V_BIAS,
+    V_PROJ,
+)
 
 _QK_NORM = (Site.Q_NORM, Site.K_NORM)  # computed by `head_norm`
 _BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)  # computed by `block_norm`
 _ROPE, _CONTEXT, _DELTA = (Site.Q_ROPE, Site.K_ROPE), (Site.ATTN_CONTEXT,), (Site.ATTN_DELTA,)
+
+
+def _gains_plain(graph: ModelGraph) -> bool:
+    return not graph.has_gain_of_one_plus
+
+
+def _gains_one_plus(graph: ModelGraph) -> bool:
+    return graph.has_gain_of_one_plus
+
+
+def _norms_queries(graph: ModelGraph) -> bool:
+    return graph.qk_norm is not QkNorm.NONE
+
+
+def _norms_all_heads(graph: ModelGraph) -> bool:
+    return graph.qk_norm is QkNorm.ALL_HEADS
+
+
+def _norms_each_head(graph: ModelGraph) -> bool:
+    return graph.qk_norm is QkNorm.PER_HEAD
+
+
+def _has_biases(graph: ModelGraph) -> bool:
+    return graph.has_qkv_bias
+
+
+def _unweighted(layer: Arithmetic, states: Tensor, weight: Tensor) -> Tensor:
+    """Norm without a gain."""
+    return layer.normalise(states, torch.full_like(weight, 0.0 if layer.graph.has_gain_of_one_plus else 1.0))
 
 
 def _mean_subtracted(_: Stage, layer: Arithmetic, states: Tensor, weight: Tensor) -> Tensor:
@@ -31,8 +71,9 @@ def _mean_subtracted(_: Stage, layer: Arithmetic, states: Tensor, weight: Tensor
 
 def _norm_by_groups(layer: Arithmetic, states: Tensor, weight: Tensor, groups: int) -> Tensor:
     """Norm each group of channels by its own mean square."""
-    ones = torch.ones((), dtype=weight.dtype, device=weight.device)
-    return weight * layer.normalise(states.unflatten(-1, (groups, -1)), ones).flatten(-2)
+    exact = states.float().unflatten(-1, (groups, -1))
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + layer.eps())
+    return layer.weigh_norm(exact.flatten(-2), weight, states.dtype)
 
 
 def _head_norm_per_rank(
@@ -58,6 +99,11 @@ def _head_norm_by_head_averaged(_: Stage, layer: Arithmetic, flat: Tensor, weigh
     return layer.normalise(flat.unflatten(-1, (-1, head_dim)), shared).flatten(-2)
 
 
+def _head_weights_exchanged(tensors: LayerTensors, _: Any) -> None:
+    """Give the query norm the key norm's weight, and the key norm the query norm's."""
+    tensors[Q_NORM], tensors[K_NORM] = tensors[K_NORM], tensors[Q_NORM]
+
+
 def _slice_of_rank_0(tensors: LayerTensors, config: Any, *, tp_degree: int) -> None:
     """Use the weight slice of rank 0 on all ranks."""
     for name, heads in ((Q_NORM, config.num_attention_heads), (K_NORM, config.num_key_value_heads)):
@@ -68,8 +114,26 @@ def _slice_of_rank_0(tensors: LayerTensors, config: Any, *, tp_degree: int) -> N
 
 def _head_norm_low_precision(_: Stage, layer: Arithmetic, flat: Tensor, weight: Tensor) -> Tensor:
     """Compute squares and their mean in BF16."""
-    mean = flat.bfloat16().pow(2).mean(-1, keepdim=True).float()
-    return weight * (flat.float() * torch.rsqrt(mean + layer.eps())).to(flat.dtype)
+    parts = layer.norm_parts(flat, weight)
+    mean = parts.bfloat16().pow(2).mean(-1, keepdim=True).float()
+    return layer.weigh_norm(parts.float() * torch.rsqrt(mean + layer.eps()), weight, flat.dtype).view_as(flat)
+
+
+def _weight_alone(
+    _: Stage, __: Arithmetic, exact: Tensor, weight: Tensor, dtype: torch.dtype, **___: str
+) -> Tensor:
+    """Multiply by the weight, not by 1 + weight."""
+    return weight * exact.to(dtype)
+
+
+def _block_weight_alone(_: Stage, layer: Arithmetic, states: Tensor, weight: Tensor, **__: str) -> Tensor:
+    """Multiply the block norms by the weight, not by 1 + weight."""
+    return layer.normalise(states, weight.float() - 1)
+
+
+def _over_all_heads(_: Stage, layer: Arithmetic, flat: Tensor, weight: Tensor) -> Tensor:
+    """Take one mean over all heads, with the weight of one head for each."""
+    return layer.normalise(flat, weight.repeat(flat.shape[-1] // weight.shape[-1]))
 
 
 def _key_norm_of_query(_: Stage, layer: Arithmetic, flat: Tensor, *, heads: str) -> Tensor:
@@ -101,30 +165,39 @@ _NORMS = (
         "input_norm_plus_one",
         (Site.INPUT_NORM,),
         {"input_norm": lambda _, layer, states: layer.normalise(states, layer.weights.input_norm + 1)},
+        fits=_gains_plain,
     ),
     Plant(
         "post_norm_plus_one",
         (Site.POST_NORM,),
         {"post_norm": lambda _, layer, residual, __: layer.normalise(residual, layer.weights.post_norm + 1)},
         decodes=True,
+        fits=_gains_plain,
+    ),
+    Plant(
+        "norm_one_plus_missing",
+        (*_BLOCK_NORMS, *_QK_NORM),
+        {"weigh_norm": _weight_alone},
+        {"norms": "all"},
+        fits=_gains_one_plus,
+    ),
+    Plant(
+        "norm_one_plus_missing",
+        _BLOCK_NORMS,
+        {"block_norm": _block_weight_alone},
+        {"norms": "input_norm and post_norm"},
+        decodes=True,
+        fits=_gains_one_plus,
     ),
     Plant(
         "input_norm_weight_missing",
         (Site.INPUT_NORM,),
-        {
-            "input_norm": lambda _, layer, states: layer.normalise(
-                states, torch.ones_like(layer.weights.input_norm)
-            )
-        },
+        {"input_norm": lambda _, layer, states: _unweighted(layer, states, layer.weights.input_norm)},
     ),
     Plant(
         "post_norm_weight_missing",
         (Site.POST_NORM,),
-        {
-            "post_norm": lambda _, layer, residual, __: layer.normalise(
-                residual, torch.ones_like(layer.weights.post_norm)
-            )
-        },
+        {"post_norm": lambda _, layer, residual, __: _unweighted(layer, residual, layer.weights.post_norm)},
     ),
     Plant("norm_eps", (*_BLOCK_NORMS, *_QK_NORM), _WRONG_EPS, {"eps": 1e-2}),
     Plant("norm_eps", (*_BLOCK_NORMS, *_QK_NORM), _WRONG_EPS, {"eps": 1e-5}),
@@ -132,12 +205,30 @@ _NORMS = (
     # Channels are divided among ranks, and each rank norms its group by the mean square of this group.
     Plant("norm_sum_partial", _BLOCK_NORMS, _BY_GROUPS, {"groups": 2}),
     Plant("norm_sum_partial", _BLOCK_NORMS, _BY_GROUPS, {"groups": 4}),
-    Plant("qk_norm_missing", _QK_NORM, {"head_norm": lambda _, __, flat, ___: flat}, decodes=True),
-    Plant("qk_norm_per_rank", _QK_NORM, {"head_norm": _head_norm_per_rank}, {"tp_degree": 2}),
-    Plant("qk_norm_per_rank", _QK_NORM, {"head_norm": _head_norm_per_rank}, {"tp_degree": 8}),
-    Plant("qk_norm_weight_averaged", _QK_NORM, {"edit": in_tensors(_head_weights_averaged)}),
-    Plant("qk_norm_by_head_averaged", _QK_NORM, {"head_norm": _head_norm_by_head_averaged}),
-    Plant("qk_norm_first_slice", _QK_NORM, {"edit": in_tensors(_slice_of_rank_0)}, {"tp_degree": 4}),
+    Plant(
+        "qk_norm_missing",
+        _QK_NORM,
+        {"head_norm": lambda _, __, flat, ___: flat},
+        decodes=True,
+        fits=_norms_queries,
+    ),
+    *(
+        Plant(name, _QK_NORM, stages, parameters, fits=_norms_all_heads)
+        for name, stages, parameters in (
+            ("qk_norm_per_rank", {"head_norm": _head_norm_per_rank}, {"tp_degree": 2}),
+            ("qk_norm_per_rank", {"head_norm": _head_norm_per_rank}, {"tp_degree": 8}),
+            ("qk_norm_weight_averaged", {"edit": in_tensors(_head_weights_averaged)}, {}),
+            ("qk_norm_by_head_averaged", {"head_norm": _head_norm_by_head_averaged}, {}),
+            ("qk_norm_first_slice", {"edit": in_tensors(_slice_of_rank_0)}, {"tp_degree": 4}),
+        )
+    ),
+    Plant("qk_norm_over_all_heads", _QK_NORM, {"head_norm": _over_all_heads}, fits=_norms_each_head),
+    Plant(
+        "qk_norm_weights_exchanged",
+        _QK_NORM,
+        {"edit": in_tensors(_head_weights_exchanged)},
+        fits=_norms_each_head,
+    ),
     # The mean square is divided by a wrong number of channels: the norm is off by a factor.
     Plant(
         "k_norm_scaled",
@@ -145,19 +236,36 @@ _NORMS = (
         {"k_norm": lambda right, _, flat, *, factor: right(flat) * factor},
         {"factor": 8**-0.5},
         decodes=True,
+        fits=_norms_queries,
     ),
-    Plant("k_norm_weight_of_q_norm", (Site.K_NORM,), {"k_norm": _key_norm_of_query}, {"heads": "first"}),
     Plant(
-        "k_norm_weight_of_q_norm", (Site.K_NORM,), {"k_norm": _key_norm_of_query}, {"heads": "of each group"}
+        "k_norm_weight_of_q_norm",
+        (Site.K_NORM,),
+        {"k_norm": _key_norm_of_query},
+        {"heads": "first"},
+        fits=_norms_queries,
+    ),
+    Plant(
+        "k_norm_weight_of_q_norm",
+        (Site.K_NORM,),
+        {"k_norm": _key_norm_of_query},
+        {"heads": "of each group"},
+        fits=_norms_all_heads,
     ),
     Plant(
         "q_norm_scaled",
         (Site.Q_NORM,),
         {"q_norm": lambda right, _, flat, *, factor: right(flat) * factor},
         {"factor": 2**-0.5},
+        fits=_norms_queries,
     ),
-    Plant("qk_norm_low_precision", _QK_NORM, {"head_norm": _head_norm_low_precision}),
-    Plant("qk_norm_swapped_order", _SWAPPED_ORDER, {"norm_and_rotate": _rotated_before_norm}),
+    Plant("qk_norm_low_precision", _QK_NORM, {"head_norm": _head_norm_low_precision}, fits=_norms_queries),
+    Plant(
+        "qk_norm_swapped_order",
+        _SWAPPED_ORDER,
+        {"norm_and_rotate": _rotated_before_norm},
+        fits=_norms_queries,
+    ),
 )
 
 
@@ -266,12 +374,16 @@ _ROTARY = (
 def _keys_and_values_swapped(tensors: LayerTensors, _: Any) -> None:
     """Cut the fused projection in the wrong order."""
     tensors[K_PROJ], tensors[V_PROJ] = tensors[V_PROJ], tensors[K_PROJ]
+    if K_BIAS in tensors:
+        tensors[K_BIAS], tensors[V_BIAS] = tensors[V_BIAS], tensors[K_BIAS]
 
 
 def _query_heads_interleaved(tensors: LayerTensors, config: Any) -> None:
     """Take query heads, which lie kv group by kv group, as if the groups alternated."""
-    groups = tensors[Q_PROJ].unflatten(0, (config.num_key_value_heads, -1, config.head_dim))
-    tensors[Q_PROJ] = groups.transpose(0, 1).flatten(0, 2).contiguous()
+    for name in (Q_PROJ, Q_BIAS):
+        if name in tensors:
+            groups = tensors[name].unflatten(0, (config.num_key_value_heads, -1, config.head_dim))
+            tensors[name] = groups.transpose(0, 1).flatten(0, 2).contiguous()
 
 
 def _all_visible(_: Stage, __: Arithmetic, length: int, num_queries: int, device: torch.device) -> Tensor:
@@ -316,6 +428,14 @@ _ATTENTION = (
         _CONTEXT,
         {"repeat": lambda _, layer, heads: heads.repeat(1, layer.group_size(), 1, 1)},
         decodes=True,
+    ),
+    Plant(
+        "qkv_bias_missing",
+        (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ),
+        {"qkv_bias": lambda right, _, **__: torch.zeros_like(right())},
+        {"sites": "q_proj, k_proj and v_proj"},
+        decodes=True,
+        fits=_has_biases,
     ),
     Plant("k_v_swapped", (Site.K_PROJ, Site.V_PROJ), {"edit": in_tensors(_keys_and_values_swapped)}),
     Plant("q_heads_interleaved", (Site.Q_PROJ,), {"edit": in_tensors(_query_heads_interleaved)}),

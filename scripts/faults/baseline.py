@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +15,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import Q_PROJ, layer_prefix, scale_name
 from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
@@ -80,11 +81,11 @@ class Baseline:
         """The prompts as ids, mask and positions."""
         return self.golden.read_inputs()
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers in which mistakes are planted: the first, a middle one and the last."""
-        last = self.request.num_layers - 1
-        return tuple(sorted({0, last // 2, last}))
+    def layers_with(self, sites: Iterable[Site]) -> tuple[int, ...]:
+        """Return the layers that get a mistake at sites: the first that has them all, a middle one and the last."""
+        wanted = set(sites)
+        held = [n for n in range(self.request.num_layers) if wanted <= set(self.spec.graph.layer(n).sites)]
+        return tuple(sorted({held[0], held[(len(held) - 1) // 2], held[-1]}))
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def carry_out_dump(
     capture = run_port(
         baseline.golden,
         PlantedPort(plant=plant, layers=layers).target(),
-        full_run(baseline.spec.num_hidden_layers, sites_level="all"),
+        full_run(baseline.spec.num_hidden_layers, sites_level="all", graph=baseline.spec.graph),
         reader=baseline.reader,
         runtime=runtime,
         directory=directory,

@@ -18,7 +18,6 @@ from faults.port import PlantedLayer
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.capture.taps import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
@@ -28,7 +27,6 @@ from neuron.runs.generation import run_decoding
 from neuron.runs.layer_run import LayerInput, LayerRun
 
 SiteTensors = Mapping[Site, torch.Tensor]
-_SITES = tuple(site for site in ModelGraph().sites if site is not Site.INPUT)
 
 
 def run_float32(
@@ -39,7 +37,7 @@ def run_float32(
     The last `num_decoded` tokens are decoded, from the golden's keys and values. Then the mistake is limited to them.
     """
     config = target_config(baseline.spec)
-    module = PlantedLayer(config, plant, decode_only=num_decoded > 0)
+    module = PlantedLayer(config, layer, plant, decode_only=num_decoded > 0)
     tensors = LayerTensors.open(baseline.reader, baseline.spec, layer, torch.bfloat16)
     state = {
         name: tensor.float() for name, tensor in module.convert_state_dict(tensors, config, layer).items()
@@ -49,14 +47,22 @@ def run_float32(
     run = partial(_run_once, module)
     if not num_decoded:
         return dict(run(all_rows).tensors)
-    decoding = sweep_run(Span.single(layer), sites_level="all").decoding(num_decoded)
+    decoding = sweep_run(Span.single(layer), sites_level="all", graph=baseline.spec.graph).decoding(
+        num_decoded
+    )
     past = GoldenInputs(golden=baseline.golden, run=decoding).past(layer)
     assert past is not None, "a run that decodes begins with a past"
     # Prompts are padded on the right: decoding starts at the last tokens of the shortest one, for all of them.
     lengths = baseline.inputs.lengths
     columns = range(max(min(lengths) - num_decoded, 1), max(lengths))  # the first token is never decoded
     past_float32 = (past[0].float(), past[1].float())
-    return dict(run_decoding(run, all_rows, columns=columns, sites=_SITES, past=past_float32).tensors)
+    sites = _sites(baseline, layer)
+    return dict(run_decoding(run, all_rows, columns=columns, sites=sites, past=past_float32).tensors)
+
+
+def _sites(baseline: Baseline, layer: int) -> tuple[Site, ...]:
+    """Return the sites of a layer but its input."""
+    return tuple(site for site in baseline.spec.graph.layer(layer).sites if site is not Site.INPUT)
 
 
 def measure_effects(
@@ -70,7 +76,10 @@ def measure_effects(
     planted = _with_sorted_experts(run_float32(baseline, layer, plant, num_decoded=num_decoded))
     right = _with_sorted_experts(_right_float32(baseline, layer, num_decoded))
     batch = Batch.of(baseline.golden, baseline.golden)
-    return {site: _effect(baseline, batch, layer, site, planted[site], right[site]) for site in _SITES}
+    return {
+        site: _effect(baseline, batch, layer, site, planted[site], right[site])
+        for site in _sites(baseline, layer)
+    }
 
 
 def _effect(
@@ -105,6 +114,8 @@ def _count_flips(experts: torch.Tensor, others: torch.Tensor) -> int:
 
 def _with_sorted_experts(tensors: SiteTensors) -> SiteTensors:
     """Sort the routing weights by expert number: a port may list a token's experts in any order."""
+    if Site.ROUTER_EXPERTS not in tensors:
+        return tensors
     order = tensors[Site.ROUTER_EXPERTS].argsort(dim=-1)
     return {**tensors, Site.ROUTER_WEIGHTS: tensors[Site.ROUTER_WEIGHTS].gather(-1, order)}
 
@@ -119,7 +130,7 @@ def _run_once(module: PlantedLayer, layer_input: LayerInput) -> LayerRun:
     """Run the layer on one input, and record all its sites."""
     taps = {Site(site): Tap(path=path) for site, path in module.sites.items()}
     # Sites that a plant hides are recorded too.
-    taps |= {site: Tap(path=f"taps.{site}") for site in _SITES if site is not Site.OUTPUT}
+    taps |= {Site(site): Tap(path=f"taps.{site}") for site in module.taps}
     recorder = Recorder(module, taps, keep=copy_to_host)
     with torch.no_grad(), recorder:
         output, (keys, values) = module(

@@ -13,8 +13,19 @@ import torch
 from faults.arithmetic import Arithmetic, KeyValues, Tap
 from faults.plant import Kind, Plant, Stage, State, Tensor, in_fused, in_tensors
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.sites import Site
-from minimax_tools.model.weight_names import K_NORM, K_PROJ, O_PROJ, Q_NORM, Q_PROJ, V_PROJ
+from minimax_tools.model.weight_names import (
+    K_BIAS,
+    K_NORM,
+    K_PROJ,
+    O_PROJ,
+    Q_BIAS,
+    Q_NORM,
+    Q_PROJ,
+    V_BIAS,
+    V_PROJ,
+)
 
 _ROPE = (Site.Q_ROPE, Site.K_ROPE)
 _HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, *_ROPE, Site.ATTN_CONTEXT)
@@ -24,8 +35,10 @@ _ROUTER = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
 def _heads_permuted(tensors: LayerTensors, config: Any) -> None:
     """Put the kv groups in reverse order, in all matrices."""
     groups = config.num_key_value_heads
-    for name in (Q_PROJ, K_PROJ, V_PROJ, Q_NORM, K_NORM):
-        tensors[name] = tensors[name].unflatten(0, (groups, -1)).flip(0).flatten(0, 1)
+    of_each_head = (Q_NORM, K_NORM) if config.graph.qk_norm is not QkNorm.ALL_HEADS else ()
+    for name in (Q_PROJ, K_PROJ, V_PROJ, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM):
+        if name in tensors and name not in of_each_head:
+            tensors[name] = tensors[name].unflatten(0, (groups, -1)).flip(0).flatten(0, 1)
     tensors[O_PROJ] = tensors[O_PROJ].unflatten(1, (groups, -1)).flip(1).flatten(1)
 
 
@@ -38,7 +51,8 @@ def _width_permuted(state: State) -> None:
 def _experts_permuted(state: State) -> None:
     """Give the experts other numbers, in the router too."""
     for name in ("gate", "bias", "gate_up", "down"):
-        state[name] = state[name].flip(0)
+        if name in state:
+            state[name] = state[name].flip(0)
 
 
 def _other_padding(
@@ -117,8 +131,17 @@ PLANTS = (
     _plant("width_permuted", stages={"fuse": in_fused(_width_permuted)}),
     _plant("experts_permuted", stages={"fuse": in_fused(_experts_permuted)}, hides=_ROUTER),
     _plant("other_padding", stages={"run": _other_padding}),
-    _plant("queries_hold_the_scale", stages=_SCALE_IN_QUERIES, hides=(Site.Q_NORM, Site.Q_ROPE)),
+    _plant(
+        "queries_hold_the_scale",
+        stages=_SCALE_IN_QUERIES,
+        hides=(Site.Q_NORM, Site.Q_ROPE),
+        fits=lambda graph: graph.qk_norm is not QkNorm.NONE,
+    ),
     _plant("experts_in_reverse_order", stages={"accumulate": _reverse_order}),
-    _plant("norm_weight_float32", stages={"normalise": _norm_weight_float32}),
+    _plant(
+        "norm_weight_float32",
+        stages={"normalise": _norm_weight_float32},
+        fits=lambda graph: not graph.has_gain_of_one_plus,
+    ),
     _plant("activation_float32", stages=_FLOAT32),
 )

@@ -17,6 +17,7 @@ from torch.nn import functional
 from faults.arithmetic import Arithmetic
 from faults.plant import Plant, Stage, State, Tensor, in_fused, in_tensors
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.model.graph import ModelGraph, RouterScores
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import (
     ATTENTION_MATRICES,
@@ -27,10 +28,46 @@ from minimax_tools.model.weight_names import (
 )
 
 _LOGITS, _EXPERTS, _WEIGHTS = (Site.ROUTER_LOGITS,), (Site.ROUTER_EXPERTS,), (Site.ROUTER_WEIGHTS,)
-_MOE = (Site.MOE_DELTA,)
+_ROUTED, _MOE = (Site.ROUTED_DELTA,), (Site.MOE_DELTA,)
 _BLOCK = 128  # rows and columns of an FP8 block with one scale
 _GROUP = 128  # numbers of a row, or channels of a token, with one scale
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+def _has_sigmoid(graph: ModelGraph) -> bool:
+    return graph.router_scores is RouterScores.SIGMOID
+
+
+def _has_softmax(graph: ModelGraph) -> bool:
+    return graph.router_scores is RouterScores.SOFTMAX
+
+
+def _has_correction_bias(graph: ModelGraph) -> bool:
+    return graph.has_correction_bias
+
+
+def _has_float32_router(graph: ModelGraph) -> bool:
+    return graph.has_float32_router
+
+
+def _normalises(graph: ModelGraph) -> bool:
+    return graph.normalises_shares
+
+
+def _has_plain_swiglu(graph: ModelGraph) -> bool:
+    return not graph.has_swiglu_oai
+
+
+def _has_swiglu_oai(graph: ModelGraph) -> bool:
+    return graph.has_swiglu_oai
+
+
+def _has_shared_experts(graph: ModelGraph) -> bool:
+    return graph.has_shared_experts
+
+
+def _scales_sum(graph: ModelGraph) -> bool:
+    return graph.has_shared_experts and graph.has_sum_scale
 
 
 def _gate_low_precision(_: Stage, layer: Arithmetic, tokens: Tensor) -> Tensor:
@@ -91,34 +128,69 @@ _ROUTER = (
         (*_EXPERTS, *_WEIGHTS),
         {"scores": lambda _, __, logits: logits.softmax(-1)},
         decodes=True,
+        fits=_has_sigmoid,
     ),
     Plant(
-        "router_bias_missing", _EXPERTS, {"bias": lambda right, _: torch.zeros_like(right())}, decodes=True
+        "router_sigmoid",
+        _WEIGHTS,
+        {"scores": lambda _, __, logits: logits.float().sigmoid()},
+        decodes=True,
+        fits=_has_softmax,
     ),
-    Plant("router_bias_low_precision", _EXPERTS, {"bias": lambda right, _: right().bfloat16().float()}),
-    Plant("router_bias_negated", _EXPERTS, {"bias": lambda right, _: -right()}),
-    Plant("router_bias_in_weights", _WEIGHTS, {"weigh": _biased_weights}, decodes=True),
-    Plant("router_weights_not_normalised", _WEIGHTS, {"balance": lambda _, __, chosen: chosen}),
+    *(
+        Plant(name, sites, stages, decodes=decodes, fits=_has_correction_bias)
+        for name, sites, stages, decodes in (
+            ("router_bias_missing", _EXPERTS, {"bias": lambda right, _: torch.zeros_like(right())}, True),
+            (
+                "router_bias_low_precision",
+                _EXPERTS,
+                {"bias": lambda right, _: right().bfloat16().float()},
+                False,
+            ),
+            ("router_bias_negated", _EXPERTS, {"bias": lambda right, _: -right()}, False),
+            ("router_bias_in_weights", _WEIGHTS, {"weigh": _biased_weights}, True),
+        )
+    ),
+    Plant(
+        "router_weights_not_normalised",
+        _WEIGHTS,
+        {"balance": lambda _, layer, chosen: chosen * layer.graph.share_scale},
+        fits=_normalises,
+    ),
+    Plant(
+        "router_weights_normalised",
+        _WEIGHTS,
+        {"balance": lambda _, layer, chosen: chosen / chosen.sum(-1, keepdim=True) * layer.graph.share_scale},
+        fits=lambda graph: not graph.normalises_shares,
+    ),
     Plant("router_weights_scaled", _WEIGHTS, _WEIGHTS_SCALED, {"factor": 2.5}, decodes=True),
     Plant("router_weights_scaled", _WEIGHTS, _WEIGHTS_SCALED, {"factor": 0.95}),
     Plant("router_top_k", _EXPERTS, _OTHER_TOP_K, {"k": 3}),
     Plant("router_top_k", _EXPERTS, _OTHER_TOP_K, {"k": 2}),
-    Plant("router_low_precision", _LOGITS, {"logits": _gate_low_precision}),
-    Plant("router_gate_low_precision", _LOGITS, {"edit": in_tensors(_gate_rounded)}),
+    Plant("router_low_precision", _LOGITS, {"logits": _gate_low_precision}, fits=_has_float32_router),
+    Plant(
+        "router_gate_low_precision", _LOGITS, {"edit": in_tensors(_gate_rounded)}, fits=_has_float32_router
+    ),
     Plant("router_quantised", _LOGITS, {"edit": in_tensors(_gate_quantised)}, {"bits": 8}),
     Plant("router_quantised", _LOGITS, {"edit": in_tensors(_gate_quantised)}, {"bits": 4}),
-    Plant("router_weights_on_input", _MOE, {"expert_outputs": _weights_on_input}),
+    Plant("router_weights_on_input", _ROUTED, {"expert_outputs": _weights_on_input}),
     Plant(
         "router_softmax_of_chosen",
         _WEIGHTS,
         {"weigh": lambda _, __, logits, experts: logits.gather(-1, experts).softmax(-1)},
+        fits=_has_sigmoid,
     ),
     Plant(
         "router_weights_uniform",
         _WEIGHTS,
         {"balance": lambda _, __, chosen: torch.ones_like(chosen) / chosen.shape[-1]},
     ),
-    Plant("router_sigmoid_missing", _EXPERTS, _SIGMOID_MISSING),
+    Plant(
+        "router_sigmoid_missing",
+        _EXPERTS,
+        _SIGMOID_MISSING,
+        fits=lambda graph: _has_sigmoid(graph) and _has_correction_bias(graph),
+    ),
 )
 
 
@@ -188,41 +260,108 @@ def _low_precision_sum(_: Stage, __: Arithmetic, total: Tensor, outputs: Tensor)
     return total
 
 
+def _oai_unclamped(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor) -> Tensor:
+    """Compute SwiGLU-OAI without its clamps."""
+    return gate * torch.sigmoid(gate * layer.alpha()) * (up + 1)
+
+
+def _oai_without_one(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor) -> Tensor:
+    """Compute SwiGLU-OAI without the 1 that is added to up."""
+    gate, up = layer.clamp(gate, up)
+    return gate * torch.sigmoid(gate * layer.alpha()) * up
+
+
+def _oai_without_alpha(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor) -> Tensor:
+    """Compute SwiGLU-OAI with 1 for its alpha."""
+    gate, up = layer.clamp(gate, up)
+    return gate * torch.sigmoid(gate) * (up + 1)
+
+
+_SHARED = (Site.SHARED_DELTA,)
+_SHARED_ZERO: dict[str, Stage] = {
+    "run_shared": lambda right, _, tokens, **__: torch.zeros_like(right(tokens))
+}
+_SHARED_NOT_ADDED: dict[str, Stage] = {
+    "add_shared": lambda _, layer, routed, shared, **__: layer.scale_routed(routed)
+}
+_SHARED_TWICE: dict[str, Stage] = {"add_shared": lambda right, _, routed, shared: right(routed, 2 * shared)}
+_SHARED_SCALED: dict[str, Stage] = {
+    "add_shared": lambda _, layer, routed, shared: layer.scale_routed(routed + shared)
+}
 _CLAMPED, _UP_CLAMPED = {"activate": _clamped}, {"activate": _up_clamped}
 _CAPACITY = {"affinities": _within_capacity}
 _MOE_SCALED = {"finish_moe": lambda _, __, moe, mask, *, factor: moe * factor}
 
 _OF_EXPERTS = (
-    Plant("gate_up_swapped", _MOE, {"activate": lambda right, _, gate, up: right(up, gate)}, decodes=True),
+    Plant("gate_up_swapped", _ROUTED, {"activate": lambda right, _, gate, up: right(up, gate)}, decodes=True),
     # The SwiGLU of another model.
-    Plant("up_plus_one", _MOE, {"activate": lambda right, _, gate, up: right(gate, up + 1)}),
+    Plant(
+        "up_plus_one",
+        _ROUTED,
+        {"activate": lambda right, _, gate, up: right(gate, up + 1)},
+        fits=_has_plain_swiglu,
+    ),
     Plant(
         "gelu_activation",
-        _MOE,
+        _ROUTED,
         {"activate": lambda _, __, gate, up: functional.gelu(gate) * up},
         decodes=True,
+        fits=_has_plain_swiglu,
     ),
-    Plant("relu_activation", _MOE, {"activate": lambda _, __, gate, up: functional.relu(gate) * up}),
-    Plant("activation_missing", _MOE, {"activate": lambda _, __, gate, up: gate * up}),
-    Plant("swiglu_clamped", _MOE, _CLAMPED, {"limit": 1.0}),
-    Plant("swiglu_clamped", _MOE, _CLAMPED, {"limit": 7.0}),
-    Plant("up_clamped", _MOE, _UP_CLAMPED, {"limit": 1.0, "side": "above"}, decodes=True),
-    Plant("up_clamped", _MOE, _UP_CLAMPED, {"limit": 0.7, "side": "both"}),
-    Plant("experts_exchanged", _MOE, {"edit": in_tensors(_exchanged)}, {"first": 5, "second": 6}),
+    *(
+        Plant(name, _ROUTED, stages, parameters, fits=_has_plain_swiglu)
+        for name, stages, parameters in (
+            ("relu_activation", {"activate": lambda _, __, gate, up: functional.relu(gate) * up}, {}),
+            ("activation_missing", {"activate": lambda _, __, gate, up: gate * up}, {}),
+            ("swiglu_clamped", _CLAMPED, {"limit": 1.0}),
+            ("swiglu_clamped", _CLAMPED, {"limit": 7.0}),
+            ("up_clamped", _UP_CLAMPED, {"limit": 0.7, "side": "both"}),
+        )
+    ),
+    Plant(
+        "up_clamped",
+        _ROUTED,
+        _UP_CLAMPED,
+        {"limit": 1.0, "side": "above"},
+        decodes=True,
+        fits=_has_plain_swiglu,
+    ),
+    *(
+        Plant(name, _ROUTED, {"activate": activate}, parameters, decodes=True, fits=_has_swiglu_oai)
+        for name, activate, parameters in (
+            ("up_plus_one_missing", _oai_without_one, {}),
+            ("swiglu_clamp_missing", _oai_unclamped, {}),
+            ("swiglu_alpha_missing", _oai_without_alpha, {}),
+            ("swiglu_plain", lambda _, __, gate, up: functional.silu(gate) * up, {}),
+        )
+    ),
+    *(
+        Plant(name, sites, stages, parameters, decodes=True, fits=fits)
+        for name, sites, stages, parameters, fits in (
+            ("shared_missing", _SHARED, _SHARED_ZERO, {"where": "shared experts"}, _has_shared_experts),
+            ("shared_missing", _MOE, _SHARED_NOT_ADDED, {"where": "sum"}, _has_shared_experts),
+            ("shared_twice", _MOE, _SHARED_TWICE, {}, _has_shared_experts),
+            ("shared_scaled_too", _MOE, _SHARED_SCALED, {}, _scales_sum),
+            ("routed_scale_missing", _MOE, {"scale_routed": lambda _, __, routed: routed}, {}, _scales_sum),
+        )
+    ),
+    Plant("experts_exchanged", _ROUTED, {"edit": in_tensors(_exchanged)}, {"first": 5, "second": 6}),
     # Gate and up are taken to alternate in the fused weight's rows, the last axis of its product.
     Plant(
-        "gate_up_interleaved", _MOE, {"cut_gate_up": lambda _, __, both: (both[..., 0::2], both[..., 1::2])}
+        "gate_up_interleaved",
+        _ROUTED,
+        {"cut_gate_up": lambda _, __, both: (both[..., 0::2], both[..., 1::2])},
     ),
-    Plant("experts_local_only", _MOE, {"affinities": _of_rank}, {"ep_degree": 4, "rank": 0}, decodes=True),
-    Plant("expert_ids_shifted", _MOE, {"affinities": _shifted}, {"offset": 1}),
-    Plant("experts_in_text_order", _MOE, {"fuse": in_fused(_text_order)}),
-    Plant("expert_capacity", _MOE, _CAPACITY, {"factor": 1.0}),
-    Plant("expert_capacity", _MOE, _CAPACITY, {"factor": 1.25}),
+    Plant("experts_local_only", _ROUTED, {"affinities": _of_rank}, {"ep_degree": 4, "rank": 0}, decodes=True),
+    Plant("expert_ids_shifted", _ROUTED, {"affinities": _shifted}, {"offset": 1}),
+    Plant("experts_in_text_order", _ROUTED, {"fuse": in_fused(_text_order)}),
+    Plant("expert_capacity", _ROUTED, _CAPACITY, {"factor": 1.0}),
+    Plant("expert_capacity", _ROUTED, _CAPACITY, {"factor": 1.25}),
     # 2 if two ranks' sums are reduced twice, or another wrong scale.
     Plant("moe_delta_scaled", _MOE, _MOE_SCALED, {"factor": 2.0}, decodes=True),
     Plant("moe_delta_scaled", _MOE, _MOE_SCALED, {"factor": 0.97}),
-    Plant("experts_width_partial", _MOE, {"activated": _width_of_rank}, {"tp_degree": 2, "rank": 0}),
-    Plant("expert_accumulation_low_precision", _MOE, {"accumulate": _low_precision_sum}),
+    Plant("experts_width_partial", _ROUTED, {"activated": _width_of_rank}, {"tp_degree": 2, "rank": 0}),
+    Plant("expert_accumulation_low_precision", _ROUTED, {"accumulate": _low_precision_sum}),
 )
 
 # Site that is wrong if a matrix is read wrongly.
@@ -231,9 +370,9 @@ _SITES = {
     "k_proj": Site.K_PROJ,
     "v_proj": Site.V_PROJ,
     "o_proj": Site.ATTN_DELTA,
-    "w1": Site.MOE_DELTA,
-    "w2": Site.MOE_DELTA,
-    "w3": Site.MOE_DELTA,
+    "w1": Site.ROUTED_DELTA,
+    "w2": Site.ROUTED_DELTA,
+    "w3": Site.ROUTED_DELTA,
 }
 _ALL_SITES = tuple(dict.fromkeys(_SITES.values()))
 
@@ -312,7 +451,7 @@ _FP8 = (
         _misread("fp8_scale_transposed", (_SITES[tensor],), _transposed, tensor=tensor)
         for tensor in ("q_proj", "o_proj")
     ),
-    Plant("fp8_activations", _MOE, {"activated": _fp8_inputs}),
+    Plant("fp8_activations", _ROUTED, {"activated": _fp8_inputs}),
 )
 
 PLANTS = (*_ROUTER, *_OF_EXPERTS, *_FP8)

@@ -18,7 +18,6 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.golden_weights import CheckpointWeights
 from faults.baseline import Baseline
 from minimax_tools.capture.reader import Capture
-from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
@@ -85,7 +84,9 @@ def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
 
 def as_black_box(capture: Capture) -> Capture:
     """Return the capture of the same port as a black box."""
-    return hide_sites(capture, [site for site in ModelGraph().sites if site not in (Site.INPUT, Site.OUTPUT)])
+    return hide_sites(
+        capture, [site for site in capture.graph.sites if site not in (Site.INPUT, Site.OUTPUT)]
+    )
 
 
 def name_mistake(

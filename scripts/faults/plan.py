@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from clean_ports import clean_ports
@@ -11,9 +13,13 @@ from port_runs import EXAMPLES
 
 from faults.baseline import BaselineRequest, TrainedModel
 from faults.dump_runs import PlannedDump, plan_dumps
-from faults.plant import Plant, pair_plants
+from faults.plant import Plant, fit_plants, pair_plants
 from faults.planted import choose_plants
 from faults.runs import RANKS_PREFIX, PlannedRun, may_show, plan_decoding, plan_plants
+from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
+from minimax_tools.model.family import Family
+from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import default_rows
 
@@ -72,10 +78,9 @@ _ON_TRAINED = {
 _QUICK = ("gate_up_swapped", "router_bias_missing", "tile_twice", "weights_bfloat16")
 _BACKENDS = ("cpu", "xla-cpu")
 _PLAIN_PORTS = (
-    "planted",
     f"{EXAMPLES / 'port.py'}:DecoderLayer",
     f"{EXAMPLES / 'minimal_port.py'}:DecoderLayer",
-)
+)  # of MiniMax-M2 alone
 _NUM_CLEAN_SEEDS = 5  # synthetic models that right ports run on
 # Prompts of the right ports on a trained model.
 _CLEAN = ((1,), (4,), (24, 7), _SHORT, (500,))
@@ -88,18 +93,41 @@ _FLEX = f"{EXAMPLES / 'transformers_port.py'}:FlexAttention"
 def plan_quickly() -> Iterator[AnyRun]:
     """Plan a few mistakes on a small model; they run in seconds."""
     request = BaselineRequest(name="quick", seed=0, lengths=(24, 7), num_layers=2)
-    yield from plan_plants(request, choose_plants(_QUICK), backend="cpu")
+    yield from plan_plants(request, fit_plants(choose_plants(_QUICK), ModelGraph()), backend="cpu")
 
 
-def plan_part(part: str, plants: Sequence[Plant], *, asks_names: bool) -> Iterator[AnyRun]:
-    """Plan one of `PARTS` on synthetic models.
+def plan_part(part: str, plants: Sequence[Plant], *, family: Family, asks_names: bool) -> Iterator[AnyRun]:
+    """Plan one of `PARTS` on synthetic models of a family.
 
     In `short` and `far` the diagnosis may be asked for names, which takes longer than all else.
     """
+    graph = SyntheticModel.toy(family).spec().graph
     if part == "clean":
-        yield from _plan_clean_synthetic()
+        yield from _plan_clean_synthetic(family, graph)
+    if not _can_run(part, graph):
+        return
     for request in _on_synthetic(part):
-        yield from _plan_on(request, part, plants, asks_names=asks_names)
+        of_family = _of_family(request, family)
+        yield from _plan_on(of_family, part, fit_plants(plants, graph), asks_names=asks_names)
+
+
+def _can_run(part: str, graph: ModelGraph) -> bool:
+    """Decide whether rows of a part may be given to models: where blocks of keys are chosen, rows begin at 0."""
+    return graph.most_keys is None or part not in ("left", "far")
+
+
+def _of_family(request: BaselineRequest, family: Family) -> BaselineRequest:
+    """Return the request with a synthetic model of a family."""
+    if family is MINIMAX_M2:
+        return request
+    model = SyntheticModel.toy(family).resized(num_hidden_layers=max(request.num_layers, 2))
+    return replace(
+        request,
+        name=f"{family.toy_preset}-{request.name}",
+        shape=model,
+        num_layers=model.num_hidden_layers,
+        padding_side=request.padding_side if _can_run("left", model.spec().graph) else "right",
+    )
 
 
 def plan_part_on_model(
@@ -109,10 +137,13 @@ def plan_part_on_model(
 
     Plants that cannot show are left out. In `short` the diagnosis may be asked for names.
     """
+    graph = ModelSpec.from_folder(Path(model.folder)).graph
     if part == "clean":
-        yield from _plan_clean_trained(model)
+        yield from _plan_clean_trained(model, graph)
+    if not _can_run(part, graph):
+        return
     for request in _on_trained(part, model):
-        yield from _plan_on(request, part, plants, asks_names=asks_names)
+        yield from _plan_on(request, part, fit_plants(plants, graph), asks_names=asks_names)
 
 
 def name_left_out(plants: Sequence[Plant], model: TrainedModel) -> tuple[str, ...]:
@@ -187,7 +218,7 @@ def _trained(
     ).on_implementation(implementation)
 
 
-def _plan_clean_synthetic() -> Iterator[PlannedRun]:
+def _plan_clean_synthetic(family: Family, graph: ModelGraph) -> Iterator[PlannedRun]:
     """Plan right ports on models of 16 layers, goldens of either implementation and padding, and far positions."""
     # No other part has seeds from 1000 and 2000 on.
     for seed in range(_NUM_CLEAN_SEEDS):
@@ -198,17 +229,21 @@ def _plan_clean_synthetic() -> Iterator[PlannedRun]:
             padding_side=("right", "left")[seed % 2],
             num_layers=16,
         ).on_implementation(seed % 2)
-        yield from _plan_right_ports(request, backends=_BACKENDS, ranks=(2, 4))
-        far = _far(f"clean-far-{seed}", seed=2000 + seed, num_layers=4)
-        yield from _plan_right_ports(far, backends=_BACKENDS, ranks=(2, 4))
+        requests = [request]
+        if _can_run("far", graph):
+            requests.append(_far(f"clean-far-{seed}", seed=2000 + seed, num_layers=4))
+        for each in requests:
+            of_family = _of_family(each, family)
+            yield from _plan_right_ports(of_family, graph=graph, backends=_BACKENDS, ranks=(2, 4))
 
 
-def _plan_clean_trained(model: TrainedModel) -> Iterator[PlannedRun]:
+def _plan_clean_trained(model: TrainedModel, graph: ModelGraph) -> Iterator[PlannedRun]:
     """Plan right ports at every number of tokens, on goldens of either implementation; XLA on one of them."""
     for number, lengths in enumerate(_CLEAN):
         for implementation in range(len(IMPLEMENTATIONS)):
             yield from _plan_right_ports(
                 _trained("clean", model, lengths, seed=20 + number, implementation=implementation),
+                graph=graph,
                 backends=_BACKENDS if (number + implementation) % 2 == 0 else ("cpu",),
                 ranks=_NUM_RANKS.get(lengths, ()),
                 with_flex=lengths == _SHORT,
@@ -216,7 +251,12 @@ def _plan_clean_trained(model: TrainedModel) -> Iterator[PlannedRun]:
 
 
 def _plan_right_ports(
-    request: BaselineRequest, *, backends: tuple[str, ...], ranks: tuple[int, ...], with_flex: bool = False
+    request: BaselineRequest,
+    *,
+    graph: ModelGraph,
+    backends: tuple[str, ...],
+    ranks: tuple[int, ...],
+    with_flex: bool = False,
 ) -> Iterator[PlannedRun]:
     """Plan all right ports against a baseline, backend by backend.
 
@@ -231,7 +271,8 @@ def _plan_right_ports(
             for port in ports
             if port.backend == backend
         ]
-        names += _PLAIN_PORTS
+        names.append("planted")
+        names += _PLAIN_PORTS if graph == ModelGraph() else ()
         names += [_FLEX] if with_flex and backend == "cpu" else []
         for name in names:
             yield PlannedRun(request=request, port=name, backend=backend)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from faults.arithmetic import Arithmetic, FusedWeights, KeyValues, Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.text_enum import TextEnum
 
@@ -45,7 +46,9 @@ class Plant:
     """A mistake, or a harmless change, that is planted in a layer."""
 
     name: str  # name of the mistake; the diagnosis's own name if it is catalogued
-    sites: tuple[Site, ...]  # sites of the mistake: wrong although their inputs are right
+    # Sites of the mistake: wrong although their inputs are right. In all models routed_delta is the sum of the routed
+    # experts, and sites that a model lacks are left out (see `on`).
+    sites: tuple[Site, ...]
     # The wrong stages, by the names of the methods of `Arithmetic`. Their addresses must not be in a journal's keys.
     stages: Mapping[str, Stage] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     parameters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -57,19 +60,32 @@ class Plant:
     needs_left_padding: bool = False  # whether it shows only if prompts are padded on the left
     needs_far_positions: bool = False  # whether it shows only if prompts begin far from position 0
     needs_fp8: bool = False  # whether it is a mistake in reading an FP8 checkpoint
+    fits: Callable[[ModelGraph], bool] = field(
+        default=lambda _: True, repr=False
+    )  # models in which it changes anything
     halves: tuple[Plant, ...] = ()  # the two plants of a pair
     # For an uncatalogued mistake: catalogued ones that compute nearly the same, which the diagnosis may answer with.
     akin: tuple[str, ...] = ()
     told: str = ""  # words of a blame that tell the mistake without a name, such as what weights stand where others do
 
-    def build(self, config: Any, weights: FusedWeights) -> Arithmetic:
+    def build(self, config: Any, weights: FusedWeights, layer_idx: int) -> Arithmetic:
         """Build the arithmetic of a layer with this mistake."""
-        arithmetic = Arithmetic(config, weights)
+        arithmetic = Arithmetic(config, weights, layer_idx)
         for plant in self.halves or (self,):
             for name, stage in plant.stages.items():
                 right = getattr(arithmetic, name)
                 setattr(arithmetic, name, partial(stage, right, arithmetic, **plant.parameters))
         return arithmetic
+
+    def on(self, graph: ModelGraph) -> Plant:
+        """Return the plant with its sites in a model."""
+        routed = graph.layer(0).routed_sum
+
+        def held(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+            found = (routed if site is Site.ROUTED_DELTA else site for site in sites)
+            return tuple(site for site in found if site in graph.sites)
+
+        return replace(self, sites=held(self.sites), hides=held(self.hides))
 
     @property
     def record(self) -> dict[str, Any]:
@@ -160,9 +176,19 @@ def on_half(change: Change, dim: int) -> Change:
     return changed
 
 
-_MOE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.MOE_DELTA})
+_MOE = frozenset(
+    {
+        *(Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS),
+        *(Site.ROUTED_DELTA, Site.SHARED_DELTA, Site.MOE_DELTA),
+    }
+)
 # Sites between or behind attention and experts: a mistake there belongs to neither half of a pair.
 _BETWEEN = frozenset({Site.ATTN_RESIDUAL, Site.POST_NORM, Site.OUTPUT})
+
+
+def fit_plants(plants: Sequence[Plant], graph: ModelGraph) -> tuple[Plant, ...]:
+    """Choose the plants that change something in a model, with their sites there."""
+    return tuple(plant.on(graph) for plant in plants if plant.fits(graph))
 
 
 def pair_plants(plants: Sequence[Plant], *, seed: int) -> Iterator[Plant]:

@@ -17,37 +17,41 @@ from torch import nn
 from faults.arithmetic import Arithmetic, FusedWeights, KeyValues
 from faults.plant import Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from neuron.ports.targets import PortTarget
-
-_SITES = tuple(str(site) for site in ModelGraph().sites if site not in (Site.INPUT, Site.OUTPUT))
 
 
 class PlantedLayer(nn.Module):
     """A decoder layer with a submodule for each site to show.
 
     Args:
-        config: Quantities of the model, with Hugging Face's names.
+        config: Quantities and graph of the model, with Hugging Face's names.
+        layer_idx: Number of the layer.
         plant: The mistake; None for the right port.
         decode_only: Whether only decoded tokens are wrong.
     """
 
-    def __init__(self, config: Any, plant: Plant | None = None, *, decode_only: bool = False) -> None:
+    takes_own_names = True  # in all families its weights come by mm2's names
+
+    def __init__(
+        self, config: Any, layer_idx: int, plant: Plant | None = None, *, decode_only: bool = False
+    ) -> None:
         super().__init__()
-        self.weights = FusedWeights(config)
-        self.taps = nn.ModuleDict({site: nn.Identity() for site in _SITES})
+        self.weights = FusedWeights(config, layer_idx)
+        sites = config.graph.layer(layer_idx).sites
+        shown = tuple(str(site) for site in sites if site not in (Site.INPUT, Site.OUTPUT))
+        self.taps = nn.ModuleDict({site: nn.Identity() for site in shown})
         hidden = set() if plant is None else {str(site) for site in plant.hides}
         # mm2 reads from `sites` which submodule shows a site.
-        self.sites = {site: f"taps.{site}" for site in _SITES if site not in hidden}
-        self._right = Arithmetic(config, self.weights)
-        self._planted = self._right if plant is None else plant.build(config, self.weights)
+        self.sites = {site: f"taps.{site}" for site in shown if site not in hidden}
+        self._right = Arithmetic(config, self.weights, layer_idx)
+        self._planted = self._right if plant is None else plant.build(config, self.weights, layer_idx)
         self._decode_only = decode_only
 
     def convert_state_dict(
         self, tensors: LayerTensors, config: Any, layer_idx: int
     ) -> Mapping[str, torch.Tensor]:
-        """Fuse and group the hub's tensors, with the mistakes that are in the weights.
+        """Fuse and group the layer's tensors, with the mistakes that are in the weights.
 
         If only decoded tokens are wrong, the weights are right: the prefill computes with them too.
         """
@@ -87,7 +91,7 @@ class PlantedPort:
     def __call__(self, config: Any, layer_idx: int) -> PlantedLayer:
         """Build the module of one layer, without weights."""
         plant = self.plant if layer_idx in self.layers else None
-        return PlantedLayer(config, plant, decode_only=self.decode_only)
+        return PlantedLayer(config, layer_idx, plant, decode_only=self.decode_only)
 
     def target(self) -> PortTarget:
         """Build the port as a target of mm2; its digest differs by mistake and layers, as a port's source would."""

@@ -58,7 +58,10 @@ def make_prover(
     """Build what undoes mistakes in one layer of a port, and judges it again; it writes below `directory`."""
     return PortProver(
         port_runs.request_run(
-            baseline.folder, baseline.golden, target, single_layer_run(layer, sites_level="all")
+            baseline.folder,
+            baseline.golden,
+            target,
+            single_layer_run(layer, sites_level="all", graph=baseline.spec.graph),
         ),
         runtime=runtime,
         reader=baseline.reader,
@@ -83,7 +86,7 @@ class Proofs:
         self._plant = plant
         self._baseline = baseline
         self._is_black_box = is_black_box
-        self._layer = baseline.layers[-1]
+        self._layer = baseline.request.num_layers - 1
         self._weights = CheckpointWeights(model=str(baseline.folder))
         shutil.rmtree(directory, ignore_errors=True)
         target = _hide_sites(plant, self._layer) if is_black_box else _plant_in(plant, self._layer)
@@ -91,7 +94,7 @@ class Proofs:
         self._capture = port_runs.run_port(
             baseline.golden,
             target,
-            single_layer_run(self._layer, sites_level="all"),
+            single_layer_run(self._layer, sites_level="all", graph=baseline.spec.graph),
             reader=baseline.reader,
             runtime=runtime,
             directory=directory / "run",

@@ -15,13 +15,12 @@ from compare.limits.tolerances import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.sides.sides import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.pair_metrics import compare_tensors
-from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
 
-# router_experts is left out: the tools would compare expert numbers as if they were quantities.
-_SITES = tuple(site for site in ModelGraph().sites if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
+# The tools would compare expert numbers as if they were quantities.
+_LEFT_OUT = (Site.INPUT, Site.ROUTER_EXPERTS)
 
 
 def seeds(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
@@ -115,8 +114,8 @@ def find_differences(golden: Capture, capture: Capture, layer: int) -> Mapping[s
     """Find the sites of a layer that each rule calls different; another shape is different for all rules."""
     batch = Batch.of(golden, capture)
     found: dict[str, list[str]] = {rule: [] for rule in RULES}
-    for site in _SITES:
-        if site not in capture.sites(layer):
+    for site in golden.graph.layer(layer).sites:
+        if site in _LEFT_OUT or site not in capture.sites(layer):
             continue
         reference, target = golden.read(layer, site), capture.read(layer, site)
         twin = golden.read_twin(layer, site)

@@ -88,11 +88,12 @@ def carry_out(
     capture = _capture(planned, baseline, runtime=runtime, directory=directory)
     with_all_sites = judge_run(baseline, capture)
     by_output = judge_run(baseline, as_black_box(capture))
-    # `baseline.layers` are those that get the plant; the capture has all layers.
-    asked_layer = baseline.layers[len(baseline.layers) // 2] if planned.asks_name else None
+    # Some layers get the plant; the capture has all.
+    planted_layers = baseline.layers_with(planned.plant.sites) if planned.plant else ()
+    asked_layer = planted_layers[len(planted_layers) // 2] if planned.asks_name and planned.plant else None
     cases = []
     for layer in capture.layers:
-        plant = planned.plant if layer in baseline.layers else None
+        plant = planned.plant if layer in planted_layers else None
         hidden = give_fields(by_output, layer)
         effects = _measure_effects(baseline, layer, plant, planned.num_decoded) if plant else {}
         cases.append(
@@ -124,7 +125,8 @@ def run_port(
     baseline: Baseline, target: Target, *, runtime: Runtime, directory: Path, num_decoded: int = 0
 ) -> Capture:
     """Run each layer on the golden's input, and decode the last `num_decoded` tokens; `directory` is emptied first."""
-    run = sweep_run(Span(0, baseline.spec.num_hidden_layers), sites_level="all").decoding(num_decoded)
+    span, graph = Span(0, baseline.spec.num_hidden_layers), baseline.spec.graph
+    run = sweep_run(span, sites_level="all", graph=graph).decoding(num_decoded)
     return port_runs.run_port(
         baseline.golden, target, run, reader=baseline.reader, runtime=runtime, directory=directory
     )
@@ -154,7 +156,7 @@ def _capture(planned: PlannedRun, baseline: Baseline, *, runtime: Runtime, direc
         )
     if planned.port != "planted":
         return run_port(baseline, find_target(planned.port), runtime=runtime, directory=directory)
-    layers = frozenset(baseline.layers) if planned.plant else frozenset()
+    layers = frozenset(baseline.layers_with(planned.plant.sites) if planned.plant else ())
     port = PlantedPort(plant=planned.plant, layers=layers, decode_only=planned.decodes)
     return run_port(
         baseline, port.target(), runtime=runtime, directory=directory, num_decoded=planned.num_decoded

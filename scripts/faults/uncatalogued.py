@@ -19,7 +19,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import K_PROJ, O_PROJ, Q_PROJ
 
 _ROPE, _CONTEXT, _DELTA = (Site.Q_ROPE, Site.K_ROPE), (Site.ATTN_CONTEXT,), (Site.ATTN_DELTA,)
-_EXPERTS, _MOE = (Site.ROUTER_EXPERTS,), (Site.MOE_DELTA,)
+_EXPERTS, _ROUTED, _MOE = (Site.ROUTER_EXPERTS,), (Site.ROUTED_DELTA,), (Site.MOE_DELTA,)
 
 
 def _head_zero(tensors: LayerTensors, config: Any) -> None:
@@ -50,12 +50,16 @@ def _tile_twice(right: Stage, layer: Arithmetic, context: Tensor) -> Any:
 
 
 def _keys_quantised(
-    _: Stage, layer: Arithmetic, q: Tensor, k: Tensor, positions: Tensor, tap: Tap
+    right: Stage, _: Arithmetic, q: Tensor, k: Tensor, positions: Tensor, tap: Tap
 ) -> tuple[Tensor, Tensor]:
     """Cache rotated keys in FP8 where nobody asked for it."""
-    q, k = tap("q_norm", layer.q_norm(q)), tap("k_norm", layer.k_norm(k))
-    queries, keys = (layer.rotate(layer.heads(flat), positions) for flat in (q, k))
-    return tap("q_rope", queries), tap("k_rope", keys.float().to(torch.float8_e4m3fn).to(keys.dtype))
+
+    def rounding(site: str, value: Tensor) -> Tensor:
+        is_cached = site == "k_rope"
+        return tap(site, value.float().to(torch.float8_e4m3fn).to(value.dtype) if is_cached else value)
+
+    rotated: tuple[Tensor, Tensor] = right(q, k, positions, rounding)
+    return rotated
 
 
 def _value_halves_swapped(right: Stage, layer: Arithmetic, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +122,7 @@ def _sum_counts_twice(_: Stage, layer: Arithmetic, residual: Tensor, states: Ten
     squares = exact.pow(2).sum(-1, keepdim=True)
     squares = squares + exact[..., quarter : 2 * quarter].pow(2).sum(-1, keepdim=True)
     normed = exact * torch.rsqrt(squares / exact.shape[-1] + layer.eps())
-    return layer.weights.post_norm * normed.to(residual.dtype)
+    return layer.weigh_norm(normed, layer.weights.post_norm, residual.dtype)
 
 
 def _later_rows_differ(_: Stage, __: Arithmetic, moe: Tensor, mask: Tensor) -> Tensor:
@@ -201,7 +205,7 @@ PLANTS = (
     _plant("residual_garbage", (Site.ATTN_RESIDUAL,), {"add_attention": _residual_garbage}),
     _plant("buffer_not_cleared", _MOE, {"finish_moe": _buffer_not_cleared}),
     _plant("bucket_end_wrong", _MOE, {"finish_moe": _bucket_end_wrong}),
-    _plant("gather_off_by_one", _MOE, {"fuse": in_fused(_gather_off_by_one)}),
+    _plant("gather_off_by_one", _ROUTED, {"fuse": in_fused(_gather_off_by_one)}),
     _plant(
         "sum_counts_twice",
         (Site.POST_NORM,),
@@ -219,14 +223,22 @@ PLANTS = (
         {"balance": lambda right, _, chosen: right(chosen).flip(-1)},
         decodes=True,
     ),
-    _plant("expert_negated", _MOE, {"fuse": in_fused(_expert_negated)}),
-    _plant("remainder_dropped", _MOE, {"activated": _remainder_dropped}),
+    _plant("expert_negated", _ROUTED, {"fuse": in_fused(_expert_negated)}),
+    _plant("remainder_dropped", _ROUTED, {"activated": _remainder_dropped}),
     # The experts' sum, which is BF16, is too small by one step of BF16 in each value.
     _plant(
         "moe_slightly_small",
         _MOE,
         {"finish_moe": lambda _, __, moe, mask: moe * (1 - 2**-8)},
         akin=("moe_delta_scaled", "router_weights_scaled"),
+    ),
+    # The kernel of both the routed and the shared experts computes another activation.
+    _plant(
+        "swiglu_plain_everywhere",
+        (Site.ROUTED_DELTA, Site.SHARED_DELTA),
+        {"combine": lambda _, __, gate, up: functional.silu(gate) * up},
+        akin=("swiglu_plain",),
+        fits=lambda graph: graph.has_swiglu_oai,
     ),
     _plant("constant_added", _MOE, {"finish_moe": _constant_added}),
     _plant("logit_pairs_swapped", (Site.ROUTER_LOGITS,), _PAIRS_SWAPPED),

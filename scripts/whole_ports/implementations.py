@@ -18,42 +18,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cached_port
 import caches
 import chunks
+import family_ports
 import passes
 import port
 import tensor_parallel_port
-import transformers_port
 from model_port import Model
 from torch.func import functional_call
-from transformers import MiniMaxM2ForCausalLM, StaticCache
+from transformers import StaticCache
 
 
-class TransformersSdpa(nn.Module):
+class TransformersSdpa(family_ports.Model):
     """transformers' own model, with its DynamicCache."""
-
-    attn_implementation = "sdpa"
-    experts_implementation = "grouped_mm"
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = transformers_port.make_config(
-            config, attention=self.attn_implementation, experts=self.experts_implementation
-        )
-        self.whole = MiniMaxM2ForCausalLM(self.config)
-        for layer in self.whole.model.layers:
-            transformers_port.keep_in_float32(layer.mlp)
-        of_layer = transformers_port.Same.sites
-        self.sites = {
-            "layers": "whole.model.layers",
-            "embedding": "whole.model.embed_tokens",
-            "final_norm": "whole.model.norm",
-            **{site: path.removeprefix("layer.") for site, path in of_layer.items()},
-        }
-
-    def convert_state_dict(self, tensors, config, layer_idx):
-        """Return the tensors by transformers' names."""
-        if layer_idx is None:
-            return {f"whole.{name}": tensors[name] for name in tensors}
-        return transformers_port.by_own_names(tensors, config, f"whole.model.layers.{layer_idx}.")
 
     def new_cache(self):
         """Return what a prefill is given as past; None for transformers' choice."""
@@ -61,9 +36,9 @@ class TransformersSdpa(nn.Module):
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values=None):
         """Return transformers' output: logits [B,S,V] and the cache."""
-        past = self.new_cache() if past_key_values is None else past_key_values
         # The past goes by its place: its name is `past_key_values` up to transformers 5.23, and `cache` since.
-        return self.whole(input_ids, attention_mask, position_ids, past, use_cache=True)
+        past = self.new_cache() if past_key_values is None else past_key_values
+        return super().forward(input_ids, attention_mask, position_ids, past)
 
 
 class TransformersEager(TransformersSdpa):
@@ -84,7 +59,7 @@ class TransformersStaticCache(TransformersSdpa):
     """transformers' own model with a cache of fixed length."""
 
     def new_cache(self):
-        return StaticCache(config=self.config, max_cache_len=64)
+        return StaticCache(config=self.whole.config, max_cache_len=64)
 
 
 def compiled_eager(config):

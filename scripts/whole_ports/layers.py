@@ -21,4 +21,5 @@ class WrongLayer(Model):
     def __init__(self, config):
         super().__init__(config)
         (plant,) = (plant for plant in MISTAKES if str(plant) == os.environ[MISTAKE_VARIABLE])
-        self.model.layers[int(os.environ[LAYER_VARIABLE])] = PlantedLayer(config, plant)
+        layer = int(os.environ[LAYER_VARIABLE])
+        self.model.layers[layer] = PlantedLayer(config, layer, plant)
