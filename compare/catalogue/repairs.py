@@ -118,31 +118,39 @@ def put_experts_in_place(tensors: Tensors, config: Any, order: str) -> None:
 
 
 def divide_down(tensors: Tensors, config: Any, factor: float) -> None:
-    """Divide w2 of every expert by the factor."""
+    """Divide w2 of every expert by the factor, and what shared experts have for it."""
     for expert in range(config.num_local_experts):
         name = f"block_sparse_moe.experts.{expert}.w2.weight"
+        tensors[name] = tensors[name] / factor
+    if config.graph.has_shared_experts:
+        name = "block_sparse_moe.shared_experts.down_proj.weight"
         tensors[name] = tensors[name] / factor
 
 
 def divide_output_projection(tensors: Tensors, config: Any, factor: float) -> None:
-    """Divide o_proj by the factor."""
-    tensors["self_attn.o_proj.weight"] = tensors["self_attn.o_proj.weight"] / factor
+    """Divide o_proj by the factor, its bias too."""
+    for name in ("self_attn.o_proj.weight", "self_attn.o_proj.bias"):
+        if name in tensors:
+            tensors[name] = tensors[name] / factor
 
 
 def divide_projection(tensors: Tensors, config: Any, tensor: str, factor: float) -> None:
-    """Divide q_proj, k_proj or v_proj by the factor."""
-    name = f"self_attn.{tensor}.weight"
-    tensors[name] = tensors[name] / factor
+    """Divide q_proj, k_proj or v_proj by the factor, its bias too."""
+    for name in (f"self_attn.{tensor}.weight", f"self_attn.{tensor}.bias"):
+        if name in tensors:
+            tensors[name] = tensors[name] / factor
 
 
 def divide_query_norm(tensors: Tensors, config: Any, factor: float) -> None:
-    """Divide the weight of q_norm by the factor."""
-    tensors["self_attn.q_norm.weight"] = tensors["self_attn.q_norm.weight"] / factor
+    """Divide what q_norm multiplies by, the weight or 1 + weight, by the factor."""
+    one = 1 if config.graph.has_gain_of_one_plus else 0
+    tensors["self_attn.q_norm.weight"] = (one + tensors["self_attn.q_norm.weight"]) / factor - one
 
 
 def divide_key_norm(tensors: Tensors, config: Any, factor: float) -> None:
-    """Divide the weight of k_norm by the factor."""
-    tensors["self_attn.k_norm.weight"] = tensors["self_attn.k_norm.weight"] / factor
+    """Divide what k_norm multiplies by, the weight or 1 + weight, by the factor."""
+    one = 1 if config.graph.has_gain_of_one_plus else 0
+    tensors["self_attn.k_norm.weight"] = (one + tensors["self_attn.k_norm.weight"]) / factor - one
 
 
 def exchange_query_and_key_norms(tensors: Tensors, config: Any) -> None:
@@ -162,42 +170,53 @@ def subtract_one_from_post_norm(tensors: Tensors, config: Any) -> None:
 
 
 def exchange_keys_and_values(tensors: Tensors, config: Any) -> None:
-    """Exchange k_proj and v_proj."""
-    key, value = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
-    tensors[key], tensors[value] = tensors[value], tensors[key]
+    """Exchange k_proj and v_proj, their biases too."""
+    for kind in ("weight", "bias"):
+        key, value = f"self_attn.k_proj.{kind}", f"self_attn.v_proj.{kind}"
+        if key in tensors:
+            tensors[key], tensors[value] = tensors[value], tensors[key]
 
 
 def reorder_query_heads(tensors: Tensors, config: Any, order: str) -> None:
     """Put the heads of q_proj in the order that the port's cut turns into the right one."""
     num_groups = config.num_key_value_heads
     num_outer = config.num_attention_heads // num_groups if order == "by group" else num_groups
-    heads = tensors["self_attn.q_proj.weight"].unflatten(0, (num_outer, -1, config.head_dim))
-    tensors["self_attn.q_proj.weight"] = heads.transpose(0, 1).flatten(0, 2)
+    for name in ("self_attn.q_proj.weight", "self_attn.q_proj.bias"):
+        if name in tensors:
+            heads = tensors[name].unflatten(0, (num_outer, -1, config.head_dim))
+            tensors[name] = heads.transpose(0, 1).flatten(0, 2)
 
 
 def spread_over_groups(tensors: Tensors, config: Any) -> None:
     """Spread the rows [all Q | all K | all V] over q_proj, k_proj and v_proj as the port lays them out per kv group."""
-    names = [f"self_attn.{name}_proj.weight" for name in "qkv"]
-    groups = torch.cat([tensors[name] for name in names]).unflatten(0, (config.num_key_value_heads, -1))
-    sizes = [tensors[name].shape[0] // config.num_key_value_heads for name in names]
-    for name, rows in zip(names, groups.split(sizes, dim=1), strict=True):
-        tensors[name] = rows.flatten(0, 1)
+    for kind in ("weight", "bias"):
+        names = [f"self_attn.{name}_proj.{kind}" for name in "qkv"]
+        if names[0] in tensors:
+            rows = torch.cat([tensors[name] for name in names])
+            groups = rows.unflatten(0, (config.num_key_value_heads, -1))
+            sizes = [tensors[name].shape[0] // config.num_key_value_heads for name in names]
+            for name, part in zip(names, groups.split(sizes, dim=1), strict=True):
+                tensors[name] = part.flatten(0, 1)
 
 
 def interleave_rotated_dims(tensors: Tensors, config: Any) -> None:
     """Put dim i + rotary_dim/2 of every head of queries and keys beside dim i."""
     rotated = torch.arange(config.rotary_dim).unflatten(0, (2, -1)).T.flatten()
     order = torch.cat((rotated, torch.arange(config.rotary_dim, config.head_dim)))
-    for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
-        heads = tensors[f"self_attn.{name}.weight"].unflatten(0, (-1, config.head_dim))
-        tensors[f"self_attn.{name}.weight"] = heads[:, order].flatten(0, 1)
+    parts = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight")
+    for name in [f"self_attn.{part}" for part in parts]:
+        if name in tensors:
+            heads = tensors[name].unflatten(0, (-1, config.head_dim))
+            tensors[name] = heads[:, order].flatten(0, 1)
 
 
 def move_rotated_dims_behind(tensors: Tensors, config: Any) -> None:
     """Put the first rotary_dim dims of every head of queries and keys behind the others."""
-    for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
-        heads = tensors[f"self_attn.{name}.weight"].unflatten(0, (-1, config.head_dim))
-        tensors[f"self_attn.{name}.weight"] = heads.roll(-config.rotary_dim, dims=1).flatten(0, 1)
+    parts = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight")
+    for name in [f"self_attn.{part}" for part in parts]:
+        if name in tensors:
+            heads = tensors[name].unflatten(0, (-1, config.head_dim))
+            tensors[name] = heads.roll(-config.rotary_dim, dims=1).flatten(0, 1)
 
 
 def negate_correction_bias(tensors: Tensors, config: Any) -> None:

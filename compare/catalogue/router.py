@@ -77,6 +77,11 @@ def _normalised(layer: Evaluation, experts: torch.Tensor) -> torch.Tensor:
     return chosen / chosen.sum(-1, keepdim=True)
 
 
+def _weigh_scaled(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
+    """Weigh the chosen experts in another way, and multiply by the model's own factor behind it."""
+    return _weigh_by(lambda layer, experts: layer.graph.model.share_scale * weights(layer, experts))
+
+
 def _top_k(k: int) -> Change:
     return replace_stage(Site.ROUTER_EXPERTS, lambda layer: choose_experts(_ranked(layer), k))
 
@@ -175,9 +180,9 @@ ROUTER_MISTAKES = (
     ),
     Mistake(
         name="router_weights_not_normalised",
-        build=lambda: _weigh_by(lambda layer, experts: router_scores(layer).gather(-1, experts)),
+        build=lambda: _weigh_scaled(lambda layer, experts: router_scores(layer).gather(-1, experts)),
     ),
-    Mistake(name="router_weights_normalised", build=lambda: _weigh_by(_normalised)),
+    Mistake(name="router_weights_normalised", build=lambda: _weigh_scaled(_normalised)),
     Mistake(
         name="router_weights_scaled",
         build=lambda factor: _weigh_by(lambda layer, experts: factor * _shares(layer, experts)),
@@ -203,13 +208,15 @@ ROUTER_MISTAKES = (
     Mistake(name="router_weights_on_input", build=_weights_on_input),
     Mistake(
         name="router_softmax_of_chosen",
-        build=lambda: _weigh_by(
+        build=lambda: _weigh_scaled(
             lambda layer, experts: layer[Site.ROUTER_LOGITS].gather(-1, experts).softmax(-1)
         ),
     ),
     Mistake(
         name="router_weights_uniform",
-        build=lambda: _weigh_by(lambda layer, experts: torch.full(experts.shape, 1.0 / experts.shape[-1])),
+        build=lambda: _weigh_scaled(
+            lambda layer, experts: torch.full(experts.shape, 1.0 / experts.shape[-1])
+        ),
     ),
     Mistake(
         name="router_sigmoid_missing",

@@ -177,13 +177,21 @@ _ROUTER = (
     Plant(
         "router_softmax_of_chosen",
         _WEIGHTS,
-        {"weigh": lambda _, __, logits, experts: logits.gather(-1, experts).softmax(-1)},
+        {
+            "weigh": lambda _, layer, logits, experts: (
+                layer.graph.share_scale * logits.gather(-1, experts).softmax(-1)
+            )
+        },
         fits=_has_sigmoid,
     ),
     Plant(
         "router_weights_uniform",
         _WEIGHTS,
-        {"balance": lambda _, __, chosen: torch.ones_like(chosen) / chosen.shape[-1]},
+        {
+            "balance": lambda _, layer, chosen: torch.full_like(
+                chosen, layer.graph.share_scale / chosen.shape[-1]
+            )
+        },
     ),
     Plant(
         "router_sigmoid_missing",

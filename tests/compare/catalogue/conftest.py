@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -12,6 +14,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model import weight_names
+from minimax_tools.model.families import FAMILIES
 from minimax_tools.model.families.minimax_m2 import MINIMAX_M2
 from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
@@ -117,14 +120,27 @@ def layer() -> Evaluation:
     values[Site.ROUTER_EXPERTS] = torch.rand(len(tokens), 12, generator=generator).argsort(-1)[:, :3]
     values[ExpertValue.EXPERT_NUMBERS] = values[Site.ROUTER_EXPERTS]
     values[ExpertValue.EXPERT_OUTPUTS] = torch.randn(len(tokens), 3, 12, generator=generator)
+    values[ExpertValue.ROUTED_SUM] = values[Site.MOE_DELTA]
     return Evaluation(inputs, STAGES, tokens=tokens, values=values)
 
 
 @pytest.fixture(scope="session")
-def tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayerTensors]:
-    """A layer in float32, whose weights a repair changes without rounding."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "float32"
-    model = SyntheticModel(num_hidden_layers=1)
-    synthesize(folder, model=model, dtype=torch.float32, shard_size_bytes=100_000_000, seed=3)
-    with CheckpointReader(folder) as reader:
-        yield LayerTensors.open(reader, ModelSpec.from_folder(folder), 0, torch.float32)
+def float32_layer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], LayerTensors]]:
+    """Layer 1 of the toy of a model type, in float32: a repair changes its weights without rounding."""
+    with ExitStack() as opened:
+
+        @cache
+        def open_layer(model_type: str) -> LayerTensors:
+            folder = tmp_path_factory.mktemp(model_type) / "float32"
+            model = SyntheticModel.toy(FAMILIES[model_type]).resized(num_hidden_layers=2)
+            synthesize(folder, model=model, dtype=torch.float32, shard_size_bytes=None, seed=3)
+            reader = opened.enter_context(CheckpointReader(folder))
+            return LayerTensors.open(reader, ModelSpec.from_folder(folder), 1, torch.float32)
+
+        yield open_layer
+
+
+@pytest.fixture(scope="session")
+def tensors(float32_layer: Callable[[str], LayerTensors]) -> LayerTensors:
+    """A layer of MiniMax-M2's toy in float32."""
+    return float32_layer(MINIMAX_M2.model_type)
