@@ -109,6 +109,7 @@ def judge_layer(sides: Sides, layer: int, *, split: PassSplit | None = None) -> 
         recomputed=second_results,
         proved=look.proved,
         folded=look.folded,
+        inheriting=look.inheriting,
     )
     located: Mapping[Site, SiteResult] = results
     fault, blame_of_all = None, blame
@@ -310,7 +311,9 @@ def _look_closer(
         given = layer_input.known
         look = look_again(results, layer=layer, given=given, judge=judge, recomputing=recomputing)
         failing = {site for site, result in look.results.items() if result.status is SiteStatus.FAIL}
-        excused = excused_sites(look.results, graph=recomputing.graph, given=given)
+        excused = excused_sites(
+            look.results, graph=recomputing.graph, given=given, inheriting=look.inheriting
+        )
         return look, recomputing.judge_sites(excused, failing=look.folded | failing)
 
 

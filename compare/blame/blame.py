@@ -49,14 +49,16 @@ def blame_layer(
     recomputed: Mapping[Site, SiteResult] = MappingProxyType({}),
     proved: frozenset[Site] = frozenset(),
     folded: frozenset[Site] = frozenset(),
+    inheriting: frozenset[Site] = frozenset(),
 ) -> tuple[Blame, ...]:
     """Return the sites of one layer to blame, in execution order, as `results` are.
 
     `given` are sites whose values were given to the layer. If it inherits errors (`is_chained`), its blame shows only
     where errors begin. `recomputed` are results of excused sites on the port's own values of their inputs; sites that
-    are `proved` fail on these whatever they inherit. `folded` sites pass but for a scale that others undo.
+    are `proved` fail on these whatever they inherit, `inheriting` ones are right on these. `folded` sites pass
+    but for a scale that others undo.
     """
-    culprits, excused = _sort_failures(graph, results, given)
+    culprits, excused = _sort_failures(graph, results, given, inheriting)
     blame = {
         site: _build_blame(
             layer,
@@ -77,10 +79,14 @@ def blame_layer(
 
 
 def excused_sites(
-    results: Mapping[Site, SiteResult], *, graph: LayerGraph, given: tuple[Site, ...]
+    results: Mapping[Site, SiteResult],
+    *,
+    graph: LayerGraph,
+    given: tuple[Site, ...],
+    inheriting: frozenset[Site] = frozenset(),
 ) -> tuple[Site, ...]:
     """Return the failing sites behind another failure, which their error may come from, in execution order."""
-    return _sort_failures(graph, results, given)[1]
+    return _sort_failures(graph, results, given, inheriting)[1]
 
 
 def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
@@ -162,12 +168,12 @@ def carries(source: SiteResult, broken: NearestLimit) -> float:
 
 
 def _sort_failures(
-    graph: LayerGraph, results: Mapping[Site, SiteResult], given: tuple[Site, ...]
+    graph: LayerGraph, results: Mapping[Site, SiteResult], given: tuple[Site, ...], known: frozenset[Site]
 ) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
     """Sort failing sites into those to blame, with their ancestry, and those that a failure before them excuses.
 
     `results` are in execution order: a site that is left out is known when those behind it are sorted.
-    Left out are sites whose error is merely inherited through sites that pass.
+    Left out are sites whose error is merely inherited through sites that pass, as is `known` of some.
     """
     culprits: dict[Site, _Ancestry] = {}
     excused: list[Site] = []
@@ -179,7 +185,7 @@ def _sort_failures(
         ancestry = _ancestry(graph, site, results, given)
         if any(_fails(results, source) and source not in inheriting for source in ancestry.known):
             excused.append(site)
-        elif _is_merely_inherited(graph, site, results, ancestry):
+        elif site in known or _is_merely_inherited(graph, site, results, ancestry):
             inheriting.add(site)
         else:
             culprits[site] = ancestry
@@ -189,9 +195,14 @@ def _sort_failures(
 def _is_merely_inherited(
     graph: LayerGraph, site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry
 ) -> bool:
-    if not any(_fails(results, source) for source in _all_sources(graph, site, results)):
+    if not fails_before(graph, site, results):
         return False
     return is_inherited(results[site], [results[known] for known in ancestry.known if known in results])
+
+
+def fails_before(graph: LayerGraph, site: Site, results: Mapping[Site, SiteResult]) -> bool:
+    """Decide whether a site fails that another is computed from, directly or not."""
+    return any(_fails(results, source) for source in _all_sources(graph, site, results))
 
 
 def _all_sources(graph: LayerGraph, site: Site, results: Mapping[Site, SiteResult]) -> frozenset[Site]:

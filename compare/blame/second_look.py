@@ -3,6 +3,8 @@
 - A scale is folded: each channel of a site is a multiple of the golden's, and the weights of all that reads it undo
   that, as AWQ and SmoothQuant do: the site passes, and a reader that does not undo it fails.
 - A site fails only by the error of an input that passes, and it is right given that input: then the input fails.
+- A site fails behind inputs that pass, another site fails before them, and it is right given these inputs: they carry
+  that site's error, and this one is not to blame.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
-from compare.blame.blame import blame_layer, carries, inputs_carrying
+from compare.blame.blame import blame_layer, carries, fails_before, inputs_carrying
 from compare.blame.recompute import Recomputed, RecomputingJudge
 from compare.blame.regions import find_scale, unscaled
 from compare.judging.judge import describe_figure
@@ -44,6 +46,8 @@ class SecondLook:
     folded: frozenset[Site] = frozenset()  # sites that pass although their channels are scaled
     # Sites that fail on the port's own inputs, whatever errors these carry
     proved: frozenset[Site] = frozenset()
+    # Sites that are right on the port's own inputs, which carry the error of a failing site before them
+    inheriting: frozenset[Site] = frozenset()
 
 
 def look_again(
@@ -62,18 +66,25 @@ def look_again(
             folded |= _find_folded(site, results, judge=judge, recomputing=recomputing)
     corrected = {**results, **folded}
     passed = frozenset(site for site, result in folded.items() if result.status is SiteStatus.PASS)
-    proved = set()
+    proved, inheriting = set(), set()
     for site in _culprits(graph, corrected, layer, given):
         carrying = [
             source for source in inputs_carrying(site, corrected, graph=graph) if source not in passed
         ]
-        own = _on_own_inputs(site, recomputing) if carrying else None
-        if own is not None and own.result.status is SiteStatus.FAIL:
+        is_behind_failure = fails_before(graph, site, corrected)
+        own = _on_own_inputs(site, recomputing) if carrying or is_behind_failure else None
+        if own is None:
+            continue
+        if own.result.status is SiteStatus.FAIL:
             proved.add(site)
-        elif own is not None:
+        elif is_behind_failure:
+            inheriting.add(site)
+        else:
             origin = _find_origin(graph, site, corrected)
             corrected[origin] = _blamed_by(site, origin, corrected)
-    return SecondLook(results=corrected, folded=passed, proved=frozenset(proved))
+    return SecondLook(
+        results=corrected, folded=passed, proved=frozenset(proved), inheriting=frozenset(inheriting)
+    )
 
 
 def _culprits(graph: LayerGraph, results: Results, layer: int, given: tuple[Site, ...]) -> tuple[Site, ...]:

@@ -265,8 +265,8 @@ def parse_experts(text: str) -> tuple[int, ...]:
 
 # ρ of a token from which it counts as wrong: right tokens whose experts stay the same are below 2.
 _WRONG_RHO = 3.0
-# Of an exchanged pair, nearly all tokens that chose either expert are wrong, and nearly no others.
-_LEAST_SHARE = 0.9
+# Of an exchanged pair, most tokens that chose either expert are wrong, but where it weighs little, and nearly no others.
+_LEAST_SHARE, _LEAST_COVERED = 0.75, 0.9
 # An expert that fewer tokens chose tells nothing.
 _FEWEST_TOKENS = 2
 # Pairs and positions that are worth a trial.
@@ -307,7 +307,7 @@ class WrongTokens:
             (first, second): int((takes[self.is_wrong, first] | takes[self.is_wrong, second]).sum())
             for first, second in combinations(is_suspect.nonzero().flatten().tolist(), 2)
         }
-        pairs = [pair for pair, num in covered.items() if num >= _LEAST_SHARE * num_wrong]
+        pairs = [pair for pair, num in covered.items() if num >= _LEAST_COVERED * num_wrong]
         return tuple(sorted(pairs, key=lambda pair: covered[pair], reverse=True)[:_MOST_PAIRS])
 
     def first_wrong_positions(self) -> tuple[int, ...]:

@@ -213,6 +213,7 @@ _LEAST_Z = 1.0
 # Hypotheses that go from the first tokens to the screening ones: three times the finalists by misfit, all that are
 # better than no mistake, and a few by likeness, which stays high where a parameter is far off (DECISIONS.md).
 _MOST_SURVIVORS = 30
+_MOST_TIED = 3  # beside the best parameters of one, others that say the same of the first tokens
 _MOST_ALIKE = 8
 # Likeness of such a one, in units of the largest.
 _LEAST_AS_ALIKE = 0.5
@@ -248,7 +249,8 @@ def open_first(trial: Trial, null: Score) -> tuple[Trial, bool]:
 def _in_few_rows(trial: Trial, is_chosen: torch.Tensor, is_wrong: torch.Tensor, most: int) -> Trial | None:
     """Return the trial of some of the chosen tokens, bool [T], in as few rows as hold so many; None if none do.
 
-    Rows with the most wrong tokens, bool [T], come first, the longest of them at the front.
+    Rows with the most wrong tokens, bool [T], come first, the longest of them at the front. Where few tokens are wrong,
+    half of those that are taken are wrong ones.
     """
     rows = trial.base.tokens // trial.base.attention_mask.shape[1]
     num_rows = int(rows.max()) + 1
@@ -258,7 +260,14 @@ def _in_few_rows(trial: Trial, is_chosen: torch.Tensor, is_wrong: torch.Tensor, 
     ranked = by_length[num_wrong[by_length].argsort(descending=True, stable=True)]
     num_taken = int((counts[ranked].cumsum(0) < most).sum()) + 1
     indices = (is_chosen & torch.isin(rows, ranked[:num_taken])).nonzero().flatten()
-    return None if len(indices) < most else trial.select_tokens(indices[spread_evenly(len(indices), most)])
+    if len(indices) < most:
+        return None
+    wrong, others = indices[is_wrong[indices]], indices[~is_wrong[indices]]
+    if len(wrong) >= len(others):
+        return trial.select_tokens(indices[spread_evenly(len(indices), most)])
+    wrong = wrong[spread_evenly(len(wrong), most // 2)]
+    others = others[spread_evenly(len(others), most - len(wrong))]
+    return trial.select_tokens(torch.cat((wrong, others)).sort().values)
 
 
 def judge_proved(trial: Trial, first: Trial, scores: Sequence[Score]) -> list[Score]:
@@ -281,10 +290,28 @@ def judge_survivors(first: Trial, screen: Trial, scores: Sequence[Score]) -> lis
     null = first.null().misfit
     chosen = [*ranked[:_MOST_SURVIVORS], *most_alike(_with_fitted_parameter(ranked))]
     names = {score.hypothesis.name for score in chosen if leads_somewhere(score)}
-    names |= {score.hypothesis.name for score in ranked if score.is_silent or score.misfit < null}
-    survivors = hypotheses_of([score for score in ranked if score.hypothesis.name in names])
+    # One that unsettles most of the first tokens may leave enough of the screening ones.
+    names |= {
+        score.hypothesis.name
+        for score in ranked
+        if score.is_silent or score.misfit < null or math.isinf(score.misfit)
+    }
+    survivors = hypotheses_of(
+        [one for score in ranked if score.hypothesis.name in names for one in _tied(score, scores)]
+    )
     logger.info("Trying the best %d on %d tokens.", len(survivors), len(screen.base.tokens))
     return screen.judge(survivors)
+
+
+def _tied(best: Score, scores: Sequence[Score]) -> list[Score]:
+    """Return the best score of a mistake, with those of other parameters that few tokens cannot tell from it."""
+    rivals = [
+        score
+        for score in scores
+        if score.hypothesis.name == best.hypothesis.name and score.is_decode_only == best.is_decode_only
+        if score is not best and (score.misfit <= _SAME_MISFIT * best.misfit or math.isinf(score.misfit))
+    ]
+    return [best, *rivals[:_MOST_TIED]]
 
 
 def leads_somewhere(score: Score) -> bool:

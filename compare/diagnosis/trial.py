@@ -14,7 +14,14 @@ from compare.diagnosis.score import Score, SitePrediction, score_predictions
 from compare.noise.rows import TINY_FLOAT32
 from compare.noise.yardstick import MOST_LEFT, Yardstick, trimmed_mean
 from minimax_tools.model.sites import BEHIND_EXPERTS, Site
-from minimax_tools.reference.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
+from minimax_tools.reference.evaluation import (
+    CHOICES,
+    STAGES,
+    Change,
+    Evaluation,
+    ExpertValue,
+    GraphNode,
+)
 from minimax_tools.reference.expert_pass import run_experts
 from minimax_tools.reference.float32_stages import has_all_tokens
 
@@ -27,6 +34,8 @@ _NOISE_FACTOR = 2.0
 # Factor on the mean square of a right site's error, at least that of noise, beyond which a hypothesis makes it wrong.
 _MOST_WORSE = 2.0
 _ROUTER_CHOICE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
+# Sites whose values depend on the chosen experts.
+_OF_CHOICE = frozenset((*CHOICES, *BEHIND_EXPERTS))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -182,7 +191,8 @@ class Trial:
         return settled_tokens(self.base, self.logit_noise) & self.is_usable
 
     def _settled(self, evaluation: Evaluation) -> torch.Tensor:
-        if not evaluation.is_affected(Site.ROUTER_EXPERTS):
+        # What lies before the router says the same of all tokens.
+        if not evaluation.is_affected(Site.ROUTER_EXPERTS) or _OF_CHOICE.isdisjoint(self.yardsticks):
             return self.settled
         return settled_tokens(evaluation, self.logit_noise) & self.is_usable
 

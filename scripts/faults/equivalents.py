@@ -44,6 +44,9 @@ def _heads_permuted(tensors: LayerTensors, config: Any) -> None:
 
 def _width_permuted(state: State) -> None:
     """Put the channels inside every expert in reverse order, in all of its matrices."""
+    if "gate_up" not in state:
+        # A dense layer.
+        return
     state["gate_up"] = state["gate_up"].unflatten(1, (2, -1)).flip(2).flatten(1, 2)
     state["down"] = state["down"].flip(2)
 

@@ -17,14 +17,17 @@ from compare.diagnosis.trial import Trial, settled_tokens
 from compare.noise.yardstick import Yardstick
 from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import EXPERT_MATRICES, expert_weight
 from minimax_tools.reference.evaluation import (
     Change,
     Evaluation,
+    ExpertValue,
     GraphNode,
     LayerInputs,
     Stage,
     replace_stage,
 )
+from minimax_tools.reference.expert_pass import LayerWeights
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS = 8, 4, 4
 ALL = torch.ones(NUM_TOKENS, dtype=torch.bool)
@@ -35,11 +38,16 @@ def inputs(num_tokens: int = NUM_TOKENS) -> LayerInputs:
     spec: Any = SimpleNamespace(
         num_experts_per_tok=1, hidden_size=WIDTH, num_local_experts=NUM_EXPERTS, graph=ModelGraph()
     )
-    weights: Any = None
+    # Matrices of experts are square here.
+    matrices = {
+        expert_weight(n, name): torch.ones(WIDTH, WIDTH)
+        for n in range(NUM_EXPERTS)
+        for name in EXPERT_MATRICES
+    }
     return LayerInputs(
         graph=ModelGraph().layer(0),
         spec=spec,
-        weights=weights,
+        weights=LayerWeights(matrices),
         attention_mask=torch.ones(1, num_tokens, dtype=torch.int64),
         position_ids=10 + torch.arange(num_tokens)[None],
         decode_start=num_tokens,
@@ -64,6 +72,9 @@ def layer(*, margin: float = 9.0, attention: float = 1.0, experts: float = 2.0) 
         Site.ATTN_RESIDUAL: lambda found: found[Site.ATTN_DELTA],
         Site.ROUTER_LOGITS: lambda _: logits(margin),
         Site.ROUTER_EXPERTS: lambda found: found[Site.ROUTER_LOGITS].topk(1).indices,
+        Site.ROUTER_WEIGHTS: lambda _: torch.ones(NUM_TOKENS, 1),
+        ExpertValue.EXPERT_INPUT: lambda _: filled(0.0),
+        ExpertValue.EXPERT_NUMBERS: lambda found: found[Site.ROUTER_EXPERTS],
         Site.MOE_DELTA: lambda _: filled(experts),
         Site.OUTPUT: lambda found: found[Site.ATTN_RESIDUAL] + found[Site.MOE_DELTA],
     }
@@ -174,20 +185,20 @@ class TestJudging:
         port[1] = 99.0
         assert trial(port, site=Site.ATTN_DELTA).null().leaves > 9.0
         assert trial(port, site=Site.ATTN_DELTA, base=unsettled).null().leaves == 0.0
-        # Under the hypothesis, token 0 is nearly tied.
-        (found,) = trial(port, site=Site.ATTN_DELTA).judge(
-            [change_of(replace_stage(Site.ROUTER_LOGITS, lambda _: close))]
-        )
-        assert found.leaves == 0.0
+        # Under the hypothesis, token 0 is nearly tied: that counts behind the experts alone.
+        hypothesis = change_of(replace_stage(Site.ROUTER_LOGITS, lambda _: close))
+        (found,) = trial(port + 1.0, site=Site.MOE_DELTA).judge([hypothesis])
+        (before,) = trial(port, site=Site.ATTN_DELTA).judge([hypothesis])
+        assert (found.leaves, before.leaves > 9.0) == (0.0, True)
         assert not trial(port, site=Site.ATTN_DELTA, base=unsettled).settled[0]
 
     def test_decoded_mistake_does_not_unsettle_other_tokens(self) -> None:
         close = logits(9.0)
         close[0, 1] = close[2, 1] = 9.0
-        port = filled(1.0)
+        port = filled(2.0)
         port[0] = port[1] = 99.0
         hypothesis = change_of(replace_stage(Site.ROUTER_LOGITS, lambda _: close))
-        every, decoded = trial(port, site=Site.ATTN_DELTA, is_decoded=LATE).judge([hypothesis])
+        every, decoded = trial(port, site=Site.MOE_DELTA, is_decoded=LATE).judge([hypothesis])
         # Token 0 is not decoded, so it counts as in the right layer; one of two wrong tokens is trimmed.
         assert (every.leaves, decoded.leaves > 9.0) == (0.0, True)
 
