@@ -5,8 +5,10 @@ captures its golden with the noise floor. Then it runs the device layer, judges 
 swapped. Last, the swapped layer shows its output alone, and `mm2-diagnose` names the mistake.
 
 Each command is a process of its own, whose anonymous and resident memory are sampled. Anonymous memory cannot be
-dropped, unlike cached file pages. Memory is given in layers of 7.34 GB: the BF16 weights of one layer, which must be
-held at least.
+dropped, unlike cached file pages. Memory is given in layers: the BF16 weights of one layer, which must be held at
+least, 7.34 GB of MiniMax-M2.
+
+    python scripts/bench_true_size.py --golden-of m3    only the golden of the last of two layers of another preset
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
+import torch
 from figures import Figure, benchmark_parser, print_figures
 from peaks import Watched, watch
 from port_runs import EXAMPLES
 
-# BF16 weights of one layer of MiniMax-M2.
-LAYER_BYTES = 7_339_011_072
+from minimax_tools.model.weight_names import layer_bytes
+from minimax_tools.synthetic.toy_model import PRESETS
+
 # Goal for the peak of every command.
 MEMORY_LIMIT_BYTES = 24 << 30
+# Goal for the golden of another family, in layers.
+LAYERS_LIMIT = 1.25
 # Goals for processor time: of `mm2-test weights`, and of the diagnosis of 157 tokens.
 CPU_LIMITS_S = {"weights": 120, "diagnose_swapped": 60}
 # Memory that `mm2-test weights` may take.
@@ -53,8 +59,18 @@ def main() -> int:
         metavar="MODEL",
         help="only trace the weights of layer 0 of this checkpoint",
     )
+    parser.add_argument(
+        "--golden-of",
+        choices=PRESETS,
+        metavar="PRESET",
+        help="only capture the golden of the last of two layers of this preset, one layer in memory at a time",
+    )
     arguments = parser.parse_args()
-    if arguments.weights_of:
+    preset, limit = arguments.golden_of or "m2", MEMORY_LIMIT_BYTES
+    if arguments.golden_of:
+        with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+            runs = capture_alone(Path(scratch), preset, seq_len=arguments.seq_len)
+    elif arguments.weights_of:
         command = trace_command(shlex.quote(str(arguments.weights_of)))
         runs = {"weights": measure("weights", 0, command)}
     else:
@@ -65,8 +81,26 @@ def main() -> int:
                 backend=arguments.backend,
                 only=DIAGNOSIS if arguments.diagnosis else None,
             )
-    figures = [figure for name, watched in runs.items() for figure in figures_of(name, watched)]
+    layer = layer_bytes(PRESETS[preset].spec(), torch.bfloat16)
+    if arguments.golden_of:
+        limit = min(limit, int(LAYERS_LIMIT * layer))
+    figures = [
+        figure
+        for name, watched in runs.items()
+        for figure in figures_of(name, watched, layer=layer, limit_bytes=limit)
+    ]
     return print_figures("true_size", figures, as_json=arguments.json)
+
+
+def capture_alone(scratch: Path, preset: str, *, seq_len: str) -> dict[str, Watched]:
+    """Write two layers of a preset in BF16, and capture the golden of the last one with its floor."""
+    model, golden = (shlex.quote(str(scratch / name)) for name in ("model", "golden"))
+    sizes = f"--preset {preset} --num-hidden-layers 2 --dtype bfloat16"
+    capture = f"mm2-gpu single-layer --layer 1 --model {model} --stream on --no-prefetch"
+    return {
+        "synthesize": measure("synthesize", 0, f"mm2-split synthesize {sizes} --output {model}"),
+        "golden": measure("golden", 0, f"{capture} --seq-len {seq_len} --output-dir {golden}"),
+    }
 
 
 def run_all(
@@ -120,12 +154,12 @@ def measure(name: str, expected_code: int, command: str, *, output: Path = Path(
     return watched
 
 
-def figures_of(name: str, watched: Watched) -> list[Figure]:
-    """Return a command's time, and its peaks of memory in layers."""
+def figures_of(name: str, watched: Watched, *, layer: int, limit_bytes: int) -> list[Figure]:
+    """Return a command's time, and its peaks of memory in layers of so many bytes."""
     cpu = f"{name}_cpu_s"
-    limit = MEMORY_LIMIT_BYTES / LAYER_BYTES
-    anonymous = watched.peak_anonymous_bytes / LAYER_BYTES
-    resident = watched.peak_resident_bytes / LAYER_BYTES
+    limit = limit_bytes / layer
+    anonymous = watched.peak_anonymous_bytes / layer
+    resident = watched.peak_resident_bytes / layer
     return [
         Figure.plain(f"{name}_wall_s", watched.wall_s),
         Figure.at_most(cpu, watched.cpu_s, CPU_LIMITS_S[name])

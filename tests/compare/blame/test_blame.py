@@ -38,6 +38,7 @@ def blame(
     computed: tuple[Site, ...] = COMPUTED,
     given: tuple[Site, ...] = (Site.INPUT,),
     is_chained: bool = False,
+    inheriting: frozenset[Site] = frozenset(),
 ) -> str:
     """Whom the results blame, in words, if all other sites pass; `chosen` were judged with the port's own choice."""
 
@@ -59,7 +60,10 @@ def blame(
         )
         for site in computed
     }
-    return word_blame(blame_layer(results, graph=GRAPH, layer=LAYER, given=given, is_chained=is_chained))
+    found = blame_layer(
+        results, graph=GRAPH, layer=LAYER, given=given, is_chained=is_chained, inheriting=inheriting
+    )
+    return word_blame(found)
 
 
 def word_blame(blames: tuple[Blame, ...]) -> str:
@@ -97,6 +101,9 @@ def test_blame_reads_as_its_golden_text(expect_text: Callable[..., None]) -> Non
     independent = {
         "both culprits, in execution order": blame(Site.V_PROJ, Site.K_NORM, *past(Site.ATTN_CONTEXT)),
         "attention and experts": blame(attention, moe),
+        "attention alone where the experts are right on what they were fed": blame(
+            attention, moe, inheriting=frozenset({moe})
+        ),
         "a wrong router excuses the experts": blame(experts, weights, moe, output),
         "but not experts that were judged with its choice": blame(experts, moe, chosen=choice),
         "a wrong choice excuses experts": blame(experts, moe),

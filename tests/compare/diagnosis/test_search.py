@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from compare.catalogue.candidates import values_of
 from compare.catalogue.mistake import Hypothesis, Mistake
 from compare.diagnosis.score import Score
 from compare.diagnosis.search import SearchOutcome, search_layer
@@ -39,6 +40,8 @@ def mistake(name: str, site: Site = Site.Q_PROJ, **options: Any) -> Mistake:
 @dataclass
 class Port:
     """A trial that gives each hypothesis the figures of its name, and notes what was tried on how many tokens.
+
+    Figures of a name with a parameter, such as `edges 16`, are those of this parameter alone.
 
     `on_proving` holds the figures that differ on the tokens that may prove a mistake.
     """
@@ -100,7 +103,8 @@ class Port:
         figures = {**self.figures, **(self.on_proving if self.num_tokens == PROVING else {})}
         scores = []
         for hypothesis in hypotheses:
-            scores.append(self.score(hypothesis, figures.get(hypothesis.name, {})))
+            name = " ".join((hypothesis.name, *map(str, hypothesis.parameters[0].values())))
+            scores.append(self.score(hypothesis, figures.get(name, figures.get(hypothesis.name, {}))))
             if self.has_decoded:
                 decoded = figures.get(f"decoded {hypothesis.name}", {})
                 scores.append(self.score(hypothesis, decoded, is_decode_only=True))
@@ -407,3 +411,34 @@ def test_fewest_tokens_are_settled(num_settled: int, is_tried: bool) -> None:
     fewest = [indices for indices in port.selected if len(indices) == PROVING]
     assert all(max(indices) < num_settled for indices in fewest)
     assert bool(fewest) is is_tried
+
+
+@pytest.mark.parametrize(
+    "on_first",
+    [{"leaves": 2.0, "misfit": 4.0}, {"leaves": math.inf, "misfit": math.inf}],
+    ids=["tied", "unsettled"],
+)
+def test_parameters_of_which_the_first_tokens_say_nothing_are_judged_on_more(
+    on_first: Mapping[str, float],
+) -> None:
+    tied = {"leaves": 2.0, "misfit": 4.0, "likeness": 0.9}
+    port = Port(
+        {"edges 16": CAUSE},
+        on_proving={"edges 8": tied, "edges 16": {**tied, **on_first}, "edges 32": {**tied, "misfit": 5.0}},
+        num_tokens=40,
+        num_usable=40,
+        num_settled=40,
+    )
+    outcome = search(port, mistake("edges", candidates=values_of("size", 8, 16, 32)))
+    assert [dict(score.hypothesis.parameters[0]) for score in outcome.named] == [{"size": 16}]
+    assert [len(names) for _, names in port.tried if names][:2] == [3, 2]
+
+
+def test_first_tokens_hold_the_wrong_ones_where_these_are_few() -> None:
+    misfits = torch.zeros(60)
+    misfits[[5, 31, 59]] = 400.0
+    port = Port({}, null_figures={"misfits": misfits}, num_tokens=60, num_usable=60, num_settled=60)
+    search(port, mistake("edges"))
+    first = port.selected[0]
+    assert len(first) == PROVING
+    assert {5, 31, 59} <= set(first)
