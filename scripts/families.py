@@ -388,6 +388,7 @@ class Table:
                 "# Families of models",
                 "",
                 "mm2 knows these families, and copies of their models. `mm2-split synthesize` makes toys.",
+                "[How to add](../CONTRIBUTING.md#how-to-add) says how to add one.",
                 "",
                 "| family | originals | presets: toy, true size |",
                 "|---|---|---|",
