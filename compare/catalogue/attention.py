@@ -222,7 +222,7 @@ ATTENTION_MISTAKES = (
     ),
     Mistake(
         name="moe_residual_missing",
-        build=lambda: replace_stage(Site.OUTPUT, lambda layer: layer[Site.MOE_DELTA]),
+        build=lambda: replace_stage(Site.OUTPUT, lambda layer: layer[layer.graph.last_delta]),
     ),
     Mistake(
         name="residual_after_norm",
@@ -233,7 +233,7 @@ ATTENTION_MISTAKES = (
     Mistake(
         name="moe_residual_from_input",
         build=lambda: replace_stage(
-            Site.OUTPUT, lambda layer: layer.rows(Site.INPUT) + layer[Site.MOE_DELTA]
+            Site.OUTPUT, lambda layer: layer.rows(Site.INPUT) + layer[layer.graph.last_delta]
         ),
     ),
     Mistake(name="post_norm_of_input", build=lambda: replace_stage(Site.POST_NORM, _post_norm_of_input)),

@@ -265,7 +265,7 @@ def parse_experts(text: str) -> tuple[int, ...]:
 
 # ρ of a token from which it counts as wrong: right tokens whose experts stay the same are below 2.
 _WRONG_RHO = 3.0
-# Of an exchanged pair, most tokens that chose either expert are wrong, but where it weighs little, and nearly no others.
+# Of an exchanged pair, most tokens that chose either expert are wrong, if it weighs enough, and nearly no others.
 _LEAST_SHARE, _LEAST_COVERED = 0.75, 0.9
 # An expert that fewer tokens chose tells nothing.
 _FEWEST_TOKENS = 2
@@ -340,14 +340,23 @@ class Clues:
         worst = torch.stack(misfits).nan_to_num(nan=torch.inf).amax(0)
         return WrongTokens(
             is_wrong=worst[self.settled] > _WRONG_RHO**2,
-            experts=self.base[Site.ROUTER_EXPERTS][self.settled],
+            experts=self._chosen[self.settled],
             positions=self.base.position_ids.flatten()[self.base.tokens][self.settled],
             num_experts=self.base.spec.num_local_experts,
         )
 
+    @property
+    def _chosen(self) -> torch.Tensor:
+        """Experts that the right layer chooses, int64 [T,k]; [T,0] of a dense layer."""
+        if self.base.graph.is_dense:
+            return torch.zeros(len(self.base.tokens), 0, dtype=torch.int64)
+        return self.base[Site.ROUTER_EXPERTS]
+
     @cached_property
     def experts(self) -> ExpertClues | None:
-        """Reading of what each expert added; None if no site behind them is judged, or too few tokens are settled."""
+        """Reading of what each expert added; None of a dense layer, if no site behind shows it, or few are settled."""
+        if self.base.graph.is_dense:
+            return None
         if Site.ROUTED_DELTA in self.yardsticks:
             return ExpertClues.of(self.base, self.yardsticks[Site.ROUTED_DELTA], self.settled, scale=1.0)
         site, scale = self._shows(Site.MOE_DELTA), self.base.graph.model.sum_scale
@@ -403,7 +412,7 @@ class Clues:
         """Return the judged site that shows a site's values: itself, or the output, if it is added there."""
         if site in self.yardsticks:
             return site
-        is_added = site is Site.MOE_DELTA and Site.OUTPUT in self.yardsticks
+        is_added = site is self.base.graph.last_delta and Site.OUTPUT in self.yardsticks
         return Site.OUTPUT if is_added else None
 
 

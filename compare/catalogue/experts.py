@@ -6,8 +6,9 @@ T judged tokens, k experts per token, E experts, I intermediate, n tokens of one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch.nn import functional
@@ -26,8 +27,10 @@ from compare.catalogue.candidates import (
 from compare.catalogue.clues import Clues, ExpertFactors, parse_experts, scaled_gate, word_experts
 from compare.catalogue.low_bits import bfloat16
 from compare.catalogue.mistake import Finder, Mistake
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import DENSE_MLP, SHARED_MLP, MlpNames
 from minimax_tools.reference.evaluation import (
     Change,
     Evaluation,
@@ -37,7 +40,7 @@ from minimax_tools.reference.evaluation import (
     scaled,
 )
 from minimax_tools.reference.expert_pass import ExpertSlots, Mix, Recipe
-from minimax_tools.reference.float32_stages import activate, swiglu, swiglu_oai
+from minimax_tools.reference.float32_stages import Combine, activate, mlp_stage, swiglu, swiglu_oai
 
 # Limits that other models clamp their experts at, and smaller ones.
 _CLAMP_LIMITS = (7.0, 10.0, 5.0, 3.0, 2.0, 1.0, 0.5)
@@ -82,6 +85,22 @@ def _add_shared(*, times: float = 1.0, is_scaled: bool = False, scales_routed: b
         return routed + layer[Site.SHARED_DELTA] * times * (scale if is_scaled else 1.0)
 
     return replace_stage(Site.MOE_DELTA, stage)
+
+
+# The MLPs that every token takes, as parameters name them.
+_MLPS: Mapping[str, tuple[Site, MlpNames]] = MappingProxyType(
+    {"shared experts": (Site.SHARED_DELTA, SHARED_MLP), "dense layer": (Site.MLP_DELTA, DENSE_MLP)}
+)
+
+
+def _mlp_with(mlp: str, combine: Combine) -> Change:
+    """Combine gate and up of one of `_MLPS` in another way."""
+    site, names = _MLPS[mlp]
+    return replace_stage(site, mlp_stage(names, combine))
+
+
+def _oai_without_one(graph: ModelGraph, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return swiglu_oai(gate, up, alpha=graph.swiglu_alpha or 1.0, limit=graph.swiglu_limit, added=0.0)
 
 
 _SHARED_ZERO = replace_stage(Site.SHARED_DELTA, lambda layer: torch.zeros_like(layer[Site.POST_NORM]))
@@ -298,8 +317,9 @@ def _find_missing(clues: Clues) -> tuple[Parameters, ...]:
     if factors is None or not factors.are_among(0, 1):
         return ()
     missing = factors.experts_of(0)
-    # Those of a rank, or of all other ranks, have names of their own.
-    if any(set(missing) in (held, others) for held, others in rank_slices(len(factors.seen))):
+    # Those of a rank, or of all other ranks, have names of their own, whatever experts no token chose.
+    seen = set(factors.seen.nonzero().flatten().tolist())
+    if any(set(missing) in (held & seen, others & seen) for held, others in rank_slices(len(factors.seen))):
         return ()
     return ({"experts": word_experts(missing)},)
 
@@ -360,6 +380,26 @@ EXPERT_MISTAKES = (
         name="shared_missing",
         build=lambda where: _add_shared(times=0.0) if where == "sum" else _SHARED_ZERO,
         candidates=values_of("where", "sum", "shared experts"),
+    ),
+    Mistake(
+        name="mlp_gate_up_swapped",
+        build=lambda mlp: _mlp_with(mlp, lambda graph, gate, up: activate(graph, up, gate)),
+        candidates=values_of("mlp", *_MLPS),
+        repair=repairs.exchange_gate_and_up_of_mlp,
+    ),
+    Mistake(
+        name="mlp_up_plus_one_missing",
+        build=lambda mlp: _mlp_with(mlp, _oai_without_one),
+        candidates=values_of("mlp", *_MLPS),
+    ),
+    Mistake(
+        name="mlp_swiglu_plain",
+        build=lambda mlp: _mlp_with(mlp, lambda _, gate, up: swiglu(gate, up)),
+        candidates=values_of("mlp", *_MLPS),
+    ),
+    Mistake(
+        name="dense_mlp_zero",
+        build=lambda: replace_stage(Site.MLP_DELTA, lambda layer: torch.zeros_like(layer[Site.POST_NORM])),
     ),
     Mistake(name="shared_twice", build=lambda: _add_shared(times=2.0)),
     Mistake(name="shared_scaled_too", build=lambda: _add_shared(is_scaled=True)),

@@ -14,7 +14,7 @@ from compare.catalogue.low_bits import fp8_groups
 from compare.catalogue.mistake import Mistake
 from minimax_tools.checkpoint.fp8 import CODE_NUMBERS
 from minimax_tools.model.sites import Site
-from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, expert_weight
+from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, bias_name, expert_weight
 from minimax_tools.reference.evaluation import Change, Evaluation, ExpertValue, GraphNode, LayerInputs, Stage
 from minimax_tools.reference.expert_pass import (
     Allocate,
@@ -42,7 +42,13 @@ _TENSORS = (*_SITES, *EXPERT_MATRICES)
 def _decode_with(decoding: Decoding, *tensors: str) -> Change:
     def product(site: Site) -> Stage:
         source, weight_name = PROJECTIONS[site]
-        return lambda layer: layer[source] @ layer.weights.value(weight_name, decoding).T
+
+        def project(layer: Evaluation) -> torch.Tensor:
+            projected = layer[source] @ layer.weights.value(weight_name, decoding).T
+            bias = bias_name(layer.graph.model, weight_name)
+            return projected if bias is None else projected + layer.weight(bias)
+
+        return project
 
     sites = [_SITES[tensor] for tensor in tensors if tensor in _SITES]
     stages: dict[GraphNode, Stage] = {site: product(site) for site in sites}
@@ -85,7 +91,7 @@ def _fp8_tensors(inputs: LayerInputs) -> tuple[str, ...]:
     # `PROJECTIONS` holds the input and the weight's name of each site.
     names = {
         **{tensor: PROJECTIONS[site][1] for tensor, site in _SITES.items()},
-        **{matrix: expert_weight(0, matrix) for matrix in EXPERT_MATRICES},
+        **({} if inputs.graph.is_dense else {name: expert_weight(0, name) for name in EXPERT_MATRICES}),
     }
     return tuple(tensor for tensor, name in names.items() if inputs.weights.is_fp8(name))
 

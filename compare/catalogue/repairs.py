@@ -81,6 +81,13 @@ def part_gate_and_up(tensors: Tensors, config: Any) -> None:
         tensors[gate], tensors[up] = rows[0::2], rows[1::2]
 
 
+def exchange_gate_and_up_of_mlp(tensors: Tensors, config: Any, mlp: str) -> None:
+    """Exchange gate and up of the shared experts, or of a dense layer."""
+    module = "mlp" if mlp == "dense layer" else "block_sparse_moe.shared_experts"
+    gate, up = f"{module}.gate_proj.weight", f"{module}.up_proj.weight"
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
 def shift_experts(tensors: Tensors, config: Any, offset: int) -> None:
     """Put every expert where the port reads it: `offset` places further."""
     hub = {name: tensors[name] for name in tensors if ".experts." in name}

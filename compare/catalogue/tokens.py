@@ -16,6 +16,7 @@ from compare.catalogue.clues import Clues
 from compare.catalogue.experts import is_on_rank, width_of_rank
 from compare.catalogue.mistake import Mistake
 from minimax_tools.model import weight_names
+from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.evaluation import Change, Evaluation, ExpertValue, LayerInputs, replace_stage
@@ -25,7 +26,6 @@ from minimax_tools.reference.float32_stages import has_all_tokens
 # From a call's numbers of rows and of tokens in each to the token of the call whose values each one gets.
 _Within = Callable[[int, int], torch.Tensor]
 
-_SITES = (Site.INPUT_NORM, Site.ATTN_CONTEXT, Site.ATTN_DELTA, Site.POST_NORM, Site.MOE_DELTA)
 _RANKS = (2, 3, 4, 6, 8, 16)
 # What is divided among the ranks: the tokens of all rows of a call, or those of each row.
 _ALONG = ("all rows", "each row")
@@ -46,6 +46,11 @@ _ORDERS: Mapping[str, _Within] = MappingProxyType(
         "rows one back": lambda rows, length: _grid(rows, length).roll(1, 0).flatten(),
     }
 )
+
+
+def _sites(graph: LayerGraph) -> tuple[Site, ...]:
+    """Return the sites whose tokens may be rearranged, the last one first."""
+    return (graph.last_delta, Site.ATTN_DELTA, Site.ATTN_CONTEXT, Site.POST_NORM)
 
 
 def _rearrange(site: str, order: str = "", tokens: str = "") -> Change:
@@ -81,13 +86,14 @@ def _parse_token(text: str, length: int) -> int:
 def _orders(inputs: LayerInputs) -> tuple[Parameters, ...]:
     every, is_real = torch.arange(inputs.attention_mask.numel()), inputs.attention_mask.flatten().bool()
     moving = [order for order in _ORDERS if bool(((inputs.sources(_ORDERS[order]) != every) & is_real).any())]
-    return tuple({"site": str(site), "order": order} for site in _SITES for order in moving)
+    sites = (Site.INPUT_NORM, *sorted(_sites(inputs.graph), key=lambda site: site.order))
+    return tuple({"site": str(site), "order": order} for site in sites for order in moving)
 
 
 def _find_moved(clues: Clues) -> tuple[Parameters, ...]:
     return tuple(
         {"site": str(site), **_word_moved(clues.base.inputs, moved)}
-        for site in (Site.MOE_DELTA, Site.ATTN_DELTA, Site.ATTN_CONTEXT, Site.POST_NORM)
+        for site in _sites(clues.base.graph)
         if (moved := clues.moved_tokens(site))
     )
 
@@ -127,7 +133,7 @@ def _add_parts(site: str, ranks: int, parts: str, along: str) -> Change:
             total[sources >= 0] += part_of(everywhere, held, ranks, rank)[places]
         return total
 
-    return replace_stage(Site(site), stage)
+    return replace_stage(Site.ATTN_DELTA if parts == "heads" else ExpertValue.ROUTED_SUM, stage)
 
 
 def _token_of_rank(num_rows: int, length: int, *, ranks: int, rank: int, along: str) -> torch.Tensor:
@@ -165,9 +171,14 @@ def _sum_experts(
 
 def _find_sums(clues: Clues) -> tuple[Parameters, ...]:
     """Find the numbers of ranks whose shares of the tokens hold the same values."""
+    graph = clues.base.graph
+    divided = {
+        Site.ATTN_DELTA: ("heads",),
+        **({} if graph.is_dense else {graph.routed_sum: ("width", "experts")}),
+    }
     return tuple(
         {"site": str(site), "ranks": ranks, "parts": part, "along": along}
-        for site, parts in ((Site.ATTN_DELTA, ("heads",)), (Site.MOE_DELTA, ("width", "experts")))
+        for site, parts in divided.items()
         for along in _ALONG
         for ranks in _RANKS
         if _repeats(clues, site, ranks=ranks, along=along)

@@ -49,6 +49,7 @@ _OPTIONS: Mapping[tuple[str, str | bool], str] = MappingProxyType(
         ("has_gain_of_one_plus", False): "gains of weight",
         ("has_qkv_bias", True): "biases of q, k and v",
         ("has_shared_experts", True): "shared experts",
+        ("has_mlps", True): "shared experts or dense layers",
         ("has_sum_scale", True): "scaled routed sum",
         ("has_swiglu_oai", True): "SwiGLU-OAI",
         ("has_swiglu_oai", False): "plain SwiGLU",

@@ -255,6 +255,8 @@ def _select(yardsticks: Mapping[Site, Yardstick], indices: torch.Tensor) -> Mapp
 
 def settled_tokens(evaluation: Evaluation, logit_noise: float) -> torch.Tensor:
     """Find the tokens whose experts stay the same whatever noise is on the router's logits: bool [T]."""
+    if evaluation.graph.is_dense:
+        return torch.ones(len(evaluation.tokens), dtype=torch.bool)
     logits = evaluation[Site.ROUTER_LOGITS]
     experts = evaluation[Site.ROUTER_EXPERTS].sort(-1).values
     settled = torch.ones(len(logits), dtype=torch.bool)

@@ -83,6 +83,11 @@ class ModelGraph:
         return bool(self.shared_width)
 
     @property
+    def has_mlps(self) -> bool:
+        """True if some layer has an MLP that every token takes: shared experts, or that of a dense layer."""
+        return self.has_shared_experts or bool(self.dense_layers)
+
+    @property
     def has_sum_scale(self) -> bool:
         """True if the routed experts' sum is multiplied by a factor."""
         return self.sum_scale != 1

@@ -53,6 +53,8 @@ class LayerValues(Protocol):
 
 
 Stage = Callable[[LayerValues], torch.Tensor]
+# Combines gate and up of an MLP.
+Combine = Callable[[ModelGraph, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def has_all_tokens(site: object) -> bool:
@@ -270,13 +272,13 @@ def product_stage(source: Site, weight: str) -> Stage:
     return project
 
 
-def mlp_stage(names: MlpNames) -> Stage:
-    """Build the stage of an MLP that every token takes, from its weights' names."""
+def mlp_stage(names: MlpNames, combine: Combine | None = None) -> Stage:
+    """Build the stage of an MLP that every token takes, from its weights' names; `combine` is for `activate`."""
 
     def run(layer: LayerValues) -> torch.Tensor:
         states = layer[Site.POST_NORM]
         gate, up = (states @ layer.weight(name).T for name in (names.gate, names.up))
-        return activate(layer.spec.graph, gate, up) @ layer.weight(names.down).T
+        return (combine or activate)(layer.spec.graph, gate, up) @ layer.weight(names.down).T
 
     return run
 

@@ -347,6 +347,10 @@ class MoeStages(Stages):
         """Combine gate and up of the routed experts."""
         return self.combine(gate, up)
 
+    def activate_mlp(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Combine gate and up of the shared experts, or of a dense layer."""
+        return self.combine(gate, up)
+
     def combine(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Compute SwiGLU, or SwiGLU-OAI, in any MLP."""
         if not self.graph.has_swiglu_oai:
@@ -370,7 +374,7 @@ class MoeStages(Stages):
     def run_mlp(self, tokens: torch.Tensor) -> torch.Tensor:
         """Compute the shared experts, or the MLP of a dense layer, on tokens [T,H]."""
         gate, up = functional.linear(tokens, self.weights.mlp_gate_up).chunk(2, dim=-1)
-        return functional.linear(self.combine(gate, up), self.weights.mlp_down)
+        return functional.linear(self.activate_mlp(gate, up), self.weights.mlp_down)
 
     def run_shared(self, tokens: torch.Tensor) -> torch.Tensor:
         """Compute the shared experts on tokens [T,H]."""

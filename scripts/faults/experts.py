@@ -9,6 +9,8 @@ T tokens of all prompts, k experts of each. `experts` are their numbers [T,k], a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +66,14 @@ def _has_swiglu_oai(graph: ModelGraph) -> bool:
 
 def _has_shared_experts(graph: ModelGraph) -> bool:
     return graph.has_shared_experts
+
+
+def _has_dense_layers(graph: ModelGraph) -> bool:
+    return bool(graph.dense_layers)
+
+
+def _both(one: Callable[[ModelGraph], bool], other: Callable[[ModelGraph], bool], graph: ModelGraph) -> bool:
+    return one(graph) and other(graph)
 
 
 def _scales_sum(graph: ModelGraph) -> bool:
@@ -285,6 +295,15 @@ def _oai_without_alpha(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor) ->
     return gate * torch.sigmoid(gate) * (up + 1)
 
 
+def _mlp_without_one(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor, **__: str) -> Tensor:
+    gate, up = layer.clamp(gate, up)
+    return gate * torch.sigmoid(gate * layer.alpha()) * up
+
+
+def _mlp_plain(_: Stage, __: Arithmetic, gate: Tensor, up: Tensor, **___: str) -> Tensor:
+    return functional.silu(gate) * up
+
+
 _SHARED = (Site.SHARED_DELTA,)
 _SHARED_ZERO: dict[str, Stage] = {
     "run_shared": lambda right, _, tokens, **__: torch.zeros_like(right(tokens))
@@ -342,6 +361,24 @@ _OF_EXPERTS = (
             ("swiglu_alpha_missing", _oai_without_alpha, {}),
             ("swiglu_plain", lambda _, __, gate, up: functional.silu(gate) * up, {}),
         )
+    ),
+    *(
+        Plant(name, (site,), {"activate_mlp": activate}, {"mlp": mlp}, fits=fits)
+        for site, mlp, has_mlp in (
+            (Site.SHARED_DELTA, "shared experts", _has_shared_experts),
+            (Site.MLP_DELTA, "dense layer", _has_dense_layers),
+        )
+        for name, activate, fits in (
+            ("mlp_gate_up_swapped", lambda right, _, gate, up, **__: right(up, gate), has_mlp),
+            ("mlp_up_plus_one_missing", _mlp_without_one, partial(_both, has_mlp, _has_swiglu_oai)),
+            ("mlp_swiglu_plain", _mlp_plain, partial(_both, has_mlp, _has_swiglu_oai)),
+        )
+    ),
+    Plant(
+        "dense_mlp_zero",
+        (Site.MLP_DELTA,),
+        {"run_mlp": lambda right, _, tokens: torch.zeros_like(right(tokens))},
+        fits=_has_dense_layers,
     ),
     *(
         Plant(name, sites, stages, parameters, decodes=True, fits=fits)

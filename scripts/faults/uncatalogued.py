@@ -196,7 +196,7 @@ PLANTS = (
     _plant("keys_quantised", (Site.K_ROPE,), {"norm_and_rotate": _keys_quantised}, decodes=True),
     _plant("value_halves_swapped", (Site.V_PROJ,), {"project": _value_halves_swapped}, decodes=True),
     _plant("last_head_reads_first", _CONTEXT, _LAST_READS_FIRST, decodes=True),
-    _plant("scores_capped", _CONTEXT, _CAPPED),
+    _plant("scores_capped", _CONTEXT, _CAPPED, akin=("attention_soft_cap",)),
     _plant("oldest_forgotten", _CONTEXT, {"visible": _oldest_forgotten}, prefills=False, decodes=True),
     # A pass counts its own positions one too high.
     _plant("step_ahead", _ROPE, {"angles": lambda right, _, positions: right(positions + 1)}, decodes=True),

@@ -125,22 +125,25 @@ def layer() -> Evaluation:
 
 
 @pytest.fixture(scope="session")
-def float32_layer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], LayerTensors]]:
-    """Layer 1 of the toy of a model type, in float32: a repair changes its weights without rounding."""
+def float32_layer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LayerTensors]]:
+    """`float32_layer(MODEL_TYPE, layer=N)`: a layer of its toy, in float32, so that repairs round no weight."""
     with ExitStack() as opened:
 
         @cache
-        def open_layer(model_type: str) -> LayerTensors:
+        def open_toy(model_type: str) -> CheckpointReader:
             folder = tmp_path_factory.mktemp(model_type) / "float32"
             model = SyntheticModel.toy(FAMILIES[model_type]).resized(num_hidden_layers=2)
             synthesize(folder, model=model, dtype=torch.float32, shard_size_bytes=None, seed=3)
-            reader = opened.enter_context(CheckpointReader(folder))
-            return LayerTensors.open(reader, ModelSpec.from_folder(folder), 1, torch.float32)
+            return opened.enter_context(CheckpointReader(folder))
+
+        def open_layer(model_type: str, layer: int = 1) -> LayerTensors:
+            reader = open_toy(model_type)
+            return LayerTensors.open(reader, ModelSpec.from_folder(reader.folder), layer, torch.float32)
 
         yield open_layer
 
 
 @pytest.fixture(scope="session")
-def tensors(float32_layer: Callable[[str], LayerTensors]) -> LayerTensors:
+def tensors(float32_layer: Callable[..., LayerTensors]) -> LayerTensors:
     """A layer of MiniMax-M2's toy in float32."""
     return float32_layer(MINIMAX_M2.model_type)

@@ -38,6 +38,7 @@ PARAMETERS: dict[str, Parameters] = {
     "q_norm_scaled": {"factor": 0.5},
     "k_norm_scaled": {"factor": 0.35},
     "q_heads_interleaved": {"order": "by group"},
+    "mlp_gate_up_swapped": {"mlp": "shared experts"},
 }
 # MiniMax-M3 norms each head, by 1 + weight, and has shared experts; GLM-4 MoE has biases.
 FAMILIES = (MINIMAX_M2, MINIMAX_M3, GLM4_MOE)
@@ -100,7 +101,7 @@ def outputs(
 
 @pytest.mark.parametrize(("family", "name"), REPAIRED, ids=IDS)
 def test_mistake_on_repaired_weights_is_right(
-    family: Family, name: str, float32_layer: Callable[[str], LayerTensors]
+    family: Family, name: str, float32_layer: Callable[..., LayerTensors]
 ) -> None:
     tensors = float32_layer(family.model_type)
     right, mistaken, repaired = outputs(name, PARAMETERS.get(name, {}), tensors)
@@ -211,7 +212,7 @@ def test_lines_begin_with_the_parameters() -> None:
     ("text", "message"),
     [
         ("too_many_cooks", "no mistake is called 'too_many_cooks'"),
-        ("gate_up_swap", "Did you mean gate_up_swapped?"),
+        ("gate_up_swap", "Did you mean gate_up_swapped or mlp_gate_up_swapped?"),
         ("k_norm_scaled", "expected factor, found none"),
         ("router_softmax,factor=2", "expected none, found factor=2"),
         ("k_norm_scaled,factor", "cannot be read"),
