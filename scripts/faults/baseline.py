@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from cpu_golden import IMPLEMENTATIONS, capture_cpu_golden, request_text_rows, write_model
 
 from minimax_tools.capture.reader import Capture
@@ -19,6 +20,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import Q_PROJ, layer_prefix, scale_name
 from minimax_tools.reference.variant_names import DEFAULT_NUM_VARIANTS, variant_names
+from minimax_tools.synthetic.checkpoint import FP8
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.input_request import InputRequest
 
@@ -48,8 +50,10 @@ class BaselineRequest:
 
     @property
     def is_fp8(self) -> bool:
-        """True if the model's matrices are stored as FP8 codes with scales; a synthetic model's are."""
-        return self.trained is None or self.trained.is_fp8
+        """True if the model's matrices are stored as FP8 codes with scales; synthetic ones are as their originals are."""
+        if self.trained is not None:
+            return self.trained.is_fp8
+        return self.shape is None or self.shape.family.originals_are_fp8
 
     @property
     def has_far_positions(self) -> bool:
@@ -115,7 +119,7 @@ def _prepare_model(request: BaselineRequest, scratch: Path) -> Path:
         model = request.shape or SyntheticModel(
             num_hidden_layers=request.num_layers, intermediate_size=request.intermediate_size
         )
-        write_model(folder, model, seed=request.seed)
+        write_model(folder, model, dtype=FP8 if request.is_fp8 else torch.bfloat16, seed=request.seed)
     return folder
 
 

@@ -13,12 +13,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from faults.baseline import Baseline, BaselineRequest, open_baseline
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.effects import measure_effects, run_float32
-from faults.plant import Plant, pair_plants
+from faults.judging import as_black_box, judge_run, name_mistake
+from faults.plant import Plant, fit_plants, pair_plants
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
+from faults.port import PlantedPort
 from faults.rivals import RULES
+from faults.runs import run_port
 
-from minimax_tools.model.graph import ModelGraph
+from minimax_tools.model.families.minimax_m3 import MINIMAX_M3
+from minimax_tools.model.graph import LayerGraph, ModelGraph
 from minimax_tools.model.sites import Site
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.devices.runtime import open_runtime
 
 # On the left padding that one of them needs, and the far row that others do; 70 rows reach the end of a bucket, and a
@@ -34,6 +39,14 @@ PREFILLED = BaselineRequest(
 )
 DECODED = BaselineRequest(name="decoded", seed=0, lengths=(40, 39), num_layers=1, intermediate_size=128)
 DUMPED = BaselineRequest(name="dumped", seed=0, lengths=(20, 7), num_layers=3, intermediate_size=128)
+# Its first layer is dense.
+M3 = SyntheticModel.toy(MINIMAX_M3).resized(num_hidden_layers=2)
+OF_M3 = BaselineRequest(name="m3", seed=0, lengths=(40, 33), num_layers=2, shape=M3)
+OF_M2 = fit_plants(MISTAKES, ModelGraph())
+# Mistakes that MiniMax-M2 cannot have.
+FURTHER = [plant for plant in fit_plants(MISTAKES, M3.spec().graph) if not plant.fits(ModelGraph())]
+# Those of them that are blamed and named in the fast suite: one of each part of a layer.
+NAMED = ["norm_one_plus_missing", "routed_scale_missing", "dense_mlp_zero"]
 GOLDEN = torch.linspace(-3, 3, 600, dtype=torch.float64).reshape(20, 30) + 0.01
 TWIN = GOLDEN * (1 + 1e-3)
 FLOOR = float((GOLDEN - TWIN).norm())
@@ -55,26 +68,56 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
         yield opened
 
 
-def downstream(sites: tuple[Site, ...]) -> set[Site]:
+@pytest.fixture(scope="module")
+def of_m3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    with open_baseline(OF_M3, tmp_path_factory.mktemp("faults")) as opened:
+        yield opened
+
+
+def downstream(sites: tuple[Site, ...], graph: LayerGraph) -> set[Site]:
     """The sites, and all that is computed from them."""
     found = set(sites)
-    for site, inputs in ModelGraph().layer(0).inputs.items():
+    for site, inputs in graph.inputs.items():
         if found & set(inputs):
             found.add(site)
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", [plant for plant in MISTAKES if plant.prefills], ids=str)
+@pytest.mark.parametrize("plant", [plant for plant in OF_M2 if plant.prefills], ids=str)
 def test_plant_changes_its_sites_and_nothing_before_or_beside_them(plant: Plant, prefilled: Baseline) -> None:
-    effects = measure_effects(prefilled, 0, plant)
+    check_effects(prefilled, 0, plant)
+
+
+def check_effects(baseline: Baseline, layer: int, plant: Plant) -> None:
+    effects = measure_effects(baseline, layer, plant)
     assert max(effects[site] for site in plant.sites) > 0
-    elsewhere = effects.keys() - downstream(plant.sites)
+    elsewhere = effects.keys() - downstream(plant.sites, baseline.spec.graph.layer(layer))
     assert {site for site in elsewhere if effects[site] != 0} == set()
 
 
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(plant, marks=() if plant.name in NAMED else pytest.mark.slow) for plant in FURTHER],
+    ids=str,
+)
+def test_mistake_that_minimax_m2_cannot_have_is_blamed_and_named(
+    plant: Plant, of_m3: Baseline, tmp_path: Path
+) -> None:
+    layer = of_m3.layers_with(plant.sites)[-1]
+    check_effects(of_m3, layer, plant)
+    with open_runtime("cpu") as runtime:
+        target = PlantedPort(plant=plant, layers=frozenset({layer})).target()
+        capture = run_port(of_m3, target, runtime=runtime, directory=tmp_path / "run")
+    blame = judge_run(of_m3, capture).blame
+    assert {blamed.layer for blamed in blame} == {layer}
+    assert {site for blamed in blame for site in blamed.sites} <= set(map(str, plant.sites))
+    named = [name for name, _ in name_mistake(of_m3, as_black_box(capture), layer)]
+    assert set(named) & {plant.name, *plant.akin}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plant", [plant for plant in MISTAKES if plant.decodes], ids=str)
+@pytest.mark.parametrize("plant", [plant for plant in OF_M2 if plant.decodes], ids=str)
 def test_plant_in_decode_rows_changes_its_sites(plant: Plant, decoded: Baseline) -> None:
     effects = measure_effects(decoded, 0, plant, num_decoded=1)
     assert max(effects[site] for site in plant.sites) > 0
@@ -86,7 +129,7 @@ def test_equivalent_changes_the_output_by_less_than_the_floor(plant: Plant, pref
 
 
 def test_pair_computes_as_each_of_its_mistakes_does(prefilled: Baseline) -> None:
-    attention, moe = choose_plants(["o_proj_zero", "gate_up_swapped"])
+    attention, moe = fit_plants(choose_plants(["o_proj_zero", "gate_up_swapped"]), ModelGraph())
     (pair,) = pair_plants((attention, moe), seed=0)
     both, first = (run_float32(prefilled, 0, plant) for plant in (pair, attention))
     assert torch.equal(both[Site.POST_NORM], first[Site.POST_NORM])
