@@ -12,6 +12,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     EMBEDDING,
     FINAL_NORM,
+    GATE,
     LM_HEAD,
     expected_layer_shapes,
     float32_names,
@@ -62,7 +63,8 @@ def model_tensors(
 ) -> Iterator[TensorSize]:
     """Yield the tensors of a model: layers' matrices in `matrix_dtype`, with block scales if that is FP8.
 
-    Tensors of a float32 router are float32, all others `plain_dtype`. Names are those that the family stores.
+    Tensors of a float32 router are float32, all others `plain_dtype`: no FP8 checkpoint quantises its router. Names are
+    those that the family stores.
     """
     vocabulary, stored = (spec.vocab_size, spec.hidden_size), spec.family.stored_names.stored
     yield TensorSize(name=stored(EMBEDDING), shape=vocabulary, dtype=plain_dtype)
@@ -75,7 +77,7 @@ def model_tensors(
             name = stored(layer_prefix(layer) + relative)
             if relative in in_float32:
                 yield TensorSize(name=name, shape=shape, dtype=FLOAT32)
-            elif len(shape) == 2:
+            elif len(shape) == 2 and relative != GATE:
                 yield TensorSize(name=name, shape=shape, dtype=matrix_dtype)
                 if matrix_dtype == FLOAT8_E4M3FN:
                     yield TensorSize(name=scale_name(name), shape=scale_shape(shape), dtype=FLOAT32)

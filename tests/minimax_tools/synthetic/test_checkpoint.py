@@ -16,6 +16,8 @@ from safetensors import safe_open
 
 from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.model.families import FAMILIES
+from minimax_tools.model.family import Family
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
@@ -101,6 +103,14 @@ def test_linear_layers_are_fp8_with_float32_scales_and_norms_bfloat16(fp8_copy: 
             assert 256 < tensor.float().abs().max() <= 448, name
         else:
             assert tensor.dtype == torch.bfloat16, name
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_no_family_has_its_router_in_fp8(tmp_path: Path, family: Family) -> None:
+    model = SyntheticModel.toy(family).resized(num_local_experts=8)
+    copy = read(write(tmp_path / "toy", model=model))
+    dtypes = {copy[name].dtype for name in copy if name.endswith(family.stored_names.stored(GATE))}
+    assert dtypes == {torch.float32 if model.spec().graph.has_float32_router else torch.bfloat16}
 
 
 def test_other_copies_hold_the_dequantised_fp8_values_and_the_same_router(
