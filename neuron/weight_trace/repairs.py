@@ -23,17 +23,21 @@ from reports.wording import word_order
 # Returns the tensors that a repair changes, and no others.
 Change = Callable[[Tensors], Tensors]
 
+# Gate and up of experts, of a dense MLP and of shared experts.
+_GATE_UP_PAIRS = (
+    ("w1", "w3"),
+    ("gate_proj", "up_proj"),
+    ("shared_experts.gate_proj", "shared_experts.up_proj"),
+)
 # Kinds of source tensors that may be taken for each other; only pairs of equal shape are tried.
 _SWAPPED_PAIRS = (
-    ("w1", "w3"),
+    *_GATE_UP_PAIRS,
     ("k_proj", "v_proj"),
     ("q_norm", "k_norm"),
     ("q_proj", "k_proj"),
     ("input_layernorm", "post_attention_layernorm"),
     ("k_proj.bias", "v_proj.bias"),
     ("q_proj.bias", "k_proj.bias"),
-    ("gate_proj", "up_proj"),
-    ("shared_experts.gate_proj", "shared_experts.up_proj"),
 )
 # Groups of experts that lie alike, of which each is tried as the right one.
 _MOST_MODELS = 2
@@ -79,6 +83,7 @@ def candidate_repairs(
         *_undo_expert_orders(layouts, spec),
         *_undo_row_orders(layouts, sources),
         *_undo_rotary_orders(sources, spec),
+        *_undo_turns(sources),
         *_undo_scales(layouts, sources),
         *([] if scales is None else [*_undo_factors(scales), *_take_scales(scales)]),
         *([] if scales is None else _align_experts(by_rank, sources)),
@@ -193,6 +198,25 @@ def _undo_rotary_orders(sources: SourceTensors, spec: ModelSpec) -> Iterator[Rep
             )
 
 
+def _undo_turns(sources: SourceTensors) -> Iterator[Repair]:
+    """Yield repairs for rows of gate and up that take turns where the forward cuts halves, and for the reverse."""
+    for pair in _GATE_UP_PAIRS:
+        gates, ups = (_names(sources, kind) for kind in pair)
+        if not gates:
+            continue
+        rows = f"rows of {' and '.join(sources.word([kind]) for kind in pair)}"
+        for text, change in (
+            (f"{rows} take turns, and the forward takes them for halves", _halves_to_turns),
+            (f"{rows} lie in halves, and the forward lets them take turns", _turns_to_halves),
+        ):
+            yield Repair(
+                mistake=WeightMistake.ORDER,
+                kinds=pair,
+                text=text,
+                change=_change_pairs(dict(zip(gates, ups, strict=True)), change),
+            )
+
+
 def _undo_scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
     texts = set()
     for layout in layouts:
@@ -303,6 +327,18 @@ def _take_rows(tensor: torch.Tensor, *, rows: torch.Tensor) -> torch.Tensor:
     return tensor[rows]
 
 
+def _halves_to_turns(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two matrices whose rows, taken in turns, are those of gate and then those of up."""
+    rows = torch.cat((gate, up))
+    return rows[0::2], rows[1::2]
+
+
+def _turns_to_halves(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two matrices whose rows, one matrix behind the other, are those of gate and up in turns."""
+    first, second = torch.stack((gate, up), dim=1).flatten(0, 1).chunk(2)
+    return first, second
+
+
 def _reorder_heads(tensor: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:
     """Reorder the rows of every head; `order` holds the row numbers of one head."""
     reordered: torch.Tensor = tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
@@ -324,6 +360,20 @@ def _change_each(
     """Return the change that applies a function to every tensor of the kinds."""
     names = [name for kind in kinds for name in _names(sources, kind)]
     return lambda tensors: LazyTensors(names, lambda name: change(tensors[name]))
+
+
+def _change_pairs(
+    partners: Mapping[str, str],
+    change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> Change:
+    """Return the change that applies a function to every pair of tensors, given by names."""
+    places = {name: (pair, place) for pair in partners.items() for place, name in enumerate(pair)}
+
+    def make(name: str, tensors: Tensors) -> torch.Tensor:
+        (first, second), place = places[name]
+        return change(tensors[first], tensors[second])[place]
+
+    return lambda tensors: LazyTensors(places, lambda name: make(name, tensors))
 
 
 def _multiply(factors: Mapping[str, torch.Tensor]) -> Change:

@@ -188,6 +188,13 @@ half = config.num_local_experts // 2
 state[GATE_UP][half:] = interleaved(state[GATE_UP][half:], 1)
 """
 HALVES_OF_ROWS = "state[DOWN][3].unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)"
+# A forward that takes gate and up from rows in turns.
+TAKES_TURNS = """
+def activate(gate, up):
+    columns = torch.cat((gate, up), -1)
+    return port.Moe.activate(self.moe, columns[..., 0::2], columns[..., 1::2])
+self.moe.activate = activate
+"""
 GATE_WITHOUT_SCALE = """
 state[SECOND_NORM] = state[SECOND_NORM] / SCALE
 state[GATE_UP] = state[GATE_UP] * SCALE
@@ -198,6 +205,14 @@ PLANTED_AND_PROVED = {
     "half_of_the_experts_interleaved": (
         HALF_INTERLEAVED,
         "w1 (gate), w3 (up) of experts 6–11 lie otherwise than of experts 0–5",
+    ),
+    "gate_and_up_in_turns": (
+        "state[GATE_UP] = interleaved(state[GATE_UP], 1)",
+        "rows of w1 (gate) and w3 (up) take turns, and the forward takes them for halves",
+    ),
+    "gate_and_up_in_halves": (
+        TAKES_TURNS,
+        "rows of w1 (gate) and w3 (up) lie in halves, and the forward lets them take turns",
     ),
     "gate_and_up_of_one_expert_swapped": (
         "state[GATE_UP][4] = swapped(state[GATE_UP][4], 0)",

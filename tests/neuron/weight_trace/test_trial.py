@@ -22,7 +22,7 @@ from neuron.weight_trace.trial import EXACT_VALUES, TrialOutcome, run_trial
 
 SPEC = SyntheticModel(hidden_size=64, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32).spec()
 CANDIDATES = candidate_repairs([[]], SourceTensors.of(SPEC, 0), SPEC)
-(SWAP,) = [repair for repair in CANDIDATES if repair.kinds == ("w1", "w3")]
+(SWAP,) = [repair for repair in CANDIDATES if repair.text == "w1 (gate) and w3 (up) are swapped"]
 
 Run = Callable[[Tensors, torch.Tensor, Inputs], torch.Tensor]
 
