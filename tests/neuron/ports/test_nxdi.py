@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from minimax_tools.checkpoint.filling import Deferred, Gathered
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
+from minimax_tools.model.families.qwen3_moe import QWEN3_MOE
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -30,6 +32,7 @@ from neuron.ports.nxdi import NxdiLayer, convert_by_table
 from neuron.ports.nxdi_layout import NxdiLayout
 
 PORTS = Path(__file__).parents[2] / "ports"
+OWN_QWEN3_MOE = "neuronx_distributed_inference.models.qwen3_moe.modeling_qwen3_moe:NeuronQwen3MoeDecoderLayer"
 
 
 class Layer(nn.Module):
@@ -58,6 +61,13 @@ def wrapped(layer: nn.Module, *, is_cpu_mode: bool = True) -> NxdiLayer:
         neuron_config=SimpleNamespace(),
         is_cpu_mode=is_cpu_mode,
     )
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe(make_model: Any) -> Path:
+    """A toy of Qwen3-MoE, in BF16."""
+    folder: Path = make_model(SyntheticModel.toy(QWEN3_MOE), torch.bfloat16)
+    return folder
 
 
 @pytest.fixture
@@ -177,6 +187,53 @@ def test_router_is_cast_unless_declared(sweep: Any) -> None:
     assert record["observed_dtypes"] == {"correction_bias": "bfloat16", "router_gate": "bfloat16"}
 
 
+@pytest.fixture(scope="module")
+def qwen3_moe_golden(needs_nxdi: None, qwen3_moe: Path, make_golden: Any) -> Path:
+    golden: Path = make_golden(qwen3_moe, "--seq-len", "48,33")
+    return golden
+
+
+class TestNxdisOwnLayer:
+    """NxDI's own layer of Qwen3-MoE: its names, its norms of each head, its conversion."""
+
+    @pytest.fixture
+    def judge(self, process: Any, qwen3_moe: Path, qwen3_moe_golden: Path) -> Any:
+        """Runs a command of `mm2-test`, a sweep on two layers; gives its JSON."""
+
+        def run(command: str, target: str, *options: object) -> dict[str, Any]:
+            given = ("--model", qwen3_moe, "--target", f"nxdi:{target}", "--json", "--quiet")
+            if command == "sweep":
+                options = ("--layers", "0:2", "--golden", qwen3_moe_golden, "--backend", "cpu", *options)
+            done = process(command, *given, *options, NXD_CPU_MODE="1")
+            assert done.stdout, done.stderr
+            record: dict[str, Any] = json.loads(done.stdout)
+            return record
+
+        return run
+
+    @pytest.mark.parametrize("options", [(), ("--tp-degree", 2)])
+    def test_right_layer_passes(self, judge: Any, options: tuple[object, ...]) -> None:
+        record = judge("sweep", OWN_QWEN3_MOE, *options)
+        assert (record["verdict"], record["compared"], record["of"]) == ("pass", 30, 34)
+
+    def test_its_conversion_is_right(self, judge: Any) -> None:
+        assert judge("weights", OWN_QWEN3_MOE)["verdict"] == "pass"
+
+    def test_swapped_conversion_is_named(self, judge: Any) -> None:
+        record = judge("weights", f"{PORTS}/nxdi_qwen3_moe.py:SwappedGateUp")
+        wrong = [finding["text"] for finding in record["findings"] if finding["severity"] == "wrong"]
+        assert wrong == ["gate_proj and up_proj are swapped"]
+
+    @pytest.mark.parametrize(
+        ("name", "site"),
+        [("SwappedGateUp", "moe_delta"), ("SharesLost", "router_weights"), ("QueriesUnnormed", "q_norm")],
+    )
+    def test_mistake_is_to_blame(self, judge: Any, name: str, site: str) -> None:
+        record = judge("sweep", f"{PORTS}/nxdi_qwen3_moe.py:{name}")
+        assert record["verdict"] == "fail"
+        assert {found for blame in record["blame"] for found in blame["sites"]} == {site}
+
+
 # The toy: 32 experts, hidden 256, intermediate 128, 8 query and 2 kv heads of 64.
 E, H, INNER, N, K, D = 32, 256, 128, 8, 2, 64
 ATTENTION, MOE, EXPERTS = "self_attn.", "block_sparse_moe.", "mlp.expert_mlps.mlp_op."
@@ -276,6 +333,46 @@ class TestOneRank:
         }
         assert layout.unused({**renamed, **experts}, tensors) == [CORRECTION_BIAS]
         assert len(layout.unused(renamed, tensors)) == 1 + 3 * E
+
+
+class TestQwen3Moe:
+    """A norm of each head, a BF16 router without a bias, and names of its own."""
+
+    @pytest.fixture
+    def spec(self, qwen3_moe: Path) -> ModelSpec:
+        return ModelSpec.from_folder(qwen3_moe)
+
+    @pytest.fixture
+    def tensors(self, qwen3_moe: Path, spec: ModelSpec) -> Iterator[LayerTensors]:
+        with CheckpointReader(qwen3_moe) as reader:
+            yield LayerTensors.open(reader, spec, 1, torch.bfloat16)
+
+    def test_each_rank_has_the_norm_of_one_head(self, spec: ModelSpec, tensors: LayerTensors) -> None:
+        found = weights(spec, tensors, degree=4, rank=3, self_attn__q_layernorm__weight=(D,))
+        assert torch.equal(found["self_attn.q_layernorm.weight"], tensors[ATTENTION + "q_norm.weight"])
+
+    def test_router_and_experts_are_found_by_the_checkpoints_names(
+        self, spec: ModelSpec, tensors: LayerTensors, qwen3_moe: Path
+    ) -> None:
+        places = {
+            "mlp__router__linear_router__weight": (E, H),
+            f"{EXPERTS}gate_up_proj.weight": (E, H, 2 * INNER),
+        }
+        gate, gate_up = weights(spec, tensors, **places).values()
+        stored: dict[str, torch.Tensor] = {}
+        for shard in qwen3_moe.glob("*.safetensors"):
+            stored |= load_file(shard)
+        assert torch.equal(gate, stored["model.layers.1.mlp.gate.weight"])
+        halves = [stored[f"model.layers.1.mlp.experts.3.{name}_proj.weight"].T for name in ("gate", "up")]
+        assert torch.equal(gate_up[3], torch.cat(halves, dim=1))
+
+    def test_what_no_place_takes_has_the_checkpoints_name(
+        self, spec: ModelSpec, tensors: LayerTensors, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        layout = NxdiLayout(spec=spec, tp_degree=1, rank=0)
+        layout.warn_of_unused({f"{EXPERTS}gate_up_proj.weight": torch.empty(1)}, tensors)
+        assert "no place for" in caplog.text
+        assert "mlp.gate.weight" in caplog.text
 
 
 class TestRanks:
