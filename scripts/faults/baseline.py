@@ -50,7 +50,7 @@ class BaselineRequest:
 
     @property
     def is_fp8(self) -> bool:
-        """True if the model's matrices are stored as FP8 codes with scales; synthetic ones are as their originals are."""
+        """True if the model's matrices are FP8 codes with scales; synthetic ones are stored as their originals."""
         if self.trained is not None:
             return self.trained.is_fp8
         return self.shape is None or self.shape.family.originals_are_fp8

@@ -14,7 +14,7 @@ from faults.baseline import Baseline, BaselineRequest, open_baseline
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.effects import measure_effects, run_float32
 from faults.judging import as_black_box, judge_run, name_mistake
-from faults.plant import Plant, fit_plants, pair_plants
+from faults.plant import Kind, Plant, fit_plants, pair_plants
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
 from faults.port import PlantedPort
 from faults.rivals import RULES
@@ -44,7 +44,12 @@ M3 = SyntheticModel.toy(MINIMAX_M3).resized(num_hidden_layers=2)
 OF_M3 = BaselineRequest(name="m3", seed=0, lengths=(40, 33), num_layers=2, shape=M3)
 OF_M2 = fit_plants(MISTAKES, ModelGraph())
 # Mistakes that MiniMax-M2 cannot have.
-FURTHER = [plant for plant in fit_plants(MISTAKES, M3.spec().graph) if not plant.fits(ModelGraph())]
+FURTHER = [
+    plant
+    for plant in fit_plants(MISTAKES, M3.spec().graph)
+    # No value of the toy reaches the limit of its clamp.
+    if not plant.fits(ModelGraph()) and plant.name != "swiglu_clamp_missing"
+]
 # Those of them that are blamed and named in the fast suite: one of each part of a layer.
 NAMED = ["norm_one_plus_missing", "routed_scale_missing", "dense_mlp_zero"]
 GOLDEN = torch.linspace(-3, 3, 600, dtype=torch.float64).reshape(20, 30) + 0.01
@@ -113,7 +118,7 @@ def test_mistake_that_minimax_m2_cannot_have_is_blamed_and_named(
     assert {blamed.layer for blamed in blame} == {layer}
     assert {site for blamed in blame for site in blamed.sites} <= set(map(str, plant.sites))
     named = [name for name, _ in name_mistake(of_m3, as_black_box(capture), layer)]
-    assert set(named) & {plant.name, *plant.akin}
+    assert (plant.name in named) == (plant.kind is Kind.CATALOGUED)
 
 
 @pytest.mark.slow
