@@ -195,8 +195,12 @@ def _is_right_without(scaled: Iterable[Site], judged: Iterable[Recomputed]) -> b
 
 
 def _notices(scaled: Iterable[Site], judged: Iterable[Recomputed]) -> bool:
-    """Decide whether a site would be wrong, were it computed from the scaled values by the checkpoint's weights."""
-    return any(again.result.status is SiteStatus.FAIL for again in judged if again.own & set(scaled))
+    """Decide whether a site would be wrong, were it computed from the scaled values by the checkpoint's weights.
+
+    So it is with the port's values of its other inputs too: what is right on all of the port's own undoes nothing.
+    """
+    on_scaled = [again for again in judged if again.own & set(scaled)]
+    return bool(on_scaled) and all(again.result.status is SiteStatus.FAIL for again in on_scaled)
 
 
 def _join(sites: Iterable[Site]) -> str:

@@ -119,6 +119,11 @@ class Hypothesis:
         return self.is_fitted or any(mistake.fitted for mistake in self.mistakes)
 
     @property
+    def has_list(self) -> bool:
+        """True if a parameter is a list of numbers of the port."""
+        return any(is_list(value) for parameters in self.parameters for value in parameters.values())
+
+    @property
     def is_factor(self) -> bool:
         """True if it says no more than that a value is off by a factor."""
         return all(mistake.is_factor for mistake in self.mistakes)

@@ -190,7 +190,14 @@ ROUTER_MISTAKES = (
         is_factor=True,
         fitted="factor",
     ),
-    Mistake(name="router_top_k", build=_top_k, candidates=each("k", _other_ks)),
+    Mistake(
+        name="router_top_k",
+        build=_top_k,
+        candidates=each("k", _other_ks),
+        fitted="k",
+        is_whole=True,
+        is_constant=True,
+    ),
     Mistake(name="router_groups", build=_grouped, candidates=_groupings),
     Mistake(
         name="router_low_precision",

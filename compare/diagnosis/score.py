@@ -221,9 +221,11 @@ def is_explanation(score: Score) -> bool:
 
     - A rounding, of a ρ up to `FAINT_RHO`: by z, amplitude and the share that it takes away.
     - Others must leave little. Of a clear error they must take most away, of each token alike; of a faint one, as for a
-      rounding.
+      rounding. Lists of numbers explain no faint error: they would fit noise.
     """
     is_clear = score.unexplained >= CLEAR_RHO
+    if score.hypothesis.has_list and not is_clear:
+        return False
     if score.hypothesis.is_rounding and score.unexplained <= FAINT_RHO:
         return (
             score.z >= _FAINT_Z

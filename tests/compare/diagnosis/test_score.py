@@ -126,7 +126,8 @@ def test_prediction_of_decoded_tokens_alone_has_the_right_values_elsewhere() -> 
 
 
 def scored(name: str = "a", *, is_rounding: bool = False, **figures: Any) -> Score:
-    usual = {"is_named": True, "is_factor": False, "has_number": False, "is_fitted": False, "parameters": ()}
+    usual = {"is_named": True, "parameters": ()}
+    usual |= dict.fromkeys(("is_factor", "has_number", "is_fitted", "has_list"), False)
     chosen = {key: figures.pop(key, value) for key, value in usual.items()}
     hypothesis: Any = SimpleNamespace(name=name, is_rounding=is_rounding, **chosen)
     values = {
@@ -152,6 +153,7 @@ ROUNDING = {"is_rounding": True, "unexplained": 6.0}
         # A number that was fitted to the port also fits what is only close.
         ({"is_fitted": True}, "leaves", 1.5, 1.51),
         ({"is_fitted": True, "unexplained": 500.0}, "leaves", 4.9, 5.1),
+        ({"has_list": True, "leaves": 1.0, "explains": 0.9, "z": 50.0}, "unexplained", 1.5, 1.49),
         # Of a ρ above 200, a hundredth may be left, at most 10.
         ({"unexplained": 500.0}, "leaves", 4.9, 5.1),
         ({"unexplained": 5000.0}, "leaves", 9.9, 10.1),
