@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,22 @@ def test_mistake_that_minimax_m2_cannot_have_is_blamed_and_named(
     assert {site for blamed in blame for site in blamed.sites} <= set(map(str, plant.sites))
     named = [name for name, _ in name_mistake(of_m3, as_black_box(capture), layer)]
     assert (plant.name in named) == (plant.kind is Kind.CATALOGUED)
+
+
+def gain_slightly_off(_: Any, layer: Any, residual: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
+    weight = layer.weights.post_norm
+    return layer.normalise(residual, (weight + 0.005 * (weight.float().mean() - weight)).to(weight.dtype))
+
+
+def test_gain_that_is_slightly_off_is_no_scale_that_one_reader_undoes(tmp_path: Path) -> None:
+    # The experts, beside the golden's weights of the router, would be wrong on what they were fed; on the port's they
+    # are right.
+    plant = Plant("gain_slightly_off", (Site.POST_NORM,), {"post_norm": gain_slightly_off})
+    request = BaselineRequest(name="gain", seed=0, lengths=(48, 33), num_layers=1)
+    with open_baseline(request, tmp_path) as baseline, open_runtime("cpu") as runtime:
+        target = PlantedPort(plant=plant, layers=frozenset({0})).target()
+        capture = run_port(baseline, target, runtime=runtime, directory=tmp_path / "run")
+        assert [blamed.sites for blamed in judge_run(baseline, capture).blame] == [("post_norm",)]
 
 
 @pytest.mark.slow
