@@ -100,8 +100,11 @@ def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torc
 def _derive(shown: dict[Site, torch.Tensor], weights: GoldenWeights) -> DerivedChoice:
     """Derive the choice from the logits, else from the router's input; float32 rows [T,F] of either or both."""
     logits, k = shown.get(Site.ROUTER_LOGITS), weights.spec.num_experts_per_tok
-    is_rounded = logits is not None and torch.equal(logits, logits.bfloat16().float())
-    if logits is None:
+    # Logits that are not shown are rounded where the model's router is not in float32: many are equal then.
+    is_rounded = not weights.spec.graph.has_float32_router
+    if logits is not None:
+        is_rounded = torch.equal(logits, logits.bfloat16().float())
+    else:
         logits = shown[Site.POST_NORM] @ weights.tensors[GATE].float().T
     sizes = logits.abs()
     error = _BFLOAT16_ERROR * sizes if is_rounded else _FLOAT32_ERROR * sizes.amax(dim=-1, keepdim=True)
