@@ -158,7 +158,8 @@ class AttentionStages(Stages):
 
     def norm_parts(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Split [B,S,heads·D] into the parts that are normed alone, as long as the weight: one, or the heads."""
-        return flat.unflatten(-1, (-1, weight.shape[-1]))
+        parts: torch.Tensor = flat.unflatten(-1, (-1, weight.shape[-1]))
+        return parts
 
     def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project [B,S,H] to q [B,S,N·D], k and v [B,S,K·D]."""

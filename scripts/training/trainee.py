@@ -309,8 +309,6 @@ def _layer_tensors(
     if spec.graph.layer(layer).is_dense:
         return
     for expert in range(spec.num_local_experts):
-        names = weight_names.MlpNames.of_expert(expert)
-        yield from zip(
-            (names.gate, names.up), state["mlp.experts.gate_up_proj"][expert].chunk(2), strict=True
-        )
-        yield names.down, state["mlp.experts.down_proj"][expert]
+        own, fused = weight_names.MlpNames.of_expert(expert), state["mlp.experts.gate_up_proj"][expert]
+        yield from zip((own.gate, own.up), fused.chunk(2), strict=True)
+        yield own.down, state["mlp.experts.down_proj"][expert]
