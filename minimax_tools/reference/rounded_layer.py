@@ -112,14 +112,10 @@ class _Pass:
             (Site.K_PROJ, weight_names.K_PROJ),
             (Site.V_PROJ, weight_names.V_PROJ),
         ):
+            product = self._round(linear(sites[Site.INPUT_NORM], self._weight(weight, hidden)))
             bias = bias_name(self.layer.spec.graph, weight)
-            sites[projection] = self._round(
-                linear(
-                    sites[Site.INPUT_NORM],
-                    self._weight(weight, hidden),
-                    None if bias is None else self._weight(bias, hidden),
-                )
-            )
+            # Devices add a bias to a product that was rounded.
+            sites[projection] = product if bias is None else self._round(product + self._weight(bias, hidden))
         queries, keys = Site.Q_PROJ, Site.K_PROJ
         if self.layer.spec.graph.qk_norm is not QkNorm.NONE:
             queries, keys = Site.Q_NORM, Site.K_NORM
