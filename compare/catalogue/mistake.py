@@ -56,6 +56,9 @@ class Mistake:
     # Whether the change takes values of all tokens from the right layer, where no other mistake has changed them.
     reads_right_layer: bool = False
     repair: Repair | None = None  # change of the layer's tensors that undoes it; None if none does
+    takes_weight_for_gain: bool = (
+        False  # whether the repair is right only where a norm multiplies by its weight
+    )
     reorders: tuple[Site, ...] = ()  # sites that the repair reorders, though what follows is right
 
     @property
@@ -67,6 +70,10 @@ class Mistake:
     def finds_more(self) -> bool:
         """True if the port's values may give parameters that are not listed."""
         return self.find is not find_nothing or self.find_at_last is not find_nothing
+
+    def has_repair(self, graph: ModelGraph) -> bool:
+        """Decide whether the repair undoes the mistake in a model of a graph."""
+        return self.repair is not None and not (self.takes_weight_for_gain and graph.has_gain_of_one_plus)
 
     def fits(self, graph: ModelGraph) -> bool:
         """Decide whether it is a mistake in a model of a graph: else it may be what the model computes."""

@@ -307,6 +307,7 @@ NORM_MISTAKES = (
         is_factor=True,
         fitted="factor",
         repair=repairs.divide_key_norm,
+        takes_weight_for_gain=True,
     ),
     Mistake(
         name="k_norm_weight_of_q_norm",
@@ -326,6 +327,7 @@ NORM_MISTAKES = (
         is_factor=True,
         fitted="factor",
         repair=repairs.divide_query_norm,
+        takes_weight_for_gain=True,
     ),
     Mistake(
         name="qk_norm_low_precision", build=lambda: _replace(_QK_NORMS, _low_precision), is_rounding=True

@@ -129,9 +129,9 @@ def divide_down(tensors: Tensors, config: Any, factor: float) -> None:
     for expert in range(config.num_local_experts):
         name = f"block_sparse_moe.experts.{expert}.w2.weight"
         tensors[name] = tensors[name] / factor
-    if config.graph.has_shared_experts:
-        name = "block_sparse_moe.shared_experts.down_proj.weight"
-        tensors[name] = tensors[name] / factor
+    shared = "block_sparse_moe.shared_experts.down_proj.weight"
+    if shared in tensors:
+        tensors[shared] = tensors[shared] / factor
 
 
 def divide_output_projection(tensors: Tensors, config: Any, factor: float) -> None:
@@ -149,15 +149,13 @@ def divide_projection(tensors: Tensors, config: Any, tensor: str, factor: float)
 
 
 def divide_query_norm(tensors: Tensors, config: Any, factor: float) -> None:
-    """Divide what q_norm multiplies by, the weight or 1 + weight, by the factor."""
-    one = 1 if config.graph.has_gain_of_one_plus else 0
-    tensors["self_attn.q_norm.weight"] = (one + tensors["self_attn.q_norm.weight"]) / factor - one
+    """Divide the weight of q_norm by the factor."""
+    tensors["self_attn.q_norm.weight"] = tensors["self_attn.q_norm.weight"] / factor
 
 
 def divide_key_norm(tensors: Tensors, config: Any, factor: float) -> None:
-    """Divide what k_norm multiplies by, the weight or 1 + weight, by the factor."""
-    one = 1 if config.graph.has_gain_of_one_plus else 0
-    tensors["self_attn.k_norm.weight"] = (one + tensors["self_attn.k_norm.weight"]) / factor - one
+    """Divide the weight of k_norm by the factor."""
+    tensors["self_attn.k_norm.weight"] = tensors["self_attn.k_norm.weight"] / factor
 
 
 def exchange_query_and_key_norms(tensors: Tensors, config: Any) -> None:

@@ -18,6 +18,7 @@ from compare.catalogue.repairs import Repair, Tensors, repair_lines, takes
 from compare.catalogue.words import Place, require_known
 from minimax_tools.errors import UsageError
 from minimax_tools.model.family import Family
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import LayerInputs
 
@@ -70,10 +71,9 @@ class Undo:
         require_known((self.name,), places=(Place.LAYER,))
         return CATALOGUE[self.name]
 
-    @property
-    def is_in_weights(self) -> bool:
-        """True if a change of the layer's tensors undoes it."""
-        return self._repair is not None
+    def is_in_weights(self, graph: ModelGraph) -> bool:
+        """Decide whether a change of the layer's tensors undoes it in a model of a graph."""
+        return self._repair is not None and self.mistake.has_repair(graph)
 
     @property
     def hypothesis(self) -> Hypothesis:

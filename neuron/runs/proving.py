@@ -126,8 +126,9 @@ class PortProver:
                     f"layer {self._layer} does not fail as it is: there is nothing to prove",
                     before=before.comparison.verdict,
                 )
-            in_weights = tuple(undo for undo in undone if undo.is_in_weights)
-            at_stages = tuple(undo for undo in undone if not undo.is_in_weights)
+            graph = self._request.spec.graph
+            in_weights = tuple(undo for undo in undone if undo.is_in_weights(graph))
+            at_stages = tuple(undo for undo in undone if not undo.is_in_weights(graph))
             proofs = []
             if in_weights and self._request.target.reads_weights:
                 proofs.append(self._attempt(before, weights, right, in_weights, at_stages))

@@ -360,7 +360,7 @@ class Fp8Weights:
 
 
 class Projection(dict[Site, torch.Tensor]):
-    weights = Fp8Weights()
+    weights, graph = Fp8Weights(), ModelGraph().layer(0)
 
 
 def test_codes_are_read_as_integers() -> None:

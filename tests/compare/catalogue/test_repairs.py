@@ -49,7 +49,7 @@ def is_repaired(name: str, graph: ModelGraph) -> bool:
     if name == "qk_norm_weights_exchanged" and graph.qk_norm is QkNorm.ALL_HEADS:
         return False
     mistake = CATALOGUE[name]
-    return mistake.repair is not None and mistake.fits(graph)
+    return mistake.has_repair(graph) and mistake.fits(graph)
 
 
 REPAIRED = [
@@ -194,9 +194,19 @@ def test_fitted_parameter_is_rounded_to_what_can_be_read() -> None:
 
 
 def test_mistake_of_some_experts_is_not_undone_in_the_weights() -> None:
-    assert Undo.parse("gate_up_swapped").is_in_weights
+    assert Undo.parse("gate_up_swapped").is_in_weights(ModelGraph())
+    # The weight is not what the norm multiplies by.
+    factor = Undo.parse("k_norm_scaled,factor=0.5")
+    assert [factor.is_in_weights(ModelGraph(has_gain_of_one_plus=one)) for one in (False, True)] == [
+        True,
+        False,
+    ]
     some = Undo.parse("gate_up_swapped,experts=0-2 5")
-    assert (some.is_in_weights, some.lines(MINIMAX_M2), some.hypothesis.change.recipe.experts) == (
+    assert (
+        some.is_in_weights(ModelGraph()),
+        some.lines(MINIMAX_M2),
+        some.hypothesis.change.recipe.experts,
+    ) == (
         False,
         (),
         {0, 1, 2, 5},
