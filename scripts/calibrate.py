@@ -31,8 +31,9 @@ from minimax_tools.provenance import library_versions
 
 # level: share of the comparisons of right ports that may fail.
 # float32: limit without BF16 noise; right ports stay below 3e-6.
-# slack: factor by which a limit must be exceeded on a backend that was not measured.
-_SCALARS = {"level": 1e-3, "float32": 1e-5, "slack": 1.5}
+# slack: factor by which a limit must be exceeded on a backend that was not measured; other_graphs: factor on the limits
+# for other graphs, of which right ports of learned models came to 1.12 of a limit (BENCHMARKS.md).
+_SCALARS = {"level": 1e-3, "float32": 1e-5, "slack": 1.5, "other_graphs": 1.25}
 _HEADING = """\
 # mm2's limits: right ports stay below them. `mm2-compare --criteria FILE.yaml` reads files of this format.
 #

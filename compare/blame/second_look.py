@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from compare.judging.judge import describe_figure
 from compare.judging.layer_judge import LayerJudge
 from minimax_tools.model.graph import LayerGraph
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.right_stages import sites_behind
 from minimax_tools.results.results import SiteResult, SiteStatus
 
 # Sites into which a scale can be folded, since weights behind them, or the attention's own scale, can undo it; and the
@@ -136,7 +137,7 @@ def _find_folded(
         for reader, judged in outcomes.items()
         if results[reader].status is not SiteStatus.FAIL or _is_right_without(scaled, judged)
     ]
-    undoing = [reader for reader in right if _notices(scaled, outcomes[reader])]
+    undoing = [reader for reader in right if _notices(reader, scaled, outcomes[reader], recomputing.graph)]
     if not undoing:
         return {}
     found = {
@@ -194,13 +195,17 @@ def _is_right_without(scaled: Iterable[Site], judged: Iterable[Recomputed]) -> b
     return any(again.result.status is not SiteStatus.FAIL for again in judged if not again.own & set(scaled))
 
 
-def _notices(scaled: Iterable[Site], judged: Iterable[Recomputed]) -> bool:
+def _notices(reader: Site, scaled: Collection[Site], judged: Iterable[Recomputed], graph: LayerGraph) -> bool:
     """Decide whether a site would be wrong, were it computed from the scaled values by the checkpoint's weights.
 
-    So it is with the port's values of its other inputs too: what is right on all of the port's own undoes nothing.
+    Its inputs that are computed from these must be the port's too: with the golden's they are of two layers.
     """
-    on_scaled = [again for again in judged if again.own & set(scaled)]
-    return bool(on_scaled) and all(again.result.status is SiteStatus.FAIL for again in on_scaled)
+    following = set(graph.inputs[reader]) & sites_behind(graph, frozenset(scaled))
+    return any(
+        again.result.status is SiteStatus.FAIL
+        for again in judged
+        if again.own & set(scaled) and following <= again.own
+    )
 
 
 def _join(sites: Iterable[Site]) -> str:

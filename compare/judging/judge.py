@@ -68,6 +68,7 @@ def judge_noise(
     )
     # The worst of many is further off by chance than a single one, so its share is divided by their number.
     among = {"token_worst": num_tokens, "channel_worst": num_channels}
+    widening = limits.other_graphs if context.is_other_graph else 1.0
     figures = []
     for figure in NOISE_FIGURES if num_tokens >= FEWEST_FOR_STRUCTURE else RATIO_FIGURES:
         value, limit = getattr(noise, figure), table.find(site, figure)
@@ -75,7 +76,7 @@ def judge_noise(
             share = context.share / max(among.get(figure, 1), 1)
             # NaN, which compares as not greater, must break the limit.
             value = math.inf if math.isnan(value) else value
-            most = limit.at(num_tokens=num_tokens, share=share)
+            most = widening * limit.at(num_tokens=num_tokens, share=share)
             figures.append(NearestLimit(figure=figure, value=value, limit=most))
     nearest = max(figures, key=lambda figure: figure.excess, default=None)
     if nearest is None or nearest.excess <= 1.0:

@@ -81,6 +81,7 @@ class LimitContext:
     is_float32: bool  # whether the golden computed in float32, which has no BF16 noise
     share: float  # share of false alarms allowed to each judged figure
     hides_flips: bool = False  # whether flips (tokens sent to other experts) cannot be told from other tokens
+    is_other_graph: bool = False  # whether the model's graph is another than MiniMax-M2's
 
 
 def computes_in_float32(reference: CaptureSource) -> bool:
@@ -161,6 +162,7 @@ class NoiseLimits:
     float32: float  # limit on the relative L2 error of float32 runs, which have no BF16 noise
     backends: frozenset[str] | None  # those on which the limits were measured; None for limits meant for all
     slack: float  # on other backends a figure up to this many times its limit warns instead of failing
+    other_graphs: float = 1.0  # factor on limits on ρ for models of other graphs than MiniMax-M2's
     isolated_variants: SiteLimits | None = None  # for goldens with variants; None to use `isolated`
     isolated_variants_estimated: SiteLimits | None = None
 

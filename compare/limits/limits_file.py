@@ -57,7 +57,7 @@ _STAND_INS: Mapping[str, str] = MappingProxyType(
 )
 # A key for remarks on how the limits were measured; not read.
 _REMARK = "measured"
-_KEYS = (*_TABLES, "level", "float32", "backends", "slack", _REMARK)
+_KEYS = (*_TABLES, "level", "float32", "backends", "slack", "other_graphs", _REMARK)
 _LIMIT_KEYS = ("usual", "spread", "token_spread")
 
 
@@ -81,7 +81,7 @@ def calibrated_limits() -> NoiseLimits:
 def read_limits(path: Path) -> NoiseLimits:
     """Read mm2's own limits, replaced by those in the file `path`.
 
-    The limits of a file hold on all backends, unless it names backends.
+    The limits of a file hold on all backends and for all graphs, unless it names backends or `other_graphs`.
 
     Raises:
         UsageError: The file cannot be read, or has an unknown key or a wrong value; the message names the line.
@@ -92,9 +92,10 @@ def read_limits(path: Path) -> NoiseLimits:
     for widened, plain in _STAND_INS.items():
         if plain in named and widened not in named:
             tables[widened] = _table_of(limits, widened).overlaid(named[plain])
-    # A file that names tables is meant for every backend.
+    # A file that names tables is meant for every backend, and as it is for every graph.
     backends = values.pop("backends", None if tables else limits.backends)
-    return replace(limits, **tables, **values, backends=backends)
+    other_graphs = values.pop("other_graphs", 1.0 if tables else limits.other_graphs)
+    return replace(limits, **tables, **values, backends=backends, other_graphs=other_graphs)
 
 
 def _table_of(limits: NoiseLimits, name: str) -> SiteLimits:
@@ -119,6 +120,7 @@ class _File:
             "level": self._share,
             "float32": self._positive,
             "slack": self._positive,
+            "other_graphs": self._positive,
             "backends": self._names,
         }
         return {key: readers[key](node, key) for key, node in self._items(root, "", _KEYS) if key != _REMARK}

@@ -19,6 +19,7 @@ from minimax_tools.capture.passes import ModelPasses
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics.noise_floor import token_rows
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import ModelSite, Site
 
 
@@ -167,6 +168,7 @@ class Sides:
             is_float32=computes_in_float32(self.reference),
             share=self.criteria.share,
             hides_flips=hides_flips,
+            is_other_graph=self.reference.graph != ModelGraph(),
         )
 
     def read_rows(self, layer: int, site: Site) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -241,6 +241,26 @@ class TestOwnLimits:
         noise = replace(CLEAN, **{figure: value})
         assert self.judge(noise, metrics, figure, context=ELSEWHERE)[0][0] is status
 
+    def test_limits_are_wider_for_other_graphs(self, metrics: PairMetrics) -> None:
+        widened = replace(self.limits("whole"), other_graphs=1.25)
+        for value, is_other, status in (
+            (1.01, False, SiteStatus.FAIL),
+            (1.25, True, SiteStatus.PASS),
+            (1.26, True, SiteStatus.FAIL),
+        ):
+            (found, _), nearest = judge_noise(
+                replace(CLEAN, whole=value),
+                metrics,
+                widened,
+                site="output",
+                num_tokens=200,
+                num_channels=256,
+                context=replace(TERMS, is_other_graph=is_other),
+            )
+            assert found is status
+            assert nearest is not None
+            assert nearest.limit == (1.25 if is_other else 1.0)
+
     def test_error_without_a_floor_is_held_to_limit_and_slack(self) -> None:
         context = replace(ELSEWHERE, is_float32=True)
         for value, status in (

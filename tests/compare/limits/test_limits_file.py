@@ -86,6 +86,7 @@ class TestOwnFile:
             ("slack: 0", "line 1, slack", "'0'"),
             ("float32: .inf", "line 1, float32", "'.inf'"),
             ("slack: inf", "line 1, slack", "'inf'"),
+            ("other_graphs: 0", "line 1, other_graphs", "'0'"),
             ("[1, 2]", "line 1, the file", "a list"),
         ],
     )
@@ -138,3 +139,13 @@ def test_own_slack_and_float32_limit_hold(limits_file: Path) -> None:
     limits_file.write_text("slack: 2.5\nfloat32: 1e-4\nmeasured: {made_by: me}")
     limits = read_limits(limits_file)
     assert (limits.slack, limits.float32, limits.level) == (2.5, 1e-4, calibrated_limits().level)
+
+
+def test_limits_of_a_file_hold_for_all_graphs_as_they_are(limits_file: Path) -> None:
+    for text, factor in (
+        ("slack: 2.5", calibrated_limits().other_graphs),
+        ("isolated: {all: {whole: 7}}", 1.0),
+        ("isolated: {all: {whole: 7}}\nother_graphs: 2", 2.0),
+    ):
+        limits_file.write_text(text)
+        assert read_limits(limits_file).other_graphs == factor
