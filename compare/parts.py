@@ -27,6 +27,7 @@ from compare.sides.pairing import declared_layers
 from compare.sides.port_head import on_port_input, on_port_output
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import IncomparableError
 from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame, CurvePoint, SiteResult, SiteStatus
@@ -285,12 +286,24 @@ def declared_sites(target: CaptureSource, layer: int, *, graph: ModelGraph) -> t
     """Return the sites of a layer that the run says it computes, in execution order.
 
     What says nothing, such as a dump, is held to the sites of the golden's `graph`.
+
+    Raises:
+        IncomparableError: The golden's graph has no such sites.
     """
-    description = target.known_description
-    if description is not None:
-        return description.run.computed_sites_of(layer)
-    known = (*target.sites(layer), *target.not_exposed(layer))
-    return tuple(site for site in graph.layer(layer).sites if site in known and site is not Site.INPUT)
+    description, held = target.known_description, graph.layer(layer).sites
+    if description is None:
+        known = (*target.sites(layer), *target.not_exposed(layer))
+        return tuple(site for site in held if site in known and site is not Site.INPUT)
+    declared = description.run.computed_sites_of(layer)
+    unknown = [str(site) for site in declared if site not in held]
+    if unknown:
+        raise IncomparableError(
+            f"layer {layer} of the run is of another kind than the golden's",
+            expected=f"sites of the golden's graph: {', '.join(map(str, held))}",
+            found=", ".join(unknown),
+            next_step="Run the port of the golden's model, on a golden that names its model (not a dump).",
+        )
+    return declared
 
 
 def _look_closer(

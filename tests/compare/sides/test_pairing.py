@@ -9,6 +9,7 @@ import torch
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.model.graph import ModelGraph
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import (
     Component,
@@ -100,6 +101,15 @@ class TestModel:
     def test_layers_that_only_one_side_ran_are_no_difference(self, copyist: Any, judge: Judge) -> None:
         layers = {1: copyist.source.description.provenance.model.layers[1]}
         assert self.judge_other(copyist, judge, layers=layers).verdict is Verdict.PASS
+
+    def test_sites_that_the_goldens_graph_lacks_are_named(self, copyist: Any, judge: Judge) -> None:
+        shared = ModelGraph(shared_width=64)
+        run = single_layer_run(1, sites_level="all", graph=shared)
+        target = copyist.device_run(run=run, not_exposed=(Site.ROUTED_DELTA, Site.SHARED_DELTA))
+        with pytest.raises(
+            IncomparableError, match=r"layer 1 .* another kind .* found routed_delta, shared_delta"
+        ):
+            judge(target)
 
     def test_other_dtype_is_named(self, copyist: Any, judge: Judge) -> None:
         def in_float32(description: Description) -> Description:
