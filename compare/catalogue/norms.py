@@ -286,6 +286,8 @@ NORM_MISTAKES = (
         ),
     ),
     Mistake(name="qk_norm_missing", build=lambda: _replace(_QK_NORMS, lambda _, states, __: states)),
+    Mistake(name="q_norm_missing", build=lambda: _replace((Site.Q_NORM,), lambda _, states, __: states)),
+    Mistake(name="k_norm_missing", build=lambda: _replace((Site.K_NORM,), lambda _, states, __: states)),
     Mistake(
         name="qk_norm_per_rank",
         detail=_tell_heads,

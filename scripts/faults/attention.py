@@ -212,6 +212,8 @@ _NORMS = (
         decodes=True,
         fits=_norms_queries,
     ),
+    Plant("q_norm_missing", (Site.Q_NORM,), {"q_norm": lambda _, __, flat: flat}, fits=_norms_queries),
+    Plant("k_norm_missing", (Site.K_NORM,), {"k_norm": lambda _, __, flat: flat}, fits=_norms_queries),
     *(
         Plant(name, _QK_NORM, stages, parameters, fits=_norms_all_heads)
         for name, stages, parameters in (
