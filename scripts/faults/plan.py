@@ -87,6 +87,7 @@ _CLEAN = ((1,), (4,), (24, 7), _SHORT, (500,))
 # Numbers of ranks, by prompts. Ranks are processes, and flex attention is compiled for each length, which takes half a
 # minute: few prompts have them.
 _NUM_RANKS = {(4,): (2,), _SHORT: (2, 4)}
+_LATER = f"{EXAMPLES / 'transformers_port.py'}:LaterPositions"
 _FLEX = f"{EXAMPLES / 'transformers_port.py'}:FlexAttention"
 
 
@@ -275,4 +276,6 @@ def _plan_right_ports(
         names += _PLAIN_PORTS if graph == ModelGraph() else ()
         names += [_FLEX] if with_flex and backend == "cpu" else []
         for name in names:
-            yield PlannedRun(request=request, port=name, backend=backend)
+            # Where blocks of keys are chosen, positions count from 0.
+            if graph.most_keys is None or name != _LATER:
+                yield PlannedRun(request=request, port=name, backend=backend)
