@@ -77,7 +77,8 @@ class ModelCapture(CaptureSource):
     def known_description(self) -> Any:
         if not {"variants", "dtypes"} & set(self._kept):
             return None
-        provenance = SimpleNamespace(dtypes=self._kept.get("dtypes", {}), backend="cpu")
+        dtypes = self._kept.get("dtypes", {})
+        provenance = SimpleNamespace(dtypes=dtypes, backend="cpu", model_config={})
         return SimpleNamespace(floor_variants=self._kept.get("variants", ()), provenance=provenance)
 
     @property

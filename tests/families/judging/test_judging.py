@@ -113,7 +113,7 @@ EVERY = (*NORMED, "mixtral")
 PLANTED: list[tuple[str, tuple[str, ...], dict[str, Any], set[str]]] = [
     ("rope_theta", EVERY, {"config": THETA}, {"q_rope", "k_rope"}),
     ("router_top_k", NORMED, {"config": {"num_experts_per_tok": 3}}, {"router_experts"}),
-    ("norm_eps", NORMED, {"config": {"rms_norm_eps": 1e-2}}, {"input_norm", "q_norm", "k_norm", "post_norm"}),
+    ("norm_eps", NORMED, {"config": {"rms_norm_eps": 3e-2}}, {"input_norm", "q_norm", "k_norm", "post_norm"}),
     ("router_weights_not_normalised", QWEN, {"config": {"norm_topk_prob": False}}, {"router_weights"}),
     ("router_weights_normalised", OLMOE, {"config": {"norm_topk_prob": True}}, {"router_weights"}),
     ("router_sigmoid", NORMED, {"patch": score_by_sigmoid}, {"router_weights"}),
