@@ -25,7 +25,6 @@ from compare.catalogue.low_bits import FP8_DTYPES, round_to_fp8
 from compare.catalogue.mistake import Candidates, Mistake
 from compare.catalogue.words import Place
 from minimax_tools.model import weight_names
-from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.evaluation import Change, Evaluation, LayerInputs, replace_stage
 from minimax_tools.reference.float32_stages import normalise, rotate_halves, rotation_angles, unrotated_heads
@@ -221,7 +220,7 @@ def _padding_pair(layer: Evaluation, content: str) -> tuple[torch.Tensor, torch.
     name, _, place = content.partition(" at ")
     normed = normalise(inputs.padding[name], layer.gain(weight_names.INPUT_NORM), spec.rms_norm_eps)
     key, value = (_projected(layer, weight, normed) for weight in (weight_names.K_PROJ, weight_names.V_PROJ))
-    if spec.graph.qk_norm is not QkNorm.NONE:
+    if spec.graph.has_qk_norm:
         key = normalise(key, layer.gain(weight_names.K_NORM), spec.rms_norm_eps)
     # The last position of each prompt's prefill, or 0.
     last = inputs.prefilled() - 1

@@ -14,7 +14,7 @@ from compare.catalogue.low_bits import fp8_groups
 from compare.catalogue.mistake import Mistake
 from minimax_tools.checkpoint.fp8 import CODE_NUMBERS
 from minimax_tools.model.sites import Site
-from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, bias_name, expert_weight
+from minimax_tools.model.weight_names import CORRECTION_BIAS, EXPERT_MATRICES, expert_weight
 from minimax_tools.reference.evaluation import Change, Evaluation, ExpertValue, GraphNode, LayerInputs, Stage
 from minimax_tools.reference.expert_pass import (
     Allocate,
@@ -30,6 +30,7 @@ from minimax_tools.reference.float32_stages import (
     activate,
     gain_of,
     normalise,
+    product_stage,
     router_of,
     router_scores,
 )
@@ -40,18 +41,11 @@ _TENSORS = (*_SITES, *EXPERT_MATRICES)
 
 
 def _decode_with(decoding: Decoding, *tensors: str) -> Change:
-    def product(site: Site) -> Stage:
-        source, weight_name = PROJECTIONS[site]
-
-        def project(layer: Evaluation) -> torch.Tensor:
-            projected = layer[source] @ layer.weights.value(weight_name, decoding).T
-            bias = bias_name(layer.graph.model, weight_name)
-            return projected if bias is None else projected + layer.weight(bias)
-
-        return project
+    def decode(layer: Evaluation, name: str) -> torch.Tensor:
+        return layer.weights.value(name, decoding)
 
     sites = [_SITES[tensor] for tensor in tensors if tensor in _SITES]
-    stages: dict[GraphNode, Stage] = {site: product(site) for site in sites}
+    stages: dict[GraphNode, Stage] = {site: product_stage(*PROJECTIONS[site], read=decode) for site in sites}
     matrices = tuple(tensor for tensor in tensors if tensor in EXPERT_MATRICES)
     if not matrices:
         return Change(stages=stages)
@@ -110,25 +104,23 @@ def _is_all_fp8(inputs: LayerInputs) -> bool:
 
 
 def _of_layer(source_layer: int) -> Change:
+    def take(layer: Evaluation, name: str) -> torch.Tensor:
+        return layer.weights.of_layer(source_layer).kept_value(name)
+
     def norm(source: Site, weight: str) -> Stage:
         return lambda layer: normalise(
-            layer[source],
-            gain_of(layer.graph.model, layer.weights.of_layer(source_layer).kept_value(weight)),
-            layer.spec.rms_norm_eps,
+            layer[source], gain_of(layer.graph.model, take(layer, weight)), layer.spec.rms_norm_eps
         )
 
     def choose(layer: Evaluation) -> torch.Tensor:
         router = router_of(layer)
         if router.bias is not None:
-            router = replace(router, bias=layer.weights.of_layer(source_layer).kept_value(CORRECTION_BIAS))
+            router = replace(router, bias=take(layer, CORRECTION_BIAS))
         return router.choose(router_scores(layer))
-
-    def product(source: Site, weight: str) -> Stage:
-        return lambda layer: layer[source] @ layer.weights.of_layer(source_layer).kept_value(weight).T
 
     stages: dict[GraphNode, Stage] = {
         **{site: norm(source, weight) for site, (source, weight) in NORMS.items()},
-        **{site: product(source, weight) for site, (source, weight) in PROJECTIONS.items()},
+        **{site: product_stage(*place, read=take) for site, place in PROJECTIONS.items()},
         Site.ROUTER_EXPERTS: choose,
     }
 

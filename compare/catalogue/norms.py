@@ -337,6 +337,6 @@ NORM_MISTAKES = (
     Mistake(
         name="qk_norm_swapped_order",
         build=_after_rope,
-        candidates=once_if(lambda inputs: inputs.spec.graph.qk_norm is not QkNorm.NONE),
+        candidates=once_if(lambda inputs: inputs.spec.graph.has_qk_norm),
     ),
 )

@@ -72,7 +72,7 @@ class Words:
 
     def fits(self, graph: ModelGraph) -> bool:
         """Decide whether it is a mistake in a model of a graph."""
-        return all(getattr(graph, option) == value for option, value in self.graph.items())
+        return graph.has(self.graph)
 
     def of(self, family: Family) -> Words:
         """Return the words as they are of a family's model."""

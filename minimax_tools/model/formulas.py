@@ -11,7 +11,7 @@ from minimax_tools.model.sites import ModelSite, Site
 
 def formula(site: Site | ModelSite, graph: ModelGraph) -> str:
     """Return what the original computes at a site, in words."""
-    queries, keys = ("q_proj", "k_proj") if graph.qk_norm is QkNorm.NONE else ("q_norm", "k_norm")
+    queries, keys = ("q_norm", "k_norm") if graph.has_qk_norm else ("q_proj", "k_proj")
     formulas: dict[Site | ModelSite, str] = {
         ModelSite.EMBEDDING: "the rows of embed_tokens.weight at the token ids, not scaled",
         Site.INPUT: "the output of the layer before; in layer 0 the embedding",

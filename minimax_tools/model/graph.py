@@ -77,6 +77,15 @@ class ModelGraph:
     sparse_layers: tuple[int, ...] = ()
     sparsity: BlockSparsity | None = None
 
+    def has(self, options: Mapping[str, object]) -> bool:
+        """Decide whether options, or the properties below, have these values; by name."""
+        return all(getattr(self, name) == value for name, value in options.items())
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """True if queries and keys are normed."""
+        return self.qk_norm is not QkNorm.NONE
+
     @property
     def has_shared_experts(self) -> bool:
         """True if every token takes shared experts beside the routed ones."""
@@ -170,7 +179,7 @@ class LayerGraph:
 
 @cache
 def _site_inputs(graph: LayerGraph) -> Mapping[Site, tuple[Site, ...]]:
-    is_normed = graph.model.qk_norm is not QkNorm.NONE
+    is_normed = graph.model.has_qk_norm
     inputs: dict[Site, tuple[Site, ...]] = {
         Site.INPUT: (),
         Site.INPUT_NORM: (Site.INPUT,),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,6 +53,8 @@ class LayerValues(Protocol):
 
 
 Stage = Callable[[LayerValues], torch.Tensor]
+# Reads a tensor of a layer by its relative name, float32.
+Read = Callable[[Any, str], torch.Tensor]
 # Combines gate and up of an MLP.
 Combine = Callable[[ModelGraph, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -256,29 +258,33 @@ def swiglu_oai(
     return gate * torch.sigmoid(alpha * gate) * (up + added)
 
 
+def _own_weight(layer: LayerValues, name: str) -> torch.Tensor:
+    return layer.weight(name)
+
+
 def norm_stage(source: Site, weight: str) -> Stage:
     """Build the stage of an RMSNorm: its input site and its weight's name."""
     return lambda layer: normalise(layer[source], layer.gain(weight), layer.spec.rms_norm_eps)
 
 
-def product_stage(source: Site, weight: str) -> Stage:
-    """Build the stage of a projection: its input site and its weight's name."""
+def product_stage(source: Site, weight: str, *, read: Read = _own_weight) -> Stage:
+    """Build the stage of a projection: its input site and its weight's name; `read` gives weight and bias."""
 
     def project(layer: LayerValues) -> torch.Tensor:
-        product = layer[source] @ layer.weight(weight).T
-        bias = bias_name(layer.spec.graph, weight)
-        return product if bias is None else product + layer.weight(bias)
+        product = layer[source] @ read(layer, weight).T
+        bias = bias_name(layer.graph.model, weight)
+        return product if bias is None else product + read(layer, bias)
 
     return project
 
 
-def mlp_stage(names: MlpNames, combine: Combine | None = None) -> Stage:
-    """Build the stage of an MLP that every token takes, from its weights' names; `combine` is for `activate`."""
+def mlp_stage(names: MlpNames, combine: Combine = activate) -> Stage:
+    """Build the stage of an MLP that every token takes, from its weights' names; `combine` makes one of gate and up."""
 
     def run(layer: LayerValues) -> torch.Tensor:
         states = layer[Site.POST_NORM]
         gate, up = (states @ layer.weight(name).T for name in (names.gate, names.up))
-        return (combine or activate)(layer.spec.graph, gate, up) @ layer.weight(names.down).T
+        return combine(layer.spec.graph, gate, up) @ layer.weight(names.down).T
 
     return run
 

@@ -80,7 +80,7 @@ class ReferenceAttention(nn.Module):
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=graph.has_output_bias)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
-        if graph.qk_norm is not QkNorm.NONE:
+        if graph.has_qk_norm:
             is_per_head = graph.qk_norm is QkNorm.PER_HEAD
             self.q_norm = ReferenceNorm(config.head_dim if is_per_head else query_width, config)
             self.k_norm = ReferenceNorm(config.head_dim if is_per_head else key_width, config)

@@ -19,7 +19,6 @@ import torch
 from torch.nn.functional import linear
 
 from minimax_tools.model import weight_names
-from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.router import Router
 from minimax_tools.model.sites import Site
@@ -117,7 +116,7 @@ class _Pass:
             # Devices add a bias to a product that was rounded.
             sites[projection] = product if bias is None else self._round(product + self._weight(bias, hidden))
         queries, keys = Site.Q_PROJ, Site.K_PROJ
-        if self.layer.spec.graph.qk_norm is not QkNorm.NONE:
+        if self.layer.spec.graph.has_qk_norm:
             queries, keys = Site.Q_NORM, Site.K_NORM
             sites[queries] = self._norm(sites[Site.Q_PROJ], weight_names.Q_NORM)
             sites[keys] = self._norm(sites[Site.K_PROJ], weight_names.K_NORM)

@@ -87,7 +87,7 @@ class DeviceAttention(nn.Module):
         self.v_proj = UndrawnLinear(config.hidden_size, key_width, bias=has_bias)
         self.o_proj = UndrawnLinear(query_width, config.hidden_size, bias=self._graph.has_output_bias)
         self._norms_heads = self._graph.qk_norm is QkNorm.PER_HEAD
-        if self._graph.qk_norm is not QkNorm.NONE:
+        if self._graph.has_qk_norm:
             self.q_norm = RMSNorm(self.head_dim if self._norms_heads else query_width, config)
             self.k_norm = RMSNorm(self.head_dim if self._norms_heads else key_width, config)
         sparsity = self._graph.sparsity if is_sparse else None
@@ -165,7 +165,7 @@ class DeviceAttention(nn.Module):
         """
         cos, sin = self._rotation(position_ids, states.dtype)
         queries, keys = self.q_proj(states), self.k_proj(states)
-        if self._graph.qk_norm is not QkNorm.NONE:
+        if self._graph.has_qk_norm:
             query_square, key_square = self._mean_squares(queries, keys)
             queries, keys = self.q_norm(queries, query_square), self.k_norm(keys, key_square)
         q_bnsd = self.q_rope(_rotate(self._split_heads(queries), cos, sin))

@@ -82,7 +82,7 @@ class FusedWeights(nn.Module):
             shapes["qkv_bias"] = (query + 2 * key,)
         if graph.has_output_bias:
             shapes["o_bias"] = (hidden,)
-        if graph.qk_norm is not QkNorm.NONE:
+        if graph.has_qk_norm:
             widths = (config.head_dim,) * 2 if graph.qk_norm is QkNorm.PER_HEAD else (query, key)
             shapes |= {name: (width,) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)}
         width = graph.dense_width if kind.is_dense else graph.shared_width
@@ -180,7 +180,7 @@ class AttentionStages(Stages):
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, tap: Tap
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm and rotate q [B,S,N·D] and k [B,S,K·D] to [B,N,S,D] and [B,K,S,D]; `tap` shows and returns a value."""
-        if self.graph.qk_norm is not QkNorm.NONE:
+        if self.graph.has_qk_norm:
             q, k = tap("q_norm", self.q_norm(q)), tap("k_norm", self.k_norm(k))
         return (
             tap("q_rope", self.rotate(self.heads(q), positions)),
@@ -419,7 +419,7 @@ class Arithmetic(AttentionStages, MoeStages):
             state["qkv_bias"] = torch.cat([tensors[name] for name in (Q_BIAS, K_BIAS, V_BIAS)])
         if self.graph.has_output_bias:
             state["o_bias"] = tensors[O_BIAS]
-        if self.graph.qk_norm is not QkNorm.NONE:
+        if self.graph.has_qk_norm:
             state |= {"q_norm": tensors[Q_NORM], "k_norm": tensors[K_NORM]}
         if self.kind.is_dense or self.graph.has_shared_experts:
             mlp = DENSE_MLP if self.kind.is_dense else SHARED_MLP
