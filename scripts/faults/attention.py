@@ -15,7 +15,7 @@ from torch.nn import functional
 from faults.arithmetic import Arithmetic, Tap
 from faults.plant import Plant, Stage, Tensor, in_tensors
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.graph import ModelGraph, QkNorm
+from minimax_tools.model.graph import QkNorm
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import (
     K_BIAS,
@@ -31,31 +31,10 @@ from minimax_tools.model.weight_names import (
 
 _QK_NORM = (Site.Q_NORM, Site.K_NORM)  # computed by `head_norm`
 _BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)  # computed by `block_norm`
+# Options of the models in which something is a mistake.
+_PLAIN_GAINS, _ONE_PLUS_GAINS = ({"has_gain_of_one_plus": has_one} for has_one in (False, True))
+_OVER_ALL_HEADS, _EACH_HEAD = {"qk_norm": QkNorm.ALL_HEADS}, {"qk_norm": QkNorm.PER_HEAD}
 _ROPE, _CONTEXT, _DELTA = (Site.Q_ROPE, Site.K_ROPE), (Site.ATTN_CONTEXT,), (Site.ATTN_DELTA,)
-
-
-def _gains_plain(graph: ModelGraph) -> bool:
-    return not graph.has_gain_of_one_plus
-
-
-def _gains_one_plus(graph: ModelGraph) -> bool:
-    return graph.has_gain_of_one_plus
-
-
-def _norms_queries(graph: ModelGraph) -> bool:
-    return graph.qk_norm is not QkNorm.NONE
-
-
-def _norms_all_heads(graph: ModelGraph) -> bool:
-    return graph.qk_norm is QkNorm.ALL_HEADS
-
-
-def _norms_each_head(graph: ModelGraph) -> bool:
-    return graph.qk_norm is QkNorm.PER_HEAD
-
-
-def _has_biases(graph: ModelGraph) -> bool:
-    return graph.has_qkv_bias
 
 
 def _unweighted(layer: Arithmetic, states: Tensor, weight: Tensor) -> Tensor:
@@ -165,21 +144,21 @@ _NORMS = (
         "input_norm_plus_one",
         (Site.INPUT_NORM,),
         {"input_norm": lambda _, layer, states: layer.normalise(states, layer.weights.input_norm + 1)},
-        fits=_gains_plain,
+        only_with=_PLAIN_GAINS,
     ),
     Plant(
         "post_norm_plus_one",
         (Site.POST_NORM,),
         {"post_norm": lambda _, layer, residual, __: layer.normalise(residual, layer.weights.post_norm + 1)},
         decodes=True,
-        fits=_gains_plain,
+        only_with=_PLAIN_GAINS,
     ),
     Plant(
         "norm_one_plus_missing",
         (*_BLOCK_NORMS, *_QK_NORM),
         {"weigh_norm": _weight_alone},
         {"norms": "all"},
-        fits=_gains_one_plus,
+        only_with=_ONE_PLUS_GAINS,
     ),
     Plant(
         "norm_one_plus_missing",
@@ -187,7 +166,7 @@ _NORMS = (
         {"block_norm": _block_weight_alone},
         {"norms": "input_norm and post_norm"},
         decodes=True,
-        fits=_gains_one_plus,
+        only_with=_ONE_PLUS_GAINS,
     ),
     Plant(
         "input_norm_weight_missing",
@@ -210,12 +189,11 @@ _NORMS = (
         _QK_NORM,
         {"head_norm": lambda _, __, flat, ___: flat},
         decodes=True,
-        fits=_norms_queries,
     ),
-    Plant("q_norm_missing", (Site.Q_NORM,), {"q_norm": lambda _, __, flat: flat}, fits=_norms_queries),
-    Plant("k_norm_missing", (Site.K_NORM,), {"k_norm": lambda _, __, flat: flat}, fits=_norms_queries),
+    Plant("q_norm_missing", (Site.Q_NORM,), {"q_norm": lambda _, __, flat: flat}),
+    Plant("k_norm_missing", (Site.K_NORM,), {"k_norm": lambda _, __, flat: flat}),
     *(
-        Plant(name, _QK_NORM, stages, parameters, fits=_norms_all_heads)
+        Plant(name, _QK_NORM, stages, parameters, only_with=_OVER_ALL_HEADS)
         for name, stages, parameters in (
             ("qk_norm_per_rank", {"head_norm": _head_norm_per_rank}, {"tp_degree": 2}),
             ("qk_norm_per_rank", {"head_norm": _head_norm_per_rank}, {"tp_degree": 8}),
@@ -224,12 +202,12 @@ _NORMS = (
             ("qk_norm_first_slice", {"edit": in_tensors(_slice_of_rank_0)}, {"tp_degree": 4}),
         )
     ),
-    Plant("qk_norm_over_all_heads", _QK_NORM, {"head_norm": _over_all_heads}, fits=_norms_each_head),
+    Plant("qk_norm_over_all_heads", _QK_NORM, {"head_norm": _over_all_heads}, only_with=_EACH_HEAD),
     Plant(
         "qk_norm_weights_exchanged",
         _QK_NORM,
         {"edit": in_tensors(_head_weights_exchanged)},
-        fits=_norms_each_head,
+        only_with=_EACH_HEAD,
     ),
     # The mean square is divided by a wrong number of channels: the norm is off by a factor.
     Plant(
@@ -238,35 +216,32 @@ _NORMS = (
         {"k_norm": lambda right, _, flat, *, factor: right(flat) * factor},
         {"factor": 8**-0.5},
         decodes=True,
-        fits=_norms_queries,
     ),
     Plant(
         "k_norm_weight_of_q_norm",
         (Site.K_NORM,),
         {"k_norm": _key_norm_of_query},
         {"heads": "first"},
-        fits=_norms_queries,
     ),
     Plant(
         "k_norm_weight_of_q_norm",
         (Site.K_NORM,),
         {"k_norm": _key_norm_of_query},
         {"heads": "of each group"},
-        fits=_norms_all_heads,
+        only_with=_OVER_ALL_HEADS,
     ),
     Plant(
         "q_norm_scaled",
         (Site.Q_NORM,),
         {"q_norm": lambda right, _, flat, *, factor: right(flat) * factor},
         {"factor": 2**-0.5},
-        fits=_norms_queries,
     ),
-    Plant("qk_norm_low_precision", _QK_NORM, {"head_norm": _head_norm_low_precision}, fits=_norms_queries),
+    Plant("qk_norm_low_precision", _QK_NORM, {"head_norm": _head_norm_low_precision}),
     Plant(
         "qk_norm_swapped_order",
         _SWAPPED_ORDER,
         {"norm_and_rotate": _rotated_before_norm},
-        fits=_norms_queries,
+        only_with={"has_qk_norm": True},
     ),
 )
 
@@ -437,7 +412,7 @@ _ATTENTION = (
         {"qkv_bias": lambda right, _, **__: torch.zeros_like(right())},
         {"sites": "q_proj, k_proj and v_proj"},
         decodes=True,
-        fits=_has_biases,
+        only_with={"has_qkv_bias": True},
     ),
     Plant("k_v_swapped", (Site.K_PROJ, Site.V_PROJ), {"edit": in_tensors(_keys_and_values_swapped)}),
     Plant("q_heads_interleaved", (Site.Q_PROJ,), {"edit": in_tensors(_query_heads_interleaved)}),

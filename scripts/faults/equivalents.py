@@ -138,13 +138,13 @@ PLANTS = (
         "queries_hold_the_scale",
         stages=_SCALE_IN_QUERIES,
         hides=(Site.Q_NORM, Site.Q_ROPE),
-        fits=lambda graph: graph.qk_norm is not QkNorm.NONE,
+        only_with={"has_qk_norm": True},
     ),
     _plant("experts_in_reverse_order", stages={"accumulate": _reverse_order}),
     _plant(
         "norm_weight_float32",
         stages={"normalise": _norm_weight_float32},
-        fits=lambda graph: not graph.has_gain_of_one_plus,
+        only_with={"has_gain_of_one_plus": False},
     ),
     _plant("activation_float32", stages=_FLOAT32),
 )

@@ -9,8 +9,6 @@ T tokens of all prompts, k experts of each. `experts` are their numbers [T,k], a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.nn import functional
 from faults.arithmetic import Arithmetic
 from faults.plant import Plant, Stage, State, Tensor, in_fused, in_tensors
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.model.graph import ModelGraph, RouterScores
+from minimax_tools.model.graph import RouterScores
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import (
     ATTENTION_MATRICES,
@@ -31,53 +29,15 @@ from minimax_tools.model.weight_names import (
 
 _LOGITS, _EXPERTS, _WEIGHTS = (Site.ROUTER_LOGITS,), (Site.ROUTER_EXPERTS,), (Site.ROUTER_WEIGHTS,)
 _ROUTED, _MOE = (Site.ROUTED_DELTA,), (Site.MOE_DELTA,)
+# Options of the models in which something is a mistake.
+_SIGMOID, _CORRECTION_BIAS = {"router_scores": RouterScores.SIGMOID}, {"has_correction_bias": True}
+_FLOAT32_ROUTER = {"has_float32_router": True}
+_PLAIN_SWIGLU, _SWIGLU_OAI = ({"has_swiglu_oai": is_oai} for is_oai in (False, True))
+_SHARED = {"has_shared_experts": True}
+_SCALED_SUM = {**_SHARED, "has_sum_scale": True}
 _BLOCK = 128  # rows and columns of an FP8 block with one scale
 _GROUP = 128  # numbers of a row, or channels of a token, with one scale
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
-
-
-def _has_sigmoid(graph: ModelGraph) -> bool:
-    return graph.router_scores is RouterScores.SIGMOID
-
-
-def _has_softmax(graph: ModelGraph) -> bool:
-    return graph.router_scores is RouterScores.SOFTMAX
-
-
-def _has_correction_bias(graph: ModelGraph) -> bool:
-    return graph.has_correction_bias
-
-
-def _has_float32_router(graph: ModelGraph) -> bool:
-    return graph.has_float32_router
-
-
-def _normalises(graph: ModelGraph) -> bool:
-    return graph.normalises_shares
-
-
-def _has_plain_swiglu(graph: ModelGraph) -> bool:
-    return not graph.has_swiglu_oai
-
-
-def _has_swiglu_oai(graph: ModelGraph) -> bool:
-    return graph.has_swiglu_oai
-
-
-def _has_shared_experts(graph: ModelGraph) -> bool:
-    return graph.has_shared_experts
-
-
-def _has_dense_layers(graph: ModelGraph) -> bool:
-    return bool(graph.dense_layers)
-
-
-def _both(one: Callable[[ModelGraph], bool], other: Callable[[ModelGraph], bool], graph: ModelGraph) -> bool:
-    return one(graph) and other(graph)
-
-
-def _scales_sum(graph: ModelGraph) -> bool:
-    return graph.has_shared_experts and graph.has_sum_scale
 
 
 def _gate_low_precision(_: Stage, layer: Arithmetic, tokens: Tensor) -> Tensor:
@@ -138,17 +98,17 @@ _ROUTER = (
         (*_EXPERTS, *_WEIGHTS),
         {"scores": lambda _, __, logits: logits.softmax(-1)},
         decodes=True,
-        fits=_has_sigmoid,
+        only_with=_SIGMOID,
     ),
     Plant(
         "router_sigmoid",
         _WEIGHTS,
         {"scores": lambda _, __, logits: logits.float().sigmoid()},
         decodes=True,
-        fits=_has_softmax,
+        only_with={"router_scores": RouterScores.SOFTMAX},
     ),
     *(
-        Plant(name, sites, stages, decodes=decodes, fits=_has_correction_bias)
+        Plant(name, sites, stages, decodes=decodes, only_with=_CORRECTION_BIAS)
         for name, sites, stages, decodes in (
             ("router_bias_missing", _EXPERTS, {"bias": lambda right, _: torch.zeros_like(right())}, True),
             (
@@ -165,21 +125,21 @@ _ROUTER = (
         "router_weights_not_normalised",
         _WEIGHTS,
         {"balance": lambda _, layer, chosen: chosen * layer.graph.share_scale},
-        fits=_normalises,
+        only_with={"normalises_shares": True},
     ),
     Plant(
         "router_weights_normalised",
         _WEIGHTS,
         {"balance": lambda _, layer, chosen: chosen / chosen.sum(-1, keepdim=True) * layer.graph.share_scale},
-        fits=lambda graph: not graph.normalises_shares,
+        only_with={"normalises_shares": False},
     ),
     Plant("router_weights_scaled", _WEIGHTS, _WEIGHTS_SCALED, {"factor": 2.5}, decodes=True),
     Plant("router_weights_scaled", _WEIGHTS, _WEIGHTS_SCALED, {"factor": 0.95}),
     Plant("router_top_k", _EXPERTS, _OTHER_TOP_K, {"k": 3}),
     Plant("router_top_k", _EXPERTS, _OTHER_TOP_K, {"k": 2}),
-    Plant("router_low_precision", _LOGITS, {"logits": _gate_low_precision}, fits=_has_float32_router),
+    Plant("router_low_precision", _LOGITS, {"logits": _gate_low_precision}, only_with=_FLOAT32_ROUTER),
     Plant(
-        "router_gate_low_precision", _LOGITS, {"edit": in_tensors(_gate_rounded)}, fits=_has_float32_router
+        "router_gate_low_precision", _LOGITS, {"edit": in_tensors(_gate_rounded)}, only_with=_FLOAT32_ROUTER
     ),
     Plant("router_quantised", _LOGITS, {"edit": in_tensors(_gate_quantised)}, {"bits": 8}),
     Plant("router_quantised", _LOGITS, {"edit": in_tensors(_gate_quantised)}, {"bits": 4}),
@@ -192,7 +152,7 @@ _ROUTER = (
                 layer.graph.share_scale * logits.gather(-1, experts).softmax(-1)
             )
         },
-        fits=_has_sigmoid,
+        only_with=_SIGMOID,
     ),
     Plant(
         "router_weights_uniform",
@@ -207,7 +167,7 @@ _ROUTER = (
         "router_sigmoid_missing",
         _EXPERTS,
         _SIGMOID_MISSING,
-        fits=lambda graph: _has_sigmoid(graph) and _has_correction_bias(graph),
+        only_with={**_SIGMOID, **_CORRECTION_BIAS},
     ),
 )
 
@@ -283,10 +243,15 @@ def _oai_unclamped(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor) -> Ten
     return gate * torch.sigmoid(gate * layer.alpha()) * (up + 1)
 
 
-def _oai_without_one(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor) -> Tensor:
+def _oai_without_one(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor, **__: str) -> Tensor:
     """Compute SwiGLU-OAI without the 1 that is added to up."""
     gate, up = layer.clamp(gate, up)
     return gate * torch.sigmoid(gate * layer.alpha()) * up
+
+
+def plain_swiglu(_: Stage, __: Arithmetic, gate: Tensor, up: Tensor, **___: str) -> Tensor:
+    """Compute SwiGLU where SwiGLU-OAI belongs."""
+    return functional.silu(gate) * up
 
 
 def _oai_without_alpha(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor) -> Tensor:
@@ -295,16 +260,6 @@ def _oai_without_alpha(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor) ->
     return gate * torch.sigmoid(gate) * (up + 1)
 
 
-def _mlp_without_one(_: Stage, layer: Arithmetic, gate: Tensor, up: Tensor, **__: str) -> Tensor:
-    gate, up = layer.clamp(gate, up)
-    return gate * torch.sigmoid(gate * layer.alpha()) * up
-
-
-def _mlp_plain(_: Stage, __: Arithmetic, gate: Tensor, up: Tensor, **___: str) -> Tensor:
-    return functional.silu(gate) * up
-
-
-_SHARED = (Site.SHARED_DELTA,)
 _SHARED_ZERO: dict[str, Stage] = {
     "run_shared": lambda right, _, tokens, **__: torch.zeros_like(right(tokens))
 }
@@ -315,6 +270,7 @@ _SHARED_TWICE: dict[str, Stage] = {"add_shared": lambda right, _, routed, shared
 _SHARED_SCALED: dict[str, Stage] = {
     "add_shared": lambda _, layer, routed, shared: layer.scale_routed(routed + shared)
 }
+_UNSCALED: dict[str, Stage] = {"scale_routed": lambda _, __, routed: routed}
 _CLAMPED, _UP_CLAMPED = {"activate": _clamped}, {"activate": _up_clamped}
 _CAPACITY = {"affinities": _within_capacity}
 _MOE_SCALED = {"finish_moe": lambda _, __, moe, mask, *, factor: moe * factor}
@@ -326,17 +282,17 @@ _OF_EXPERTS = (
         "up_plus_one",
         _ROUTED,
         {"activate": lambda right, _, gate, up: right(gate, up + 1)},
-        fits=_has_plain_swiglu,
+        only_with=_PLAIN_SWIGLU,
     ),
     Plant(
         "gelu_activation",
         _ROUTED,
         {"activate": lambda _, __, gate, up: functional.gelu(gate) * up},
         decodes=True,
-        fits=_has_plain_swiglu,
+        only_with=_PLAIN_SWIGLU,
     ),
     *(
-        Plant(name, _ROUTED, stages, parameters, fits=_has_plain_swiglu)
+        Plant(name, _ROUTED, stages, parameters, only_with=_PLAIN_SWIGLU)
         for name, stages, parameters in (
             ("relu_activation", {"activate": lambda _, __, gate, up: functional.relu(gate) * up}, {}),
             ("activation_missing", {"activate": lambda _, __, gate, up: gate * up}, {}),
@@ -351,43 +307,39 @@ _OF_EXPERTS = (
         _UP_CLAMPED,
         {"limit": 1.0, "side": "above"},
         decodes=True,
-        fits=_has_plain_swiglu,
+        only_with=_PLAIN_SWIGLU,
     ),
     *(
-        Plant(name, _ROUTED, {"activate": activate}, parameters, decodes=True, fits=_has_swiglu_oai)
-        for name, activate, parameters in (
-            ("up_plus_one_missing", _oai_without_one, {}),
-            ("swiglu_clamp_missing", _oai_unclamped, {}),
-            ("swiglu_alpha_missing", _oai_without_alpha, {}),
-            ("swiglu_plain", lambda _, __, gate, up: functional.silu(gate) * up, {}),
+        Plant(name, _ROUTED, {"activate": activate}, decodes=True, only_with=_SWIGLU_OAI)
+        for name, activate in (
+            ("up_plus_one_missing", _oai_without_one),
+            ("swiglu_clamp_missing", _oai_unclamped),
+            ("swiglu_alpha_missing", _oai_without_alpha),
+            ("swiglu_plain", plain_swiglu),
         )
     ),
     *(
-        Plant(name, (site,), {"activate_mlp": activate}, {"mlp": mlp}, fits=fits)
-        for site, mlp, has_mlp in (
-            (Site.SHARED_DELTA, "shared experts", _has_shared_experts),
-            (Site.MLP_DELTA, "dense layer", _has_dense_layers),
-        )
-        for name, activate, fits in (
-            ("mlp_gate_up_swapped", lambda right, _, gate, up, **__: right(up, gate), has_mlp),
-            ("mlp_up_plus_one_missing", _mlp_without_one, partial(_both, has_mlp, _has_swiglu_oai)),
-            ("mlp_swiglu_plain", _mlp_plain, partial(_both, has_mlp, _has_swiglu_oai)),
+        Plant(name, (site,), {"activate_mlp": activate}, {"mlp": mlp}, only_with=options)
+        for site, mlp in ((Site.SHARED_DELTA, "shared experts"), (Site.MLP_DELTA, "dense layer"))
+        for name, activate, options in (
+            ("mlp_gate_up_swapped", lambda right, _, gate, up, **__: right(up, gate), {}),
+            ("mlp_up_plus_one_missing", _oai_without_one, _SWIGLU_OAI),
+            ("mlp_swiglu_plain", plain_swiglu, _SWIGLU_OAI),
         )
     ),
     Plant(
         "dense_mlp_zero",
         (Site.MLP_DELTA,),
         {"run_mlp": lambda right, _, tokens: torch.zeros_like(right(tokens))},
-        fits=_has_dense_layers,
     ),
     *(
-        Plant(name, sites, stages, parameters, decodes=True, fits=fits)
-        for name, sites, stages, parameters, fits in (
-            ("shared_missing", _SHARED, _SHARED_ZERO, {"where": "shared experts"}, _has_shared_experts),
-            ("shared_missing", _MOE, _SHARED_NOT_ADDED, {"where": "sum"}, _has_shared_experts),
-            ("shared_twice", _MOE, _SHARED_TWICE, {}, _has_shared_experts),
-            ("shared_scaled_too", _MOE, _SHARED_SCALED, {}, _scales_sum),
-            ("routed_scale_missing", _MOE, {"scale_routed": lambda _, __, routed: routed}, {}, _scales_sum),
+        Plant(name, sites, stages, parameters, decodes=True, only_with=options)
+        for name, sites, stages, parameters, options in (
+            ("shared_missing", (Site.SHARED_DELTA,), _SHARED_ZERO, {"where": "shared experts"}, {}),
+            ("shared_missing", _MOE, _SHARED_NOT_ADDED, {"where": "sum"}, _SHARED),
+            ("shared_twice", _MOE, _SHARED_TWICE, {}, _SHARED),
+            ("shared_scaled_too", _MOE, _SHARED_SCALED, {}, _SCALED_SUM),
+            ("routed_scale_missing", _MOE, _UNSCALED, {}, _SCALED_SUM),
         )
     ),
     Plant("experts_exchanged", _ROUTED, {"edit": in_tensors(_exchanged)}, {"first": 5, "second": 6}),

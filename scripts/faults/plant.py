@@ -60,9 +60,8 @@ class Plant:
     needs_left_padding: bool = False  # whether it shows only if prompts are padded on the left
     needs_far_positions: bool = False  # whether it shows only if prompts begin far from position 0
     needs_fp8: bool = False  # whether it is a mistake in reading an FP8 checkpoint
-    fits: Callable[[ModelGraph], bool] = field(
-        default=lambda _: True, repr=False
-    )  # models in which it changes anything
+    # Options of `ModelGraph`, by name, that a model must have for it to change anything.
+    only_with: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     halves: tuple[Plant, ...] = ()  # the two plants of a pair
     # For an uncatalogued mistake: catalogued ones that compute nearly the same, which the diagnosis may answer with.
     akin: tuple[str, ...] = ()
@@ -76,6 +75,10 @@ class Plant:
                 right = getattr(arithmetic, name)
                 setattr(arithmetic, name, partial(stage, right, arithmetic, **plant.parameters))
         return arithmetic
+
+    def fits(self, graph: ModelGraph) -> bool:
+        """Decide whether it changes anything in a model, and at sites that the model has."""
+        return graph.has(self.only_with) and bool(self.on(graph).sites)
 
     def on(self, graph: ModelGraph) -> Plant:
         """Return the plant with its sites in a model."""

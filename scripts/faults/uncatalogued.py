@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from faults.arithmetic import Arithmetic, Tap
+from faults.experts import plain_swiglu
 from faults.plant import Kind, Plant, Stage, State, Tensor, in_fused, in_tensors
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
@@ -236,9 +237,9 @@ PLANTS = (
     _plant(
         "swiglu_plain_everywhere",
         (Site.ROUTED_DELTA, Site.SHARED_DELTA),
-        {"combine": lambda _, __, gate, up: functional.silu(gate) * up},
+        {"combine": plain_swiglu},
         akin=("swiglu_plain",),
-        fits=lambda graph: graph.has_swiglu_oai,
+        only_with={"has_swiglu_oai": True},
     ),
     _plant("constant_added", _MOE, {"finish_moe": _constant_added}),
     _plant("logit_pairs_swapped", (Site.ROUTER_LOGITS,), _PAIRS_SWAPPED),
