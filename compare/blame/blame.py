@@ -168,12 +168,12 @@ def carries(source: SiteResult, broken: NearestLimit) -> float:
 
 
 def _sort_failures(
-    graph: LayerGraph, results: Mapping[Site, SiteResult], given: tuple[Site, ...], known: frozenset[Site]
+    graph: LayerGraph, results: Mapping[Site, SiteResult], given: tuple[Site, ...], inherited: frozenset[Site]
 ) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
     """Sort failing sites into those to blame, with their ancestry, and those that a failure before them excuses.
 
     `results` are in execution order: a site that is left out is known when those behind it are sorted.
-    Left out are sites whose error is merely inherited through sites that pass, as is `known` of some.
+    Left out are sites whose error is merely inherited through sites that pass, the `inherited` ones surely.
     """
     culprits: dict[Site, _Ancestry] = {}
     excused: list[Site] = []
@@ -185,7 +185,7 @@ def _sort_failures(
         ancestry = _ancestry(graph, site, results, given)
         if any(_fails(results, source) and source not in inheriting for source in ancestry.known):
             excused.append(site)
-        elif site in known or _is_merely_inherited(graph, site, results, ancestry):
+        elif site in inherited or _is_merely_inherited(graph, site, results, ancestry):
             inheriting.add(site)
         else:
             culprits[site] = ancestry

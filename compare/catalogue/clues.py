@@ -357,14 +357,12 @@ class Clues:
         """Reading of what each expert added; None of a dense layer, if no site behind shows it, or few are settled."""
         if self.base.graph.is_dense:
             return None
-        if Site.ROUTED_DELTA in self.yardsticks:
-            return ExpertClues.of(self.base, self.yardsticks[Site.ROUTED_DELTA], self.settled, scale=1.0)
-        site, scale = self._shows(Site.MOE_DELTA), self.base.graph.model.sum_scale
-        return (
-            None
-            if site is None
-            else ExpertClues.of(self.base, self.yardsticks[site], self.settled, scale=scale)
-        )
+        site, scale = self._shows(Site.ROUTED_DELTA), 1.0
+        if site is None:
+            site, scale = self._shows(Site.MOE_DELTA), self.base.graph.model.sum_scale
+        if site is None:
+            return None
+        return ExpertClues.of(self.base, self.yardsticks[site], self.settled, scale=scale)
 
     def moved_tokens(self, site: Site) -> Mapping[int, int]:
         """Return the tokens that hold another token's right values of a site, as indices among all B·S, and whose."""

@@ -56,9 +56,7 @@ class Mistake:
     # Whether the change takes values of all tokens from the right layer, where no other mistake has changed them.
     reads_right_layer: bool = False
     repair: Repair | None = None  # change of the layer's tensors that undoes it; None if none does
-    takes_weight_for_gain: bool = (
-        False  # whether the repair is right only where a norm multiplies by its weight
-    )
+    takes_weight_for_gain: bool = False  # whether the repair is right only where a norm's gain is its weight
     reorders: tuple[Site, ...] = ()  # sites that the repair reorders, though what follows is right
 
     @property

@@ -17,10 +17,15 @@ from minimax_tools.reference.modules import modeling_class
 class SwappedLayer(Same):
     """Port whose layers have gate and up swapped."""
 
-    first_swapped = 0
+    first_swapped = 0  # layers from this number on are wrong
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """Return the tensors by transformers' names."""
+        swaps = layer_idx >= self.first_swapped
+        return by_own_names(tensors, read_spec(config), layer_idx, "layer.", swaps=swaps)
 
 
-class LateSwappedLayer(Same):
+class LateSwappedLayer(SwappedLayer):
     """Port whose layers have gate and up swapped from layer 2 on."""
 
     first_swapped = 2

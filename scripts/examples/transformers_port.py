@@ -89,7 +89,6 @@ class Same(nn.Module):
 
     attn_implementation = "sdpa"
     experts_implementation = "grouped_mm"
-    first_swapped = None  # layers from this number on have gate and up swapped
 
     def __init__(self, config, layer_idx):
         super().__init__()
@@ -105,8 +104,7 @@ class Same(nn.Module):
 
     def convert_state_dict(self, tensors, config, layer_idx):
         """Return the tensors by transformers' names."""
-        swaps = self.first_swapped is not None and layer_idx >= self.first_swapped
-        return by_own_names(tensors, read_spec(config), layer_idx, "layer.", swaps=swaps)
+        return by_own_names(tensors, read_spec(config), layer_idx, "layer.")
 
     def forward(self, hidden_states, attention_mask, position_ids):
         """Map [B,S,H] to [B,S,H]."""

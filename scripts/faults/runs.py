@@ -89,8 +89,8 @@ def carry_out(
     with_all_sites = judge_run(baseline, capture)
     by_output = judge_run(baseline, as_black_box(capture))
     # Some layers get the plant; the capture has all.
-    planted_layers = baseline.layers_with(planned.plant.sites) if planned.plant else ()
-    asked_layer = planted_layers[len(planted_layers) // 2] if planned.asks_name and planned.plant else None
+    planted_layers = _planted_layers(planned, baseline)
+    asked_layer = planted_layers[len(planted_layers) // 2] if planned.asks_name else None
     cases = []
     for layer in capture.layers:
         plant = planned.plant if layer in planted_layers else None
@@ -143,6 +143,11 @@ def _measure_effects(baseline: Baseline, layer: int, plant: Plant, num_decoded: 
     return effects
 
 
+def _planted_layers(planned: PlannedRun, baseline: Baseline) -> tuple[int, ...]:
+    """Return the layers that get the plant; none of a right port."""
+    return baseline.layers_with(planned.plant.sites) if planned.plant else ()
+
+
 def _capture(planned: PlannedRun, baseline: Baseline, *, runtime: Runtime, directory: Path) -> Capture:
     """Run the planned port, of any of its three kinds, and return its capture."""
     if planned.port.startswith(RANKS_PREFIX):
@@ -156,7 +161,7 @@ def _capture(planned: PlannedRun, baseline: Baseline, *, runtime: Runtime, direc
         )
     if planned.port != "planted":
         return run_port(baseline, find_target(planned.port), runtime=runtime, directory=directory)
-    layers = frozenset(baseline.layers_with(planned.plant.sites) if planned.plant else ())
+    layers = frozenset(_planted_layers(planned, baseline))
     port = PlantedPort(plant=planned.plant, layers=layers, decode_only=planned.decodes)
     return run_port(
         baseline, port.target(), runtime=runtime, directory=directory, num_decoded=planned.num_decoded
